@@ -10,8 +10,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from whet.metrics import Metrics
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings: every public name has one, and each begins with a verb or a noun."""
+"""Docstrings: every public name has one, or implements a method that has one; each begins with a verb or a noun."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,14 +53,65 @@ def _inside(parent: ast.AST, file: Path, *, is_public: bool) -> Iterator[tuple[s
     is_told_elsewhere = isinstance(parent, ast.ClassDef) and any(
         ast.unparse(base) in ("torch.autograd.Function", "Protocol") for base in parent.bases
     )
+    told = implemented(parent) if isinstance(parent, ast.ClassDef) else set()
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, Definition):
             public = is_public and not node.name.startswith("_")
-            yield f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", node, public and not is_told_elsewhere
+            needs_its_own = public and not is_told_elsewhere and node.name not in told
+            yield f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", node, needs_its_own
             if isinstance(node, ast.ClassDef):
                 yield from _inside(node, file, is_public=public)
+
+
+def implemented(node: ast.ClassDef) -> set[str]:
+    """The methods that a class above this one documents, or a protocol of several methods that the class has all of."""
+    above = [each for base in node.bases for each in classes().get(name_of(base), [])]
+    own = set(methods(node))
+    protocols = [methods(each) for found in classes().values() for each in found if is_protocol(each)]
+    met = [protocol for protocol in protocols if len(protocol) > 1 and protocol.keys() <= own]
+    return {name for each in [*map(methods, above), *met] for name, is_documented in each.items() if is_documented}
+
+
+@cache
+def methods(node: ast.ClassDef) -> dict[str, bool]:
+    """The public methods of a class and of those above it, each with whether one of these classes documents it."""
+    found: dict[str, bool] = {}
+    for base in node.bases:
+        for each in classes().get(name_of(base), []):
+            found |= methods(each)
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and not method.name.startswith("_"):
+            found[method.name] = found.get(method.name, False) or ast.get_docstring(method) is not None
+    return found
+
+
+@cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """All classes of whet by name."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for file in (ROOT / "whet").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def name_of(base: ast.expr) -> str:
+    """The last name of a base class: `Base` of `module.Base[int]`."""
+    return ast.unparse(base).partition("[")[0].rpartition(".")[2]
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    return "Protocol" in map(name_of, node.bases)
 
 
 def test_first_words() -> None:
     docstrings = ["Returns the rows.", "What it is.", "exp(d) - d - 1 with d = x", "top_p of the rest", "(One of them)"]
     assert [first_word(each) for each in docstrings] == ["returns", "what", "", "", "one"]
+
+
+def test_a_method_is_told_by_the_class_above_it_or_by_its_protocol() -> None:
+    [engine], [tracker], [frame] = (classes()[name] for name in ("FSDPEngine", "JsonlTracker", "RunDir"))
+    assert "dp_rank" in implemented(engine) and "spread" in implemented(engine)
+    assert implemented(tracker) == {"log", "close"}
+    assert implemented(frame) == set()  # its close is of no protocol of several methods

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from whet import serialization
 from whet.column_rules import equal

@@ -12,14 +12,6 @@ from typing import Literal
 
 When = Literal["rollout", "score", "shaping", "unscored", "scored", "update"]
 Reader = Literal["estimator", "correction", "actor", "critic"]  # in the order of a step
-WHEN: dict[When, str] = {
-    "rollout": "in every batch",
-    "score": "in every batch, after scoring",
-    "shaping": "in every batch, after shaping",
-    "unscored": "if a function reads it, during scoring",
-    "scored": "if a function reads it, after scoring",
-    "update": "added by the loop after the estimator",
-}
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,15 @@ CHECKSUM_BYTES = 32
 @cache
 def library(source: Path) -> ctypes.CDLL | None:
     """Compiles and loads `source`; None, with one warning, without a working C++ compiler."""
-    compiler = _compiler()
-    if compiler is None:
+    if (found := compiler()) is None:
+        log.warning("no C++ compiler found for %s; whet uses plain torch instead, which is slower", source.name)
         return None
-    made_from = source.read_bytes() + " ".join([compiler, *FLAGS, _instruction_set()]).encode()
-    path = _cache_folder() / f"{source.stem}_{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+    made_from = source.read_bytes() + " ".join([found, *FLAGS, instruction_set()]).encode()
+    folder = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    path = Path(folder) / "whet" / f"{source.stem}_{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     try:
         if not _is_whole(path):
-            _compile(compiler, source, path)
+            _compile(found, source, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         message = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
@@ -44,12 +45,9 @@ def library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-@cache
-def _compiler() -> str | None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        log.warning("no C++ compiler found: attention over the KV cache runs in plain torch, several times slower")
-    return compiler
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
@@ -71,12 +69,7 @@ def _is_whole(library: Path) -> bool:
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "whet"
-
-
-def _instruction_set() -> str:
+def instruction_set() -> str:
     """The processor's features, for the name of the cached file: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -14,22 +14,8 @@ import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from whet import keyed, serialization
-from whet.column_rules import (
-    Column,
-    Names,
-    ObjectArray,
-    Rows,
-    check_columns,
-    check_places,
-    check_same_columns,
-    joined,
-    merged,
-    object_array,
-    pick,
-    row_numbers,
-    split_second,
-)
+from whet import column_rules as rules, keyed, serialization
+from whet.column_rules import Column, Names, ObjectArray, Rows
 from whet.errors import DataError
 
 _AUTO_PADDING = "auto_padding"  # in meta_info
@@ -67,7 +53,9 @@ class DataProto:
             object.__setattr__(self, "non_tensor_batch", {})
         if self.batch is not None and self.batch.batch_dims != 1:
             raise DataError(f"batch has batch size {list(self.batch.batch_size)}, expected one dimension, [B]")
-        check_columns(self.tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
+        rules.check_columns(
+            self.tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0]
+        )
 
     @classmethod
     def from_dict(
@@ -84,8 +72,8 @@ class DataProto:
         """
         if num_batch_dims != 1:
             raise DataError(f"num_batch_dims={num_batch_dims}, expected 1: a batch has one dimension of rows, [B]")
-        objects = {name: object_array(name, values) for name, values in (non_tensors or {}).items()}
-        rows = check_columns(tensors or {}, objects)
+        objects = {name: rules.object_array(name, values) for name, values in (non_tensors or {}).items()}
+        rows = rules.check_columns(tensors or {}, objects)
         marks = {_AUTO_PADDING: True} if auto_padding else {}
         return cls._assemble({**(tensors or {}), **objects}, {**(meta_info or {}), **marks}, rows)
 
@@ -141,14 +129,14 @@ class DataProto:
             raise DataError("concat of no parts: there are no columns to make a batch of; pass at least one DataProto")
         first, meta_info = parts[0], dict(parts[0].meta_info)
         for number, part in enumerate(parts[1:], start=1):
-            check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
-            check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
-            meta_info = merged(meta_info, part.meta_info, "meta_info")
+            rules.check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
+            rules.check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
+            meta_info = rules.merged(meta_info, part.meta_info, "meta_info")
         if len(parts) == 1 and places is None:
             return first.select()
-        where = None if places is None else check_places(places, [len(part) for part in parts])
+        where = None if places is None else rules.check_places(places, [len(part) for part in parts])
         columns = [part.columns() for part in parts]
-        whole = {name: joined([each[name] for each in columns], where) for name in columns[0]}
+        whole = {name: rules.joined([each[name] for each in columns], where) for name in columns[0]}
         return first._assemble(whole, meta_info, sum(map(len, parts)))
 
     def __len__(self) -> int:
@@ -192,7 +180,7 @@ class DataProto:
             return columns[index]
         if isinstance(index, int | np.integer):
             return self._row(int(index))
-        rows = row_numbers(index, len(self))
+        rows = rules.row_numbers(index, len(self))
         if isinstance(rows, slice):
             return self._map(lambda column: column[rows], len(range(len(self))[rows]))
         tensor_rows = torch.from_numpy(rows)
@@ -212,9 +200,11 @@ class DataProto:
         meta_info_keys: Names | None = None,
     ) -> Self:
         """Keeps the named columns and keys; None keeps all of that kind."""
-        tensors = pick(self.tensors(), batch_keys, "tensor column")
-        objects = pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
-        return self._assemble({**tensors, **objects}, pick(self.meta_info, meta_info_keys, "meta_info key"), len(self))
+        tensors = rules.pick(self.tensors(), batch_keys, "tensor column")
+        objects = rules.pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
+        return self._assemble(
+            {**tensors, **objects}, rules.pick(self.meta_info, meta_info_keys, "meta_info key"), len(self)
+        )
 
     def pop(
         self,
@@ -260,8 +250,8 @@ class DataProto:
         both = {**self.tensors(), **other.tensors()}.keys() & {**self.non_tensor_batch, **other.non_tensor_batch}.keys()
         if both:
             raise DataError(f"columns {sorted(both)} are both a tensor and an object column; rename one of each")
-        columns = merged(self.columns(), other.columns(), "column")
-        meta_info = merged(self.meta_info, other.meta_info, "meta_info")
+        columns = rules.merged(self.columns(), other.columns(), "column")
+        meta_info = rules.merged(self.meta_info, other.meta_info, "meta_info")
         return self._assemble(columns, meta_info, max(len(self), len(other)))
 
     def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> Self:
@@ -315,15 +305,15 @@ class DataProto:
         `split_keys`, lists of objects likewise; all other columns repeat each row."""
         repeated = self.repeat(n_split)
         split = {
-            name: split_second(name, column, n_split)
-            for name, column in pick(self.columns(), () if split_keys is None else split_keys, "column").items()
+            name: rules.split_second(name, column, n_split)
+            for name, column in rules.pick(self.columns(), () if split_keys is None else split_keys, "column").items()
         }
         return self._assemble({**repeated.columns(), **split}, self.meta_info, len(repeated))
 
     def reorder(self, indices: Rows) -> Self:
         """Reorders the rows: row i of the result is row `indices[i]`; the indices are a permutation."""
         rows = np.arange(len(self))
-        order = rows[row_numbers(indices, len(self))]
+        order = rows[rules.row_numbers(indices, len(self))]
         if not np.array_equal(np.sort(order), rows):
             raise DataError(
                 f"reorder got {len(order)} indices, {len(np.unique(order))} of them different, for {len(self)} rows; "
@@ -440,7 +430,7 @@ class DataProto:
         meta_info: dict[str, Any],
         rows: int,
     ) -> Self:
-        return cls._assemble({**tensors, **objects}, meta_info, check_columns(tensors, objects) or rows)
+        return cls._assemble({**tensors, **objects}, meta_info, rules.check_columns(tensors, objects) or rows)
 
     @classmethod
     def _assemble(cls, columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> Self:

@@ -201,7 +201,7 @@ class Registry:
     @cached_property
     def _installed(self) -> Mapping[str, str]:
         """Targets by name, from the entry points of installed packages: group `whet.environment`, `whet.reward`, ..."""
-        return _entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
+        return entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
         """Makes the entry of a function object from its signature.
@@ -360,13 +360,8 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
     ]
 
 
-def installed_commands() -> Mapping[str, str]:
-    """The targets of the commands that installed packages add to `whet`, by name."""
-    return _entry_points().get("whet.command", {})
-
-
 @cache
-def _entry_points() -> dict[str, dict[str, str]]:
+def entry_points() -> dict[str, dict[str, str]]:
     """Targets by group and name, of the entry points of installed packages whose group begins with `whet.`."""
     from importlib import metadata  # searching the installed packages takes longer than the rest of `import whet`
 
@@ -424,16 +419,16 @@ def _without_body(node: Definition) -> Callable[..., Any]:
     return found
 
 
+# In the order of lists.
 ADV_ESTIMATORS = Registry("advantage estimator", "algorithms", "register_adv_est")
+WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
 VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")
-FILTERS = Registry("filter", "algorithms", "register_filter")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")
 REJECTIONS = Registry("rejection", "algorithms", "register_rejection")
-WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
-HINTS = Registry("hint source", "trainers", "register_hint")
+FILTERS = Registry("filter", "algorithms", "register_filter")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
 TOOLS = Registry("tool", "environments", "register_tool", has_foreign_form=False)
@@ -446,6 +441,8 @@ ROLLOUT_ENGINES = Registry(
     "register_rollout",
     ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model"),
 )
+KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
+HINTS = Registry("hint source", "trainers", "register_hint")  # `whet algorithms` does not list it
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -464,22 +461,3 @@ register_tool_parser = TOOL_PARSERS.register
 register_sampler = SAMPLERS.register
 register_engine = ENGINES.register
 register_rollout = ROLLOUT_ENGINES.register
-
-KINDS: tuple[Registry, ...] = (
-    ADV_ESTIMATORS,
-    WRAPPERS,
-    POLICY_LOSSES,
-    VALUE_LOSSES,
-    AGGREGATIONS,
-    KL_FORMS,
-    WEIGHTS,
-    REJECTIONS,
-    FILTERS,
-    REWARDS,
-    ENVIRONMENTS,
-    TOOLS,
-    TOOL_PARSERS,
-    SAMPLERS,
-    ENGINES,
-    ROLLOUT_ENGINES,
-)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from whet.columns import TABLE, WHEN, Column
+from whet.columns import TABLE, Column, When
 from whet.registry import ADV_ESTIMATORS, KL_FORMS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
 
 HEAD = """\
@@ -27,6 +27,14 @@ critic. "Read by" lists shipped functions.
 KINDS = (ADV_ESTIMATORS, WEIGHTS, REJECTIONS, POLICY_LOSSES, KL_FORMS, VALUE_LOSSES)
 TITLES = ("column", "shape", "meaning", "model", "the loop passes it to", "read by")
 SHOWN = 4
+WHEN: dict[When, str] = {
+    "rollout": "in every batch",
+    "score": "in every batch, after scoring",
+    "shaping": "in every batch, after shaping",
+    "unscored": "if a function reads it, during scoring",
+    "scored": "if a function reads it, after scoring",
+    "update": "added by the loop after the estimator",
+}
 
 
 def page(_: str) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from whet import __version__ as whet_version
-from whet import registry
+from whet import __version__ as whet_version, registry
 from whet.cli.app import main
 from whet.errors import ConfigError
 from whet.threads import SPINS
@@ -86,7 +85,7 @@ def test_a_mistake_is_one_block_without_a_traceback(capsys: pytest.CaptureFixtur
 def test_an_unknown_command_names_the_nearest(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_entry_points", dict)
+    monkeypatch.setattr(registry, "entry_points", dict)
     assert whet(*words) == 2
     assert capsys.readouterr().err == f"RegistryError: {message}\n"
 
@@ -99,7 +98,7 @@ def test_an_installed_package_adds_a_command(
         "        raise ConfigError('no name; give one')\n    print('hello', *words)\n    return 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "_entry_points", lambda: {"whet.command": {"hello": "hello_command:main"}})
+    monkeypatch.setattr(registry, "entry_points", lambda: {"whet.command": {"hello": "hello_command:main"}})
     assert whet("hello", "big", "--world") == 3
     assert capsys.readouterr().out == "hello big --world\n"
     assert whet("hello") == 2

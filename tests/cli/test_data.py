@@ -102,3 +102,16 @@ def test_images_are_listed_and_written(capsys: pytest.CaptureFixture[str], tmp_p
     assert f"image 0: {tokens.count} tokens, {width} x {height} pixels, " in shown
     with Image.open(tmp_path / "small" / "row_0_0.png") as image:
         assert image.size == (128, 64) and image.getpixel((5, 5)) == (0, 0, 255)
+
+
+def test_prompts_of_generate_are_shown_by_its_keys(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path
+) -> None:
+    words = ["--for", "generate", arguments[0], "chunk_size=3", "--rows", "1"]  # a key of `whet generate` alone
+    shown = whet(capsys, "data", *words, f"input=[{tmp_path}/a.jsonl]")
+    assert "a.jsonl: 2 rows\n" in shown and "user\n1+1=<|im_end|>\n" in shown
+    assert "a.jsonl: 2 rows\n" in whet(capsys, "data", *words, f"data.val_files={tmp_path}/a.jsonl")
+    with pytest.raises(SystemExit) as exit_:
+        main(["data", *words, "input=[gone.jsonl]"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith("ConfigError: input: gone.jsonl does not exist")

@@ -57,7 +57,7 @@ def test_an_installed_package_adds_names(
 
 def clear_installed() -> None:
     """Lets the registry search the installed packages again."""
-    registry._entry_points.cache_clear()
+    registry.entry_points.cache_clear()
     vars(ENVIRONMENTS).pop("_installed", None)
 
 

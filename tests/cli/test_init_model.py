@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from whet.cli import models
 from whet.cli.app import main
 from whet.cli.arguments import program, split_recipe
 from whet.config import SFTConfig, TrainConfig, load_config, problems
+from whet.models.init import ARCHS
 
 
 def test_a_model_folder_is_written_with_a_tokenizer_of_the_given_text(
@@ -56,3 +59,7 @@ def test_commands_are_printed_as_the_shell_finds_them(
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/whet" if on_the_path else None)
     monkeypatch.setattr("sys.argv", [called])
     assert program() == shown
+
+
+def test_every_architecture_can_be_named() -> None:
+    assert (*get_args(models.TextArch), *get_args(models.VisionArch)) == ARCHS

@@ -207,3 +207,11 @@ def test_a_recipe_fits_the_machines_that_it_names(
     made = json.loads(capsys.readouterr().out)
     assert made["parameters"]["actor"] == weights and made["fits"] and not made["changes"]
     assert made["free_disk_bytes"] is made["seconds_per_step"] is None  # of that machine, which is not here
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_a_command_that_trains_nothing_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet("plan", "--for", command) == 2
+    assert capsys.readouterr().err == (
+        f"ConfigError: --for {command} is not a training run; expected --for train, sft or train-reward\n"
+    )

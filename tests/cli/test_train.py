@@ -59,3 +59,19 @@ def test_train_export_and_eval(
     shown = capsys.readouterr().out
     assert "wrote answers/answers.jsonl and summary.json; " in shown
     assert json.loads(Path("answers", "summary.json").read_text())["num_prompts"] == 8
+
+
+def test_a_dry_run_on_examples_takes_no_step(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "response": f"{i + 1}"}) + "\n" for i in (3, 4))
+    )
+    words = [f"model.path={model_folder}", "data.train_files=rows.jsonl", "data.apply_chat_template=false"]
+    assert whet("sft", *words, "data.train_batch_size=2", "data.max_length=8", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert (
+        "dry run: 2 examples to train on, 0 to validate on, 1 steps" in shown and "the first example:\n3+1=4" in shown
+    )
+    assert not Path("runs").exists()

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from hydra import compose as hydra_compose, initialize_config_dir
 
 from whet.config.compose import compose, find_recipe, flatten, key_lines, shipped_recipes
 from whet.config.schema import TrainConfig
@@ -38,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def values_of(recipe: str | Path | None, *overrides: str) -> dict[str, Any]:
-    return dict(flatten(compose(TrainConfig, recipe, overrides).values))
+    return dict(flatten(compose(TrainConfig, recipe, overrides)[0]))
 
 
 def test_defaults_recipe_and_command_line_lie_over_each_other_in_this_order(recipe: Path) -> None:
@@ -51,7 +50,7 @@ def test_defaults_recipe_and_command_line_lie_over_each_other_in_this_order(reci
 
 def test_every_value_knows_its_source(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
-    sources = compose(TrainConfig, "mine.yaml", ["rollout.temperature=0.25", "actor.optim={eps: 1e-6}"]).sources
+    _, sources = compose(TrainConfig, "mine.yaml", ["rollout.temperature=0.25", "actor.optim={eps: 1e-6}"])
     assert sources["rollout.n"] == "mine.yaml:6"
     assert sources["reward.function"].startswith("recipes/gsm8k.yaml:") or "whet/recipes" in sources["reward.function"]
     assert sources["data.prompt_key"].endswith("recipes/data/gsm8k.yaml:2")
@@ -68,10 +67,10 @@ def test_a_value_is_set_with_and_without_plus(prefix: str) -> None:
 
 
 def test_tilde_takes_the_recipes_value_away_and_leaves_the_default(recipe: Path) -> None:
-    composed = compose(TrainConfig, recipe, ["~rollout.temperature", "~algorithm.loss_options.clip_ratio_high"])
-    assert composed.values["rollout"]["temperature"] == 1.0
-    assert composed.values["algorithm"]["loss_options"] == {}
-    assert "rollout.temperature" not in composed.sources
+    values, sources = compose(TrainConfig, recipe, ["~rollout.temperature", "~algorithm.loss_options.clip_ratio_high"])
+    assert values["rollout"]["temperature"] == 1.0
+    assert values["algorithm"]["loss_options"] == {}
+    assert "rollout.temperature" not in sources
     with pytest.raises(ConfigError, match=r"unknown key rollout\.temprature.*did you mean rollout\.temperature"):
         compose(TrainConfig, recipe, ["~rollout.temprature"])
 
@@ -91,7 +90,7 @@ def test_values_are_read_as_hydra_reads_them(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         theirs = hydra_compose("empty", [f"+{override}" for override in overrides])
-    ours = compose(TrainConfig, None, overrides).values["extra"]
+    ours = compose(TrainConfig, None, overrides)[0]["extra"]
     assert ours == theirs["extra"]
     assert ours["h"] == 0.001 and ours["e"] == "a, b"
 
@@ -119,16 +118,16 @@ def test_a_group_is_chosen_from_beside_the_recipe_or_from_the_shipped_ones(recip
 
 
 def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:
-    composed = compose(
+    values, sources = compose(
         TrainConfig,
         recipe,
         {"rollout.n": 8, "model.path": Path("a/b"), "actor.optim": {"betas": (0.8, 0.9)}, "rollout": {"top_k": 2}},
     )
-    assert composed.values["rollout"]["n"] == 8 and composed.values["rollout"]["top_k"] == 2
-    assert composed.values["rollout"]["temperature"] == 0.5  # merged into the section, not put in its place
-    assert composed.values["model"]["path"] == "a/b"
-    assert composed.values["actor"]["optim"]["betas"] == [0.8, 0.9]
-    assert composed.sources["rollout.n"] == composed.sources["actor.optim.betas"] == "argument"
+    assert values["rollout"]["n"] == 8 and values["rollout"]["top_k"] == 2
+    assert values["rollout"]["temperature"] == 0.5  # merged into the section, not put in its place
+    assert values["model"]["path"] == "a/b"
+    assert values["actor"]["optim"]["betas"] == [0.8, 0.9]
+    assert sources["rollout.n"] == sources["actor.optim.betas"] == "argument"
     with pytest.raises(ConfigError, match="expected text, numbers, lists and mappings as config values"):
         compose(TrainConfig, None, {"reward.function": print})
 

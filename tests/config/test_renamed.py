@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from whet.config import SFTConfig, TrainConfig, load_config, read_config
+from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config.load import rename
 from whet.errors import ConfigError
 
 OLD_ENGINE = {  # as an older version wrote it into a run's folder, where nothing was set
@@ -22,11 +22,6 @@ OLD_ENGINE = {  # as an older version wrote it into a run's folder, where nothin
     "sequence_parallel_size": 1,
     "tensor_parallel_size": 1,
 }
-
-
-def written(folder: Path, **sections: dict[str, Any]) -> Path:
-    (folder / "config.yaml").write_text(yaml.safe_dump(sections))
-    return folder
 
 
 def test_an_old_name_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -58,13 +53,17 @@ def test_what_the_command_line_says_wins_over_an_old_name_in_a_recipe(tmp_path: 
     assert old.rollout.engine.name == "native"
 
 
-def test_the_folder_of_an_older_run_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_of_an_older_run_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    def read(schema: type[TrainConfig | SFTConfig], **values: Any) -> Any:
+        rename(schema, values)
+        return schema.model_validate(values)
+
     rollout = {"name": "hf", "kv_cache_bytes": 2**30, "compile": False, "n": 4}
-    config = read_config(TrainConfig, written(tmp_path, rollout=rollout, actor={"engine": OLD_ENGINE}))
+    config = read(TrainConfig, rollout=rollout, actor={"engine": dict(OLD_ENGINE)})
     assert config.rollout.engine.model_dump() == {"name": "hf", "options": {}} and config.rollout.n == 4
     assert config.actor.engine.name == "single" and config.actor.engine.options == {}
     sharded = {**OLD_ENGINE, "name": "fsdp", "sequence_parallel_size": 2}
-    assert read_config(SFTConfig, written(tmp_path, engine=sharded)).engine.options == {"sequence_parallel_size": 2}
+    assert read(SFTConfig, engine=sharded).engine.options == {"sequence_parallel_size": 2}
     assert not caplog.records  # nobody can change it there
 
 

@@ -2,8 +2,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from whet.controller.dispatch import balanced_partition, inverse_order, sequence_workload
 from whet.errors import DataError

@@ -3,8 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from whet.data.loader import OrderLoader, PromptLoader, steps_per_epoch
 from whet.errors import DataError

@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from whet.config import TrainConfig, load_config
 from whet.config.mix import mean_shares, shares_at

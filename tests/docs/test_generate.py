@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import __main__ as generate
-from docs.generate import algorithms, columns, layers, migrating
+from docs.generate import __main__ as generate, algorithms, columns, layers, migrating
 from docs.generate.config import MARK, page, reference
 from whet.cli.algorithms import certify_all
 from whet.columns import TABLE

@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from whet.environments.calculator import Calculator, calculate
 from whet.environments.protocol import Observation

@@ -11,8 +11,7 @@ from whet_environments.devices import layout as at
 from whet_environments.devices.chromium import NAMES
 from whet_environments.devices.errors import DeviceError
 from whet_environments.devices.reading import read_number_game, read_tree_game
-from whet_environments.frozen_lake import TILES as LAKE_TILES
-from whet_environments.frozen_lake import FrozenLake
+from whet_environments.frozen_lake import TILES as LAKE_TILES, FrozenLake
 from whet_environments.number_game import NumberGame
 from whet_environments.screen_games import NumberGameScreen, TreeGameScreen
 from whet_environments.sokoban import TILES, Sokoban

@@ -379,7 +379,7 @@ def test_whet_play_of_an_installed_package(
     assert '[project.entry-points."whet.command"]\nplay = "whet_environments.devices.play:main"\n' in points
     (folder / "entry_points.txt").write_text("[whet.command]\nplay = whet_environments.devices.play:main\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry._entry_points.cache_clear()
+    registry.entry_points.cache_clear()
     try:
         words = ["play", "number-game", "--controller", "drawn", "--backend", "scripted", "--rounds", "1", "--debug"]
         with pytest.raises(SystemExit) as exit_:
@@ -390,7 +390,7 @@ def test_whet_play_of_an_installed_package(
         assert exit_.value.code == 2
         assert capsys.readouterr().err.startswith("ConfigError: whet play number-gam: expected one of number-game")
     finally:
-        registry._entry_points.cache_clear()
+        registry.entry_points.cache_clear()
 
 
 def test_an_interrupted_game_leaves_its_result(

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from whet_environments.devices import layout as at
-from whet_environments.devices import play
+from whet_environments.devices import layout as at, play
 from whet_environments.devices.adb_server import AdbServer
 from whet_environments.devices.chromium import NAMES, ChromiumScreen
 from whet_environments.devices.controllers import AdbController

@@ -22,8 +22,7 @@ from whet.evaluation.generate import generate
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.protocol import generate as sample_all
+from whet.rollout.protocol import Request, SamplingParams, generate as sample_all
 
 MakeConfig = Callable[..., GenerateConfig]
 PROMPTS = [f"{a}+{b}=" for a in range(5) for b in range(4)]

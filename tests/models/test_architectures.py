@@ -20,8 +20,7 @@ import test_outputs
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.config.schema import LoraConfig
-from whet.models.init import ARCHS as KNOWN
-from whet.models.init import MARKERS, Arch, init_model
+from whet.models.init import ARCHS as KNOWN, MARKERS, Arch, init_model
 from whet.models.load import load_policy
 from whet.models.lora import adapter_off, add_adapter, merged_weights, plain_copy
 from whet.models.outputs import ForwardSettings, model_outputs

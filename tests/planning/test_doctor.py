@@ -43,7 +43,7 @@ def test_a_package_that_is_absent_or_of_another_version_is_a_problem_and_an_extr
 def test_an_engine_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_name(list(doctor._engines({"hf": [Requirement("no-such-package>=1")]})))
     assert found["rollout.engine.name=hf"].found == "cannot run: no-such-package>=1 is not installed"
-    monkeypatch.setattr(doctor, "_compiler", lambda: None)
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
     native = by_name(list(doctor._engines({})))["rollout.engine.name=native"]
     assert native.status == "note" and "there is no C++ compiler" in native.found
 

@@ -115,7 +115,7 @@ def setup(command: str, overrides: dict[str, Any], folder: Path) -> Setup:
     overrides = {**overrides, "data.train_files": [str(file)]}
     if command == "sft":
         supervised = load_config(SFTConfig, None, overrides, checked=False).config
-        return sft.setup(supervised, row_lengths(supervised)[0])
+        return sft.SFTRun.setup(supervised, row_lengths(supervised)[0])
     config = load_config(TrainConfig, None, overrides, checked=False).config
     return build.setup(config, row_lengths(config)[0])
 

@@ -143,7 +143,7 @@ def test_smaller_micro_batches_and_recomputed_activations_save(train_config: Mak
 def test_supervised_runs_have_one_phase(model_folder: Path, tmp_path: Path) -> None:
     overrides = {"model.path": str(model_folder), "data.train_batch_size": 8, "trainer.run_dir": str(tmp_path)}
     config = load_config(SFTConfig, None, overrides, given={"data"}).config
-    memory = plan_memory(sft.setup(config, [30] * 8))
+    memory = plan_memory(sft.SFTRun.setup(config, [30] * 8))
     assert memory.phases == ("actor update",) and memory.micro_batch_tokens == {"actor": 240}
     assert memory.untouched_bytes == 0
 

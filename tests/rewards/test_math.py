@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.rewards.math import compute_score as judge
-from whet.rewards.math import extract_answer, is_equal, vote
+from whet.rewards.math import compute_score as judge, extract_answer, is_equal, vote
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "math" / "benchmarks.jsonl"
 

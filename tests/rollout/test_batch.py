@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from whet.errors import DataError
 from whet.rollout.batch import NOT_SAMPLED, Row, rows_of, to_batch

@@ -14,8 +14,7 @@ from tests.simulation import actors
 from tests.simulation.invariants import ALL, InvariantError, named
 from tests.simulation.plan import Plan
 from tests.simulation.world import World
-from whet.rollout import episode
-from whet.rollout import router as routing
+from whet.rollout import episode, router as routing
 from whet.rollout.collect import Driver
 from whet.rollout.conductor import Conductor
 from whet.rollout.episode import Command, Step

@@ -21,8 +21,7 @@ from tests.simulation import actors
 from tests.simulation.actors import Ends, Environments, Letters, Prompts, RoutedEngine, Running, outcome_of
 from tests.simulation.invariants import ALL, CHECKS, LATEST
 from tests.simulation.plan import Fault, Plan
-from whet.rollout import conductor as conducting
-from whet.rollout import router as routing
+from whet.rollout import conductor as conducting, router as routing
 from whet.rollout.collect import Driver
 from whet.rollout.conductor import Conductor
 from whet.rollout.episode import Episode, Limits, Rules

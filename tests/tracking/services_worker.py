@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from whet.tracking import JsonlTracker, cut_back
+from whet.tracking.jsonl import JsonlTracker, cut_back
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Row
 

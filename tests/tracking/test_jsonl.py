@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from whet.errors import DataError
-from whet.tracking import JsonlTracker, cut_back, read_records
+from whet.tracking.jsonl import JsonlTracker, cut_back, read_records
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_numbers_come_back_to_the_bit(path: Path) -> None:
 
 def test_a_line_is_there_as_soon_as_it_is_logged_even_if_the_process_is_killed(path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from whet.tracking import JsonlTracker\n"
+        "import os, signal, sys; from pathlib import Path; from whet.tracking.jsonl import JsonlTracker\n"
         "JsonlTracker(Path(sys.argv[1])).log(1, {'x': 1.0}); os.kill(os.getpid(), signal.SIGKILL)"
     )
     run = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)

@@ -164,3 +164,13 @@ def test_an_epoch_is_every_example_once(sft_config: MakeConfig, rows: list[dict[
 def test_what_only_train_has_is_refused(sft_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.loop=mine\.loops:fit replaces the loop of `whet train`"):
         sft_config(**{"trainer.loop": "mine.loops:fit"})
+
+
+def test_a_dry_run_writes_nothing(
+    sft_config: MakeConfig, rows: list[dict[str, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "whet")
+    run = train_sft(sft_config(), data=rows, val_data=rows[:3], dry_run=True)
+    assert run.step == 0 and not (tmp_path / "run").exists()
+    assert f"dry run: {len(rows)} examples to train on, 3 to validate on, {run.total_steps} steps" in caplog.text
+    assert f"the first example:\n{rows[0]['prompt']}{rows[0]['response']}" in caplog.text

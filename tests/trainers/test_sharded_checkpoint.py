@@ -17,8 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from whet.checkpoints import checkpoint
-from whet.checkpoints import export as exporting
+from whet.checkpoints import checkpoint, export as exporting
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, load_config
 from whet.errors import CheckpointError

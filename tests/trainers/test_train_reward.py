@@ -18,7 +18,7 @@ from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.data.preferences import PreferencePair
 from whet.errors import ConfigError, ModelError
 from whet.trainers.sft import train_sft
-from whet.trainers.train_reward import RewardTrainingRun, setup, to_batch, train_reward
+from whet.trainers.train_reward import RewardTrainingRun, to_batch, train_reward
 
 MakeConfig = Callable[..., RewardTrainingConfig]
 
@@ -215,8 +215,8 @@ def test_a_plan_counts_both_rows_of_a_pair(reward_config: MakeConfig) -> None:
     from whet.planning.memory import mini_batch, plan_memory
 
     config = reward_config()
-    assert len(mini_batch(config, "actor", setup(config).lengths)) == 10
-    memory = plan_memory(setup(config))
+    assert len(mini_batch(config, "actor", RewardTrainingRun.setup(config).lengths)) == 10
+    memory = plan_memory(RewardTrainingRun.setup(config))
     assert memory.weights["actor"] > 0 and memory.micro_batch_tokens["actor"] > 32
 
 

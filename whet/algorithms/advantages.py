@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import Groups, next_sampled, reverse_scan, reward_to_go
-from whet.algorithms.statistics import whiten as whitened
+from whet.algorithms.statistics import Groups, next_sampled, reverse_scan, reward_to_go, whiten as whitened
 from whet.options import Cap, Finite, NonNegative, Positive, Share
 from whet.registry import register_adv_est
 

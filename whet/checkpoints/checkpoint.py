@@ -178,12 +178,6 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
     return [folder for folder in folders(checkpoints)[:-limit] if folder not in protected]
 
 
-def bytes_over_limit(run_dir: Path, limit: int | None) -> int:
-    """Number of bytes that a run in this folder frees when it deletes the checkpoints `over_limit`."""
-    deleted = over_limit(run_dir / "checkpoints", limit)
-    return sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
-
-
 def restore(folder: Path, roles: Mapping[str, WorkerGroup], expected: Iterable[str]) -> dict[str, Any]:
     """Loads weights and optimizers into `roles`.  Returns the rest of the saved state, including `step`.
 

@@ -11,15 +11,18 @@ from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from whet.cli.arguments import Command
+from whet.cli.tables import table
 from whet.errors import RegistryError
 from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, TOOLS, WRAPPERS, Entry, Registry, load_target
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from whet.trainers.certify import Row
 
 LEGEND = {  # the columns of a certificate
@@ -67,8 +70,6 @@ def list_all(context: typer.Context) -> None:
 
 def console() -> Console:
     """A console on which a list has its full width, unless it is a terminal."""
-    from rich.console import Console
-
     output = Console(highlight=False)
     output.width = output.width if output.is_terminal else UNLIMITED
     return output
@@ -76,10 +77,6 @@ def console() -> Console:
 
 def print_kind(output: Console, kind: Registry) -> None:
     """Prints the functions of a kind, one a line; nothing for a kind without functions."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
     entries = list(kind)
     if not entries:
         return
@@ -97,9 +94,6 @@ def show(
     name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists, or path/file.py:function")],
 ) -> None:
     """Print the formula, the columns and the options of a registered function."""
-    from rich.console import Console
-    from rich.text import Text
-
     output = Console(highlight=False, soft_wrap=True)
     for entry in _entries(name):
         certified = certificate(entry)
@@ -139,8 +133,6 @@ def certify() -> None:
     """Compare the exact expected gradient of every algorithm with the gradient of the objective."""
     from rich.progress import track
 
-    from whet.cli.tables import table
-
     output = console()
     found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
     output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
@@ -150,8 +142,6 @@ def certify() -> None:
 
 def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
     """Prints a line for each pair of title and text."""
-    from rich.text import Text
-
     width = max(len(title) for title, _ in pairs) + 2
     for title, text in pairs:
         output.print(Text.assemble((title.ljust(width), "bold"), text))

@@ -14,7 +14,11 @@ from io import TextIOWrapper
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
+from whet import registry
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
@@ -29,7 +33,6 @@ from whet.cli.show import show
 from whet.cli.train import quickstart, sft, train, train_reward
 from whet.cli.view import view
 from whet.errors import RegistryError, WhetError, exit_error
-from whet.registry import installed_commands, load_target
 from whet.threads import yield_soon
 
 COME_WITH = {"play": "it comes with a package of games: pip install -e ./examples/environments"}
@@ -95,8 +98,6 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record, a warning in yellow."""
-        from rich.text import Text
-
         from whet.tracking.console import shared_console
 
         style = "yellow" if record.levelno >= logging.WARNING else "dim"
@@ -139,9 +140,9 @@ def _own_commands() -> list[str]:
 
 def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     """The function of a command that an installed package adds.  Raises: RegistryError."""
-    installed = installed_commands()
+    installed = registry.entry_points().get("whet.command", {})
     if name in installed:
-        return load_target(installed[name])
+        return registry.load_target(installed[name])
     near = get_close_matches(name, [*_own_commands(), *installed, *COME_WITH], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "`whet --help` lists the commands"
     raise RegistryError(f"whet has no command {name!r}; {COME_WITH.get(name, hint)}")
@@ -155,10 +156,6 @@ def _is_below(error: SystemExit) -> bool:
 
 def _show(error: WhetError) -> None:
     """Prints an error to stderr: a red panel on a terminal, else plain text."""
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
     console = Console(stderr=True)
     name = type(error).__name__
     if console.is_terminal:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
@@ -59,7 +61,7 @@ def forecast_of(
     from whet.trainers import build, sft, train_reward
     from whet.trainers.frame import run_folder
 
-    setups = {SFTConfig: sft.setup, RewardTrainingConfig: train_reward.setup}
+    setups = {SFTConfig: sft.SFTRun.setup, RewardTrainingConfig: train_reward.RewardTrainingRun.setup}
     return forecast(config, setups.get(type(config), build.setup), run_folder(config.trainer), device_gib, host_gib)
 
 
@@ -119,9 +121,6 @@ def _of_run(config: TrainConfig | ExamplesConfig) -> Iterator[Finding]:
 
 
 def _print(sections: dict[str, list[Finding]]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(highlight=False, soft_wrap=True)
     width = max(len(finding.what) for found in sections.values() for finding in found)
     for section, found in sections.items():

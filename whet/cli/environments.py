@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from whet.cli.algorithms import console, facts, print_kind, print_pairs
 from whet.cli.arguments import Command
@@ -48,9 +50,6 @@ def list_all() -> None:
 @environments.command(cls=Command)
 def show(name: Name) -> None:
     """Print the description of an environment, and its options with their defaults."""
-    from rich.console import Console
-    from rich.text import Text
-
     entry = ENVIRONMENTS[name]
     output = Console(highlight=False, soft_wrap=True)
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
@@ -139,10 +138,8 @@ def check(
     """Check that an environment keeps to its protocol, whatever a model answers.
 
     It plays episodes in processes of its own. The exit status is 1 if a check fails."""
-    from rich.text import Text
 
-    from whet.environments.check import Plan
-    from whet.environments.check import check as run
+    from whet.environments.check import Plan, check as run
 
     plan = Plan(_prompt(prompt, ground_truth), tuple(answer or ()), seed, turns, seconds, max_characters)
     output, num_failed = console(), 0

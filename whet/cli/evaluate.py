@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.tables import Cell, interval, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from whet.config import EvalConfig, GenerateConfig
     from whet.evaluation.estimators import Estimate
     from whet.evaluation.evaluate import Evaluation
@@ -41,8 +42,8 @@ def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
     with LongPhases().watch():
         evaluation = run(config, **objects)
     console = shared_console()
-    for table in tables(evaluation):
-        console.print(table)
+    for each in tables(evaluation):
+        console.print(each)
     console.print(
         f"{evaluation.mean_response_tokens:.0f} tokens a response, {100 * evaluation.truncated:.1f} % of responses "
         f"truncated at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
@@ -57,12 +58,11 @@ def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
 
 def tables(evaluation: Evaluation) -> list[Table]:
     """Builds a table of the metrics over all n responses with intervals; for n > 1 also one of pass@k and maj@k."""
-    from whet.cli.tables import table
-
     by_source = evaluation.by_data_source
     rows = dict(by_source) if len(by_source) == 1 else {**by_source, "all": evaluation.metrics}
-    n, counts = evaluation.n, _prompt_counts(evaluation)
-    metrics = evaluation.metrics
+    n, metrics = evaluation.n, evaluation.metrics
+    sources = [*{row["index"]: row["data_source"] for row in evaluation.answers}.values()]
+    counts = {**Counter(sources), "all": len(sources)}
     whole = [f"mean@{n}", *([f"best@{n}", f"maj@{n}"] if n > 1 else [])]
     if any(found["reward"].value != found[f"mean@{n}"].value for found in rows.values()):
         whole.append("reward")
@@ -82,16 +82,8 @@ def tables(evaluation: Evaluation) -> list[Table]:
     return [*tables, table(["data source", "of k responses", *map(str, ks)], second, left=(0, 1))]
 
 
-def _prompt_counts(evaluation: Evaluation) -> dict[str, int]:
-    sources = {row["index"]: row["data_source"] for row in evaluation.answers}
-    counts = {source: list(sources.values()).count(source) for source in evaluation.by_data_source}
-    return {**counts, "all": len(sources)} if len(counts) > 1 else counts
-
-
 def _cells(found: Mapping[str, Estimate], names: list[str]) -> Iterator[str | Text]:
     """Yields the cells of a row, each with its 95 % interval: accuracies in percent, a reward as a number."""
-    from whet.cli.tables import interval
-
     for name in names:
         estimate = found.get(name)
         if estimate is None:
@@ -120,10 +112,8 @@ def compare(
     """Test whether two evaluations differ significantly.
 
     The validation files of a run (rollouts/validation_*.jsonl) can be compared too."""
-    from whet.cli.tables import Cell, interval, table
     from whet.evaluation.answers import read_answers
-    from whet.evaluation.compare import compare as run
-    from whet.evaluation.compare import shown, shown_p
+    from whet.evaluation.compare import compare as run, shown, shown_p
     from whet.tracking.console import shared_console
 
     found = run(read_answers(a), read_answers(b), metric=metric, other_prompts=other_prompts, seed=seed)

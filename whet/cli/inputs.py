@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
-    from whet.config.schema import EvalConfig, ExamplesConfig, TrainConfig
+    from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
     from whet.config.section import Section
     from whet.data.preview import Preview, Shown
 
@@ -30,27 +30,7 @@ OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, where there are no colours
 MAX_FACT_CHARACTERS = 300
 
 
-class Command(StrEnum):
-    """The commands that read a config."""
-
-    train = "train"
-    sft = "sft"
-    train_reward = "train-reward"
-    eval = "eval"
-    generate = "generate"
-
-
-class ConfigCommand(StrEnum):
-    """The first word of `whet config`: a command that reads a config, or convert."""
-
-    train = "train"
-    sft = "sft"
-    train_reward = "train-reward"
-    eval = "eval"
-    generate = "generate"
-    convert = "convert"
-
-
+Command = Literal["train", "sft", "train-reward", "eval", "generate"]  # what reads a config
 For = Annotated[
     Command | None,
     typer.Option("--for", help="the command that the config is for; unset: train, or sft if only sft accepts it"),
@@ -59,7 +39,8 @@ For = Annotated[
 
 def config(
     command: Annotated[
-        ConfigCommand, typer.Argument(help="the command that reads the config; convert: FILE or 'COMMAND' to a recipe")
+        Literal[Command, "convert"],
+        typer.Argument(help="the command that reads the config; convert: FILE or 'COMMAND' to a recipe"),
     ],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
@@ -77,7 +58,7 @@ def config(
     """Print a resolved config, or convert another framework's."""
     from whet.config.schema import COMMANDS
 
-    if command is ConfigCommand.convert:
+    if command == "convert":
         _convert(words or [], system, output)
     elif schema:
         from whet.config.render import json_schema
@@ -108,9 +89,6 @@ def _convert(words: list[str], system: str | None, output: Path | None) -> None:
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
     """Prints the config line by line, each with its note, then the errors that the command would raise."""
-    from rich.console import Console
-    from rich.text import Text
-
     from whet.config import keyed_lines, load_config, problems
     from whet.config.keys import meaning
     from whet.config.load import DEFAULT
@@ -150,8 +128,6 @@ def data(
     """Show data rows as the model reads them: text, tokens, images."""
     config = config_of(command, *split_recipe(words, config_name))
 
-    from rich.console import Console
-
     from whet.config.checks import check_data
     from whet.data.preview import preview
     from whet.models.load import load_tokenizer
@@ -171,23 +147,16 @@ def data(
 
 def config_of(
     command: Command | None, recipe: str | None, overrides: list[str]
-) -> TrainConfig | ExamplesConfig | EvalConfig:
+) -> TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig:
     """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
-    from whet.config import EvalConfig, RewardTrainingConfig, SFTConfig, TrainConfig, load_config
+    from whet.config import SFTConfig, TrainConfig, load_config
+    from whet.config.schema import COMMANDS
 
-    schemas: dict[Command, type[Any]] = {
-        Command.eval: EvalConfig,
-        Command.sft: SFTConfig,
-        Command.train_reward: RewardTrainingConfig,
-    }
-    chosen = schemas.get(command or Command.train, TrainConfig)
+    schemas: list[type[Any]] = [COMMANDS[command]] if command else [TrainConfig, SFTConfig]
     refused: list[ConfigError] = []
-    for schema in (chosen, SFTConfig) if command is None else (chosen,):
+    for schema in schemas:
         try:
-            config: TrainConfig | ExamplesConfig | EvalConfig = load_config(
-                schema, recipe, overrides, checked=False
-            ).config
-            return config
+            return load_config(schema, recipe, overrides, checked=False).config
         except ConfigError as error:
             refused.append(error)
     raise refused[0]
@@ -195,11 +164,11 @@ def config_of(
 
 def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | ExamplesConfig:
     """Loads the config of a training run.  Raises: ConfigError for the config of another command."""
-    from whet.config import EvalConfig
+    from whet.config import EvalConfig, GenerateConfig
 
     config = config_of(command, recipe, overrides)
-    if isinstance(config, EvalConfig):
-        raise ConfigError("--for eval is not a training run; expected --for train, sft or train-reward")
+    if isinstance(config, EvalConfig | GenerateConfig):
+        raise ConfigError(f"--for {command} is not a training run; expected --for train, sft or train-reward")
     return config
 
 
@@ -228,8 +197,6 @@ def _summary(found: Preview) -> Iterator[str]:
 
 
 def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
-    from rich.text import Text
-
     from whet.data.preview import pieces, shortened, spans
 
     texts, mask = pieces(tokenizer, row.token_ids), row.mask or (0,) * len(row.token_ids)

@@ -3,39 +3,25 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from whet.cli.arguments import program
 
 GSM8K = "openai/gsm8k:main"
-
-
-class Arch(StrEnum):
-    """The supported architectures."""
-
-    qwen2_5 = "qwen2.5"
-    qwen3 = "qwen3"
-    qwen3_moe = "qwen3_moe"
-    llama = "llama"
-    mistral = "mistral"
-    gemma = "gemma"
-    gemma2 = "gemma2"
-    phi = "phi"
-    qwen2_vl = "qwen2_vl"
-    qwen2_5_vl = "qwen2.5_vl"
-    qwen3_vl = "qwen3_vl"
-    smolvlm = "smolvlm"
+# As in whet/models/, which loads torch.
+TextArch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
+VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"]
 
 
 def init_model(
     out: Annotated[Path, typer.Argument(help="the folder to write")],
     arch: Annotated[
-        Arch, typer.Option(help="architecture; gemma is Gemma 3, phi is Phi 3 and 4; *_vl and smolvlm read images")
-    ] = Arch.qwen3,
+        Literal[TextArch, VisionArch],
+        typer.Option(help="architecture; gemma is Gemma 3, phi is Phi 3 and 4; *_vl and smolvlm read images"),
+    ] = "qwen3",
     size: Annotated[str, typer.Option(help="nano (0.8 M), tiny (3.3 M), small (27 M) or base (390 M)")] = "tiny",
     texts: Annotated[
         Path | None, typer.Option(help="train the tokenizer on the lines of this file", exists=True, dir_okay=False)
@@ -49,7 +35,7 @@ def init_model(
     from whet.models.init import init_model as run
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
-    written = run(out, arch.value, size, seed=seed, texts=lines, patch_size=patch_size)
+    written = run(out, arch, size, seed=seed, texts=lines, patch_size=patch_size)
     rows = f"data.train_files={GSM8K}@train"
     typer.echo(
         f"wrote {written}. Its weights are random: run SFT before RL, for instance with GSM8K from the hub:\n"

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from whet.cli.algorithms import console, facts, print_kind, print_pairs
 from whet.cli.arguments import Command
@@ -37,9 +39,6 @@ def show(
     name: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
 ) -> None:
     """Print the rule of a score function, the fields that it reads, its options and examples."""
-    from rich.console import Console
-    from rich.text import Text
-
     entry = REWARDS[name]
     output = Console(highlight=False, soft_wrap=True)
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
@@ -129,8 +128,6 @@ def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) ->
 
 
 def _print_report(report: Report, rows: int, reads_truth: bool) -> None:
-    from rich.text import Text
-
     output = console()
     for finding in report.findings:
         output.print(Text.assemble((finding.name, "bold red"), f"  {finding.what}"))

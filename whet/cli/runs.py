@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
 from whet.cli.arguments import program
+from whet.cli.tables import table
 from whet.errors import DataError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
-
     from whet.tracking.plot import Drawing
     from whet.tracking.runs import RunFolder
 
@@ -158,10 +158,6 @@ def as_record(run: RunFolder) -> dict[str, Any]:
 
 def runs_table(found: Sequence[RunFolder], named: Sequence[Mapping[str, str]]) -> RenderableType:
     """A table of runs; `named` has the columns that tell them apart."""
-    from rich.text import Text
-
-    from whet.cli.tables import table
-
     shared = {run.best_metric for run in found if run.records}
     rows: list[list[str | Text]] = []
     for number, run in enumerate(found):
@@ -178,8 +174,6 @@ def runs_table(found: Sequence[RunFolder], named: Sequence[Mapping[str, str]]) -
 
 def state_of(run: RunFolder) -> Text:
     """The state of a run, in its colour."""
-    from rich.text import Text
-
     return Text(run.state, style=COLOURS.get(run.state, ""))
 
 
@@ -207,9 +201,6 @@ def next_command(run: RunFolder) -> str:
 
 def show_end(run: RunFolder) -> None:
     """Prints the main metrics of a run, its time and tokens, where its files lie, and the next commands."""
-    from rich.text import Text
-
-    from whet.cli.tables import table
     from whet.tracking.console import shared_console
 
     console = shared_console()

@@ -3,17 +3,9 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-
-
-class Dtype(StrEnum):
-    """The dtypes of sampling."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 def serve(
@@ -30,7 +22,7 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the engine; may be repeated")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="dtype of sampling")] = Dtype.float32,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="dtype of sampling")] = "float32",
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8000,
     api_key: Annotated[
@@ -66,7 +58,7 @@ def serve(
             raise
         raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
     # The fields of the settings have the names of the parameters.
-    run(Settings(**{**context.params, "option": options, "dtype": dtype.value}))
+    run(Settings(**{**context.params, "option": options}))
 
 
 def serve_sandbox(

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 Record = Mapping[str, Any]
 
@@ -44,7 +43,8 @@ def show(
         console.print(f"{file}: {_count(len(rows), limit)}", markup=False, soft_wrap=True)
         for row in rows[:limit]:
             console.print()
-            for part in _page(row):
+            title = f"{row.get('uid', '')}  {row.get('data_source') or ''}".rstrip()
+            for part in (Text(title, style="bold"), _named("prompt", row.get("prompt")), *_answer(row)):
                 console.print(part, soft_wrap=True)
         return
     number = step if other_step is None else other_step
@@ -61,20 +61,8 @@ def _count(found: int, limit: int) -> str:
     return f"{found} response{'s' * (found != 1)}{more}"
 
 
-def _page(row: Record) -> Iterator[RenderableType]:
-    from rich.text import Text
-
-    yield Text(f"{row.get('uid', '')}  {row.get('data_source') or ''}".rstrip(), style="bold")
-    yield _named("prompt", row.get("prompt"))
-    yield from _answer(row)
-
-
 def _side_by_side(left: Record, right: Record) -> RenderableType:
     """The prompt above, and two columns of what was answered."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     columns = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2):
         columns.add_column(ratio=1, overflow="fold")
@@ -106,8 +94,6 @@ def _answer(row: Record) -> Iterator[RenderableType]:
 
 
 def _reward(row: Record) -> Text:
-    from rich.text import Text
-
     reward, accuracy = row.get("reward"), row.get("accuracy")
     style = "dim" if reward is None else "green" if accuracy or (accuracy is None and reward > 0) else "red"
     shown = "none" if reward is None else f"{reward:g}"
@@ -121,8 +107,6 @@ def _reward(row: Record) -> Text:
 
 def _named(name: str, value: Any, style: str = "") -> Text:
     """A text below its name; a short one beside it."""
-    from rich.text import Text
-
     from whet.tracking.jsonl import printable
 
     text = printable(value if isinstance(value, str) else "" if value is None else str(value))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,32 +34,25 @@ def train(
     multirun: Multirun = False,
 ) -> None:
     """Train a model with reinforcement learning (PPO, GRPO, ...)."""
-    from whet.config import TrainConfig, load_config
+    if (config := _config("train", words, config_name, dry_run, multirun)) is not None:
+        from whet.trainers.build import train as run  # after the config is checked, since this loads torch
 
-    if multirun:
-        sweep(TrainConfig, *split_recipe(words, config_name), dry_run=dry_run)
-        return
-    config = load_config(TrainConfig, *split_recipe(words, config_name)).config
-
-    from whet.trainers.build import train as run  # after the config is checked, since this loads torch
-
-    with _as_command(config, writes=not dry_run):
-        run(config, dry_run=dry_run)
+        with _as_command(config, writes=not dry_run):
+            run(config, dry_run=dry_run)
 
 
-def sft(words: RecipeAndOverrides = None, config_name: ConfigName = None, multirun: Multirun = False) -> None:
+def sft(
+    words: RecipeAndOverrides = None,
+    config_name: ConfigName = None,
+    dry_run: DryRun = False,
+    multirun: Multirun = False,
+) -> None:
     """Train a model on examples (supervised fine-tuning)."""
-    from whet.config import SFTConfig, load_config
+    if (config := _config("sft", words, config_name, dry_run, multirun)) is not None:
+        from whet.trainers.sft import train_sft
 
-    if multirun:
-        sweep(SFTConfig, *split_recipe(words, config_name))
-        return
-    config = load_config(SFTConfig, *split_recipe(words, config_name)).config
-
-    from whet.trainers.sft import train_sft
-
-    with _as_command(config):
-        train_sft(config)
+        with _as_command(config, writes=not dry_run):
+            train_sft(config, dry_run=dry_run)
 
 
 def train_reward(
@@ -69,17 +62,23 @@ def train_reward(
     multirun: Multirun = False,
 ) -> None:
     """Train a reward model on preference pairs (Bradley-Terry)."""
-    from whet.config import RewardTrainingConfig, load_config
+    if (config := _config("train-reward", words, config_name, dry_run, multirun)) is not None:
+        from whet.trainers.train_reward import train_reward as run
 
+        with _as_command(config, writes=not dry_run):
+            run(config, dry_run=dry_run)
+
+
+def _config(command: str, words: list[str] | None, config_name: str | None, dry_run: bool, multirun: bool) -> Any:
+    """The config of a command; None after a sweep, which it starts."""
+    from whet.config import load_config
+    from whet.config.schema import COMMANDS
+
+    schema: Any = COMMANDS[command]
     if multirun:
-        sweep(RewardTrainingConfig, *split_recipe(words, config_name), dry_run=dry_run)
-        return
-    config = load_config(RewardTrainingConfig, *split_recipe(words, config_name)).config
-
-    from whet.trainers.train_reward import train_reward as run
-
-    with _as_command(config, writes=not dry_run):
-        run(config, dry_run=dry_run)
+        sweep(schema, *split_recipe(words, config_name), dry_run=dry_run)
+        return None
+    return load_config(schema, *split_recipe(words, config_name)).config
 
 
 @contextmanager

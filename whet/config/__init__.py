@@ -1,27 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a run: its schema, how recipes and overrides become one, what may not be combined. No torch."""
 
-from whet.config.algorithm_checks import aggregation, uses_critic
-from whet.config.checks import check, check_context, problems
-from whet.config.load import Loaded, load_config, read_config
-from whet.config.render import keyed_lines, to_yaml
-from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
-
-__all__ = [
-    "EvalConfig",
-    "ExamplesConfig",
-    "GenerateConfig",
-    "Loaded",
-    "RewardTrainingConfig",
-    "SFTConfig",
-    "TrainConfig",
-    "aggregation",
-    "check",
-    "check_context",
-    "keyed_lines",
-    "load_config",
-    "problems",
-    "read_config",
-    "to_yaml",
-    "uses_critic",
-]
+from whet.config.algorithm_checks import aggregation as aggregation, uses_critic as uses_critic
+from whet.config.checks import check as check, check_context as check_context, problems as problems
+from whet.config.load import Loaded as Loaded, load_config as load_config
+from whet.config.render import keyed_lines as keyed_lines, to_yaml as to_yaml
+from whet.config.schema import (
+    EvalConfig as EvalConfig,
+    ExamplesConfig as ExamplesConfig,
+    GenerateConfig as GenerateConfig,
+    RewardTrainingConfig as RewardTrainingConfig,
+    SFTConfig as SFTConfig,
+    TrainConfig as TrainConfig,
+)

@@ -5,39 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whet import registry
 from whet.columns import COLUMNS
-from whet.config.schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    OptimConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from whet.config import schema
 from whet.config.section import Place, entry_at
 from whet.errors import ConfigError
-from whet.registry import (
-    ADV_ESTIMATORS,
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    REJECTIONS,
-    REQUIRED,
-    VALUE_LOSSES,
-    WEIGHTS,
-    WRAPPERS,
-    Entry,
-)
 
 DEFAULT_AGGREGATION = "token-mean"
 AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # parameters of an aggregation
 
 
-def aggregation(algorithm: AlgorithmConfig) -> str:
+def aggregation(algorithm: schema.AlgorithmConfig) -> str:
     """The aggregation of token losses: the one that the loss or the estimator fixes, else the one in the config.
 
     Raises: ConfigError where two of these disagree."""
-    loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     estimator = _estimator(algorithm)
     chosen, why = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
     for entry in (loss, estimator):
@@ -53,18 +35,18 @@ def aggregation(algorithm: AlgorithmConfig) -> str:
     return chosen or DEFAULT_AGGREGATION
 
 
-def uses_critic(algorithm: AlgorithmConfig) -> bool:
+def uses_critic(algorithm: schema.AlgorithmConfig) -> bool:
     """Tells whether the estimator or the loss reads a column of the critic.  Raises: ConfigError."""
-    loss = entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     read = {*_estimator(algorithm).columns, *loss.columns}
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
 
 
-def algorithm_rule(algorithm: AlgorithmConfig, at: Place) -> Iterator[str]:
+def algorithm_rule(algorithm: schema.AlgorithmConfig, at: Place) -> Iterator[str]:
     """Checks KL, overlong penalty, teacher, correction and aggregation."""
     wrapper = algorithm.adv_options.get("wrap_method")
     if isinstance(wrapper, str):  # the option of `cpo` that names a registered function
-        entry_at(WRAPPERS, "algorithm.adv_options.wrap_method", wrapper)
+        entry_at(registry.WRAPPERS, "algorithm.adv_options.wrap_method", wrapper)
     kl, overlong, limit = algorithm.kl, algorithm.overlong, at.whole["data"].max_response_length
     if kl.controller == "adaptive" and kl.where != "reward":
         yield (
@@ -89,8 +71,8 @@ def algorithm_rule(algorithm: AlgorithmConfig, at: Place) -> Iterator[str]:
             f"teacher.hint_options.endpoint and .model; found {', '.join(given) or 'none of them'}; set one of the two"
         )
     yield from _correction(algorithm)
-    entry = entry_at(AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
-    required = [name for name, default in entry.options.items() if default is REQUIRED]
+    entry = entry_at(registry.AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
+    required = [name for name, default in entry.options.items() if default is registry.REQUIRED]
     if unknown := [name for name in (*entry.parameters, *required) if name not in AGGREGATED]:
         yield (
             f"algorithm.loss_agg_mode={entry.name} has a parameter {unknown[0]!r}; an aggregation may have "
@@ -98,8 +80,9 @@ def algorithm_rule(algorithm: AlgorithmConfig, at: Place) -> Iterator[str]:
         )
 
 
-def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
-    correction, loss = algorithm.correction, entry_at(POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     if correction.weight is not None and loss.marks.get("corrects"):
         yield (
             f"policy loss {loss.name!r} corrects for the mismatch of trainer and rollout itself, and "
@@ -108,9 +91,9 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if correction.old_log_probs == "trainer":
         return
-    for name, registry in (("weight", WEIGHTS), ("rejection", REJECTIONS)):
+    for name, kind in (("weight", registry.WEIGHTS), ("rejection", registry.REJECTIONS)):
         chosen = correction[name]
-        reads = entry_at(registry, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
+        reads = entry_at(kind, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
         if {"old_log_probs", "rollout_log_probs"} <= set(reads):
             is_same = correction.old_log_probs == "rollout"
             does = "uses the rollout's for both" if is_same else "has the former in the loss alone"
@@ -125,9 +108,9 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def group_rule(rollout: RolloutConfig, at: Place) -> Iterator[str]:
+def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[str]:
     """Requires several responses a prompt for estimators and filters that compare them."""
-    if rollout.n > 1 or not isinstance(at.whole, TrainConfig):
+    if rollout.n > 1 or not isinstance(at.whole, schema.TrainConfig):
         return
     entry, chosen = _estimator(at.whole.algorithm), at.whole.algorithm.filter.name
     if "uid" in entry.columns:
@@ -142,11 +125,11 @@ def group_rule(rollout: RolloutConfig, at: Place) -> Iterator[str]:
         )
 
 
-def updates_rule(role: ActorConfig, at: Place) -> Iterator[str]:
+def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[str]:
     """Checks the mini-batch and micro-batch sizes of a trained role."""
     if at.key == "critic" and not uses_critic(at.whole["algorithm"]):
         return
-    data: DataConfig = at.whole["data"]
+    data: schema.DataConfig = at.whole["data"]
     batch, mini_batch = data.train_batch_size, role.mini_batch_size or data.train_batch_size
     if batch % mini_batch:
         near = " or ".join(map(str, nearest_divisors(batch, mini_batch)))
@@ -162,14 +145,14 @@ def updates_rule(role: ActorConfig, at: Place) -> Iterator[str]:
         )
 
 
-def optim_rule(optim: OptimConfig, at: Place) -> Iterator[str]:
+def optim_rule(optim: schema.OptimConfig, at: Place) -> Iterator[str]:
     """Allows the options of AdamW's states with AdamW only."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
             yield f"{at.of(name)}={optim[name]} is an option of adamw, but {at.of('name')} is {optim.name}; unset one"
 
 
-def critic_rule(critic: CriticConfig, at: Place) -> Iterator[str]:
+def critic_rule(critic: schema.CriticConfig, at: Place) -> Iterator[str]:
     """Checks that the value loss trains the model that the estimator reads: a value model or a process reward model."""
     algorithm, steps = at.whole["algorithm"], at.whole["trainer"].total_steps
     if not uses_critic(algorithm):
@@ -188,8 +171,8 @@ def critic_rule(critic: CriticConfig, at: Place) -> Iterator[str]:
     wanted, output = (
         ("log_probs", "process_rewards") if "process_rewards" in estimator.columns else ("values", "values")
     )
-    if wanted not in entry_at(VALUE_LOSSES, "critic.value_loss", critic.value_loss).columns:
-        fitting = [entry.name for entry in VALUE_LOSSES if wanted in entry.columns]
+    if wanted not in entry_at(registry.VALUE_LOSSES, "critic.value_loss", critic.value_loss).columns:
+        fitting = [entry.name for entry in registry.VALUE_LOSSES if wanted in entry.columns]
         yield (
             f"{estimator.name!r} reads {output}, but critic.value_loss={critic.value_loss} trains a model without that "
             f"output; set critic.value_loss to {' or '.join(fitting)}"
@@ -203,5 +186,5 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-def _estimator(algorithm: AlgorithmConfig) -> Entry:
-    return entry_at(ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator)
+def _estimator(algorithm: schema.AlgorithmConfig) -> registry.Entry:
+    return entry_at(registry.ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator)

@@ -10,40 +10,18 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from whet.config import schema
 from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
 from whet.config.compose import flatten
 from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.keys import choices
 from whet.config.managers import LIMIT_NAMES
 from whet.config.mix import shares_at
-from whet.config.schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    ClusterConfig,
-    CriticConfig,
-    DataConfig,
-    EngineConfig,
-    EvalConfig,
-    ExamplesConfig,
-    GenerateConfig,
-    GroupFilterConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    RewardModelConfig,
-    RewardTrainingConfig,
-    RolloutConfig,
-    RowsConfig,
-    SamplingConfig,
-    Section,
-    TrainConfig,
-    TrainerConfig,
-)
 from whet.config.section import Choice, Place, entry_at
 from whet.config.sources import check_files
-from whet.config.tools import ToolsConfig, tool_rule
+from whet.config.tools import tool_rule
 from whet.errors import ConfigError, pip_install
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
 
@@ -55,7 +33,7 @@ NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most lik
 }
 
 
-def check(config: Section, given: Collection[str] = ()) -> None:
+def check(config: schema.Section, given: Collection[str] = ()) -> None:
     """Checks that the values of a config are consistent.
 
     `given` names the arguments that the caller passes as objects ("reward", "data", "val_data").
@@ -64,7 +42,7 @@ def check(config: Section, given: Collection[str] = ()) -> None:
         raise ConfigError("\n".join(found))
 
 
-def problems(config: Section, given: Collection[str] = ()) -> list[str]:
+def problems(config: schema.Section, given: Collection[str] = ()) -> list[str]:
     """Returns one line for each error that `check` would raise."""
     found: dict[str, None] = {}
     for key, section in config.sections():
@@ -75,10 +53,11 @@ def problems(config: Section, given: Collection[str] = ()) -> list[str]:
 
 
 def check_context(
-    config: TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig, max_position_embeddings: int
+    config: schema.TrainConfig | schema.ExamplesConfig | schema.EvalConfig | schema.GenerateConfig,
+    max_position_embeddings: int,
 ) -> None:
     """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
-    if isinstance(config, ExamplesConfig):
+    if isinstance(config, schema.ExamplesConfig):
         if config.data.max_length > max_position_embeddings:
             raise ConfigError(
                 f"data.max_length={config.data.max_length} is more than the {max_position_embeddings} positions of the "
@@ -95,10 +74,16 @@ def check_context(
         )
 
 
-def check_data(config: TrainConfig | ExamplesConfig | EvalConfig, *, validation: bool) -> None:
+def check_data(
+    config: schema.TrainConfig | schema.ExamplesConfig | schema.EvalConfig | schema.GenerateConfig, *, validation: bool
+) -> None:
     """Checks only what `whet data` needs: data files, data options, model.  Raises: ConfigError."""
-    name = "val_files" if validation or isinstance(config, EvalConfig) else "train_files"
-    check_files(f"data.{name}", config.data[name], config.data, required=True)
+    if isinstance(config, schema.GenerateConfig):
+        key, entries = config.source_key, config.sources
+    else:
+        name = "val_files" if validation or isinstance(config, schema.EvalConfig) else "train_files"
+        key, entries = f"data.{name}", config.data[name]
+    check_files(key, entries, config.data, required=True)
     of_model, of_data = _model(config.model, Place("model", config)), _chosen(config.data, Place("data", config))
     if found := [*of_model, *of_data]:
         raise ConfigError("\n".join(found))
@@ -112,7 +97,7 @@ def _lines(check: Callable[..., Iterable[str] | None], *arguments: Any, **named:
         yield str(error)
 
 
-def _chosen(section: Section, at: Place) -> Iterator[str]:
+def _chosen(section: schema.Section, at: Place) -> Iterator[str]:
     """Checks every key that names a registered function, and the options of that function."""
     for name, field in type(section).model_fields.items():
         for choice in field.metadata:
@@ -121,7 +106,7 @@ def _chosen(section: Section, at: Place) -> Iterator[str]:
                 yield from _lines(choice.check, at.of(name), section[name], options)
 
 
-def _model(model: ModelConfig, at: Place) -> Iterator[str]:
+def _model(model: schema.ModelConfig, at: Place) -> Iterator[str]:
     if model.lora.rank is not None and model.freeze:
         yield (
             f"model.lora.rank={model.lora.rank} trains the adapter alone, and model.freeze={model.freeze} adds "
@@ -139,16 +124,16 @@ def _model(model: ModelConfig, at: Place) -> Iterator[str]:
             yield f"model.path={model.path} is not a folder; expected a folder with a config.json and the weights"
     elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         is_checkpoint = (path / "manifest.json").is_file() or (path / "checkpoints").is_dir()
-        if not (is_checkpoint and isinstance(at.whole, EvalConfig | GenerateConfig)):
+        if not (is_checkpoint and isinstance(at.whole, schema.EvalConfig | schema.GenerateConfig)):
             hint = "; `whet export` makes one from this checkpoint" if is_checkpoint else ""
             yield f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}"
 
 
-def _files(data: RowsConfig, at: Place) -> Iterator[str]:
+def _files(data: schema.RowsConfig, at: Place) -> Iterator[str]:
     whole, required = at.whole, "data" not in at.given
-    if isinstance(whole, GenerateConfig):
+    if isinstance(whole, schema.GenerateConfig):
         read = [(whole.source_key, whole.sources, required)]
-    elif isinstance(whole, EvalConfig):
+    elif isinstance(whole, schema.EvalConfig):
         read = [("data.val_files", data.val_files, required)]
     else:
         read = [("data.train_files", data.train_files, required), ("data.val_files", data.val_files, False)]
@@ -156,7 +141,7 @@ def _files(data: RowsConfig, at: Place) -> Iterator[str]:
         yield from _lines(check_files, key, entries, data, required=is_required)
 
 
-def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
+def _trainer(trainer: schema.TrainerConfig, at: Place) -> Iterator[str]:
     data = at.whole["data"]
     if trainer.val_freq > 0 and not data.val_files and "val_data" not in at.given:
         yield (
@@ -168,7 +153,7 @@ def _trainer(trainer: TrainerConfig, at: Place) -> Iterator[str]:
         yield f"trainer.resume={trainer.resume} is not a folder; expected {ways}"
     if trainer.loop is not None:
         yield from _function_path("trainer.loop", trainer.loop)
-        if isinstance(at.whole, ExamplesConfig):
+        if isinstance(at.whole, schema.ExamplesConfig):
             own = at.whole.command
             yield f"trainer.loop={trainer.loop} replaces the loop of `whet train`; unset it for `whet {own}`"
     for reference in trainer.callbacks:
@@ -188,9 +173,10 @@ def _function_path(key: str, reference: str) -> Iterator[str]:
         yield f"{key}: {location} does not exist (seen from {Path.cwd()})"
 
 
-def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
+def _reward(reward: schema.RewardConfig, at: Place) -> Iterator[str]:
     """Checks the reward functions without running user code; the reward processes load them."""
-    if reward.manager == "dapo" and isinstance(at.whole, TrainConfig) and not at.whole.algorithm.overlong.penalty:
+    trained = at.whole if isinstance(at.whole, schema.TrainConfig) else None
+    if reward.manager == "dapo" and trained is not None and not trained.algorithm.overlong.penalty:
         yield (
             "reward.manager=dapo subtracts a penalty for length, and algorithm.overlong.penalty=0; set "
             "algorithm.overlong.penalty=1 and algorithm.overlong.buffer_length, or reward.manager=prime to do without"
@@ -200,7 +186,7 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
-    has_model = isinstance(at.whole, TrainConfig) and at.whole.reward_model.source is not None
+    has_model = trained is not None and trained.reward_model.source is not None
     if not reward.names_function and not has_model and at.whole["environment"].name == "single_turn":
         yield f"reward.function is not set; name {', '.join(REWARDS.names())}, or your own as path/file.py:function"
     chosen = [("reward", function, reward.kwargs) for function in functions]
@@ -211,7 +197,7 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
         else:
             entry_at(REWARDS, f"{key}.function", function).check(options, f"{key}.kwargs.")
     for name, each in reward.domains.items():
-        mark = choices(GroupFilterConfig)["name"]
+        mark = choices(schema.GroupFilterConfig)["name"]
         mark.check(f"reward.domains.{name}.filter.name", each.filter.name, each.filter.options)
     if reward.weights is not None and len(reward.weights) != len(functions):
         yield (
@@ -220,13 +206,13 @@ def _reward(reward: RewardConfig, at: Place) -> Iterator[str]:
         )
 
 
-def _reward_model(role: RewardModelConfig, at: Place) -> Iterator[str]:
+def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[str]:
     """Checks what a reward model goes together with."""
     config: Any = at.whole
     if role.model_path is not None and role.rubric is not None:
         yield f"{at.of('model_path')} and {at.of('rubric')} are both set, and each gives the score; unset one of them"
     if role.source is None:
-        default = dict(flatten(RewardModelConfig().model_dump()))
+        default = dict(flatten(schema.RewardModelConfig().model_dump()))
         if found := [f"{at.of(key)}={value}" for key, value in flatten(role.model_dump()) if default.get(key) != value]:
             yield (
                 f"{', '.join(found)}, but {at.of('model_path')} is not set, so there is no reward model; set it to a "
@@ -248,7 +234,7 @@ def _reward_model(role: RewardModelConfig, at: Place) -> Iterator[str]:
         )
 
 
-def _no_adapter(config: RewardTrainingConfig, at: Place) -> Iterator[str]:
+def _no_adapter(config: schema.RewardTrainingConfig, at: Place) -> Iterator[str]:
     for name in ("rank", "path"):
         if config.model.lora[name] is not None:
             yield (
@@ -257,7 +243,7 @@ def _no_adapter(config: RewardTrainingConfig, at: Place) -> Iterator[str]:
             )
 
 
-def _mix(data: DataConfig, at: Place) -> Iterator[str]:
+def _mix(data: schema.DataConfig, at: Place) -> Iterator[str]:
     """Requires shares that sum to 1 at every step, and nothing else that chooses among the rows."""
     steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
     for step in sorted(steps) if data.mix else ():
@@ -274,7 +260,7 @@ def _mix(data: DataConfig, at: Place) -> Iterator[str]:
             yield f"{at.of('mix')}.{name} has no share; expected a number, or shares by step as {{0: 0.5, 100: 0.2}}"
 
 
-def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
+def _sampling(sampling: schema.SamplingConfig, at: Place) -> Iterator[str]:
     narrow = next((name for name, is_narrow in NARROW.items() if is_narrow(sampling[name])), None)
     if narrow is not None and sampling.n > 1:
         yield (
@@ -293,12 +279,12 @@ def _sampling(sampling: SamplingConfig, at: Place) -> Iterator[str]:
             yield f"{at.of(name)} has an empty string, which matches everywhere; remove it"
 
 
-def _staleness(rollout: RolloutConfig, at: Place) -> Iterator[str]:
+def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[str]:
     """Requires, where responses are sampled while models train, ranks of their own and a correction."""
     config = at.whole
     if rollout.max_staleness == 0:
         return
-    if not isinstance(config, TrainConfig):
+    if not isinstance(config, schema.TrainConfig):
         yield f"rollout.max_staleness={rollout.max_staleness:g} has no effect, as nothing is trained here; unset it"
         return
     key, cluster, correction = (
@@ -335,7 +321,7 @@ def _staleness(rollout: RolloutConfig, at: Place) -> Iterator[str]:
         )
 
 
-def _output(config: GenerateConfig, at: Place) -> Iterator[str]:
+def _output(config: schema.GenerateConfig, at: Place) -> Iterator[str]:
     if config.output is None or Path(config.output).suffix != ".jsonl":
         yield f"output={config.output} is not a file for completions; expected a path that ends in .jsonl"
     elif Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
@@ -349,26 +335,11 @@ def _output(config: GenerateConfig, at: Place) -> Iterator[str]:
 
 
 Rule = Callable[[Any, Place], Iterable[str]]
-RULES: tuple[tuple[type[Section], Rule], ...] = (
-    (Section, _chosen),
-    (ModelConfig, _model),
-    (RowsConfig, _files),
-    (SamplingConfig, _sampling),
-    (RolloutConfig, _staleness),
-    (RolloutConfig, group_rule),
-    (RewardConfig, _reward),
-    (RewardModelConfig, _reward_model),
-    (RewardTrainingConfig, _no_adapter),
-    (DataConfig, _mix),
-    (ToolsConfig, tool_rule),
-    (AlgorithmConfig, algorithm_rule),
-    (ActorConfig, updates_rule),
-    (CriticConfig, critic_rule),
-    (EngineConfig, engine_rule),
-    (OptimConfig, optim_rule),
-    (TrainerConfig, _trainer),
-    (ClusterConfig, cluster_rule),
-    (ClusterConfig, processes_rule),
-    (ClusterConfig, neighbours_rule),
-    (GenerateConfig, _output),
-)
+RULES: list[tuple[type[schema.Section], Rule]] = [
+    (next(iter(get_type_hints(rule).values())), rule)  # the first argument is the section that a rule checks
+    for rule in (
+        *(_chosen, _model, _files, _sampling, _staleness, _reward, _reward_model, _no_adapter, _mix, _trainer, _output),
+        *(group_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
+        *(engine_rule, cluster_rule, processes_rule, neighbours_rule),
+    )
+]

@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +36,11 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000  # with every alias (*name) expanded
 
 
-@dataclass(frozen=True)
-class Composed:
-    """Unchecked values, and the source of each value that is not a default, by dotted key."""
-
-    values: dict[str, Any]
-    sources: dict[str, str]
-
-
-def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> Composed:
-    """Returns all values of the schema after recipe and overrides, unknown keys included.  Raises: ConfigError."""
+def compose(
+    schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns all values of the schema after recipe and overrides, unknown keys included; and by dotted key the source
+    of each that is not a default.  Raises: ConfigError."""
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
@@ -63,7 +57,7 @@ def compose(schema: type[Section], recipe: str | Path | None, overrides: Sequenc
             else:
                 sources[key] = COMMAND_LINE
     sources |= dict.fromkeys((key for key, _ in flatten(arguments)), ARGUMENT)
-    return Composed(values, sources)
+    return values, sources
 
 
 @contextmanager

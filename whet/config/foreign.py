@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,16 +52,6 @@ class Table:
     notes: tuple[str, ...] = ()  # what has to be checked by hand
 
 
-@dataclass(frozen=True)
-class ForeignKey:
-    """A key of another system and its counterparts; `ours` is empty where there is none."""
-
-    system: str
-    key: str
-    ours: tuple[str, ...]  # keys, some as key=value
-    remark: str
-
-
 @cache
 def tables() -> tuple[Table, ...]:
     """Reads all tables."""
@@ -74,10 +65,10 @@ def _row(row: Mapping[str, Any]) -> Row:
 
 
 @cache
-def foreign_keys() -> tuple[ForeignKey, ...]:
-    """Returns all keys of the tables."""
+def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
+    """Returns all keys of the tables: framework, key, its counterparts (some as key=value), remark."""
     return tuple(
-        ForeignKey(table.system, key.partition("=")[0], ours, row.remark)
+        (table.system, key.partition("=")[0], ours, row.remark)
         for table in tables()
         for row in table.rows
         for key, ours in row.pairs()
@@ -86,15 +77,16 @@ def foreign_keys() -> tuple[ForeignKey, ...]:
 
 def foreign_key(schema: type[Section], key: str) -> str | None:
     """Returns what to write instead of another system's key (or a key below it); None for a key of no known system."""
-    found = [each for each in foreign_keys() if f"{key}.".startswith(f"{each.key}.")]
-    found = [each for each in found if all(is_known(schema, ours.partition("=")[0]) for ours in each.ours)]
+    found = [
+        (len(theirs), system, ours, f" ({remark})" if remark else "")
+        for system, theirs, ours, remark in foreign_keys()
+        if f"{key}.".startswith(f"{theirs}.") and all(is_known(schema, own.partition("=")[0]) for own in ours)
+    ]
     if found:
-        best = max(found, key=lambda each: len(each.key))
-        remark = f" ({best.remark})" if best.remark else ""
-        ours = " and ".join(best.ours)
-        return f"a key of {best.system}" + (f"; write {ours}{remark}" if ours else f" without a counterpart{remark}")
+        _, system, ours, remark = max(found, key=itemgetter(0))
+        return f"a key of {system}" + (f"; write {' and '.join(ours)}" if ours else " without a counterpart") + remark
     top = f"{key.partition('.')[0]}."
-    systems = [each.system for each in foreign_keys() if each.key.startswith(top)]
+    systems = [system for system, theirs, _, _ in foreign_keys() if theirs.startswith(top)]
     if systems and not is_known(schema, top[:-1]):
         return f"a key of {systems[0]}; docs/migrating.md has those of its keys that have a counterpart"
     return None

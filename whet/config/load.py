@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
-import yaml
 from pydantic import ValidationError
 
 from whet.config.checks import check
-from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, read_document, unknown_key
+from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
 from whet.config.keys import describe_type, field_at, is_free
 from whet.config.managers import MANAGERS
 from whet.config.section import Section
@@ -76,8 +75,7 @@ def load_config(
     the consistency checks (`whet.config.checks`).
 
     Raises: ConfigError with one line for each error."""
-    composed = compose(schema, recipe, overrides)
-    values, sources = dict(composed.values), dict(composed.sources)
+    values, sources = compose(schema, recipe, overrides)
     _apply_reward_alias(values, sources)
     _apply_manager(values, sources)
     rename(schema, values, sources, (COMMAND_LINE, ARGUMENT))
@@ -85,22 +83,6 @@ def load_config(
     if checked:
         check(config, given)
     return Loaded(config, sources)
-
-
-def read_config(schema: type[ConfigT], path: Path) -> ConfigT:
-    """Reads the config of an earlier run, from its folder or from its config.yaml.  Raises: ConfigError."""
-    file = path / "config.yaml" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{file} does not exist; expected the folder of a run, which has a config.yaml")
-    try:
-        values = yaml.safe_load(read_document(file))
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}; restore the file") from error
-    if not isinstance(values, dict):
-        found = type(values).__name__
-        raise ConfigError(f"{file} has {found}, expected the sections of a config; restore the file")
-    rename(schema, values)
-    return _validate(schema, values, {key: str(file) for key, _ in flatten(values)})
 
 
 def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None:

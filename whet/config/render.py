@@ -17,7 +17,7 @@ INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 
 
 def to_yaml(config: Section) -> str:
-    """The whole config as YAML, which `read_config` reads back unchanged."""
+    """The whole config as YAML, which `load_config` reads back unchanged."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 

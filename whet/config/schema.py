@@ -8,18 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Lt
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from whet.config.algorithm import AlgorithmConfig as AlgorithmConfig
-from whet.config.algorithm import GroupFilterConfig as GroupFilterConfig
-from whet.config.algorithm import KLConfig as KLConfig
-from whet.config.algorithm import Norm as Norm
+from whet.config.algorithm import (
+    AlgorithmConfig as AlgorithmConfig,
+    GroupFilterConfig as GroupFilterConfig,
+    KLConfig as KLConfig,
+    Norm as Norm,
+)
 from whet.config.cluster import ClusterConfig as ClusterConfig
-from whet.config.environment import EnvironmentConfig as EnvironmentConfig
-from whet.config.environment import StageConfig as StageConfig
+from whet.config.environment import EnvironmentConfig as EnvironmentConfig, StageConfig as StageConfig
 from whet.config.managers import LIMIT_NAMES, LIMITS, MANAGER, MANAGERS, TOKENS_PER_REQUEST, Manager
-from whet.config.section import Choice, key
-from whet.config.section import Section as Section
-from whet.config.trainer import SamplingConfig as SamplingConfig
-from whet.config.trainer import TrainerConfig as TrainerConfig
+from whet.config.section import Choice, Section as Section, key
+from whet.config.trainer import SamplingConfig as SamplingConfig, TrainerConfig as TrainerConfig
 from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average

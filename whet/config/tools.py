@@ -50,7 +50,7 @@ class ToolsConfig(Section):
     tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
 
 
-def tool_rule(section: Any, at: Place) -> Iterator[str]:
+def tool_rule(section: ToolsConfig, at: Place) -> Iterator[str]:
     """Checks entries and limits without running user code."""
     known = [each.name for each in dataclasses.fields(ToolLimits)]
     if unknown := sorted({*section.tool_limits} - {*known}):

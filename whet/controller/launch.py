@@ -80,7 +80,6 @@ class SameProcess:
             raise
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
-        """Implements `Transport.send`."""
         if self._closed_by is not None:
             raise closed_error(role, method, self._closed_by)
         return {rank: self._call(role, method, payload) for rank, payload in arguments.items()}
@@ -96,10 +95,8 @@ class SameProcess:
         return reply
 
     def abort(self, error: WhetError) -> None:
-        """Implements `Transport.abort`."""
         self._closed_by = self._closed_by or error
 
     def close(self) -> None:
-        """Implements `Transport.close`."""
         self._closed_by = self._closed_by or WorkerError("close() was called")
         self.workers.close()

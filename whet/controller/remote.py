@@ -111,11 +111,9 @@ class RemoteTransport(ABC, Generic[P]):
         }
 
     def abort(self, error: WhetError) -> None:
-        """Implements `Transport.abort`."""
         self._end(error, is_orderly=False)
 
     def close(self) -> None:
-        """Implements `Transport.close`."""
         self._end(WorkerError("close() was called"), is_orderly=True)
 
     def complete(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import files
-from whet.config.schema import EvalConfig, ExamplesConfig, TrainConfig
+from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, Loaded, Part, loader_of
 from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.media import images
@@ -63,7 +63,7 @@ class Preview:
 
 
 def preview(
-    config: TrainConfig | ExamplesConfig | EvalConfig,
+    config: TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_rows: int,
@@ -73,16 +73,21 @@ def preview(
 ) -> Preview:
     """Reads the data of a config and chooses rows: the first ones, the one with number `index`, or with `drawn` the
     first ones in the order of the run."""
-    is_eval, is_supervised = isinstance(config, EvalConfig), isinstance(config, ExamplesConfig)
-    key = VAL if validation or is_eval else TRAIN
-    seed = config.seed if isinstance(config, EvalConfig) else config.trainer.seed
-    where = config.data.filter if is_eval or not validation else {}
+    is_supervised = isinstance(config, ExamplesConfig)
+    key = VAL if validation else TRAIN
+    data, options, where = config.data, {}, {} if validation else config.data.filter
+    if isinstance(config, EvalConfig | GenerateConfig):
+        key, seed, where = VAL, config.seed, config.data.filter
+    else:
+        seed = config.trainer.seed
+    if isinstance(config, GenerateConfig):
+        key, data = config.source_key, data.model_copy(update={"val_files": config.sources})
+        options = {"with_answers": False}
     limit_name, what = ("max_length", "example") if is_supervised else ("max_prompt_length", "row")
     limit: int = config.data[limit_name]
 
     def loaded(**changes: int) -> Loaded[Any]:
-        data = config.data.model_copy(update=changes)
-        return loader_of(data)(data, tokenizer, key, where=where, seed=seed)
+        return loader_of(data)(data.model_copy(update=changes), tokenizer, key, where=where, seed=seed, **options)
 
     whole = loaded(**{limit_name: NO_LIMIT})
     chosen = _numbered(whole.items)
@@ -91,7 +96,7 @@ def preview(
         chosen = [(number, item) for number, item in chosen if number == index]
         if not chosen:
             raise DataError(f"there is no {what} {index}; expected --index from 0 to {last}")
-    if drawn and not isinstance(config, EvalConfig):
+    if drawn and isinstance(config, TrainConfig | ExamplesConfig):
         chosen = _drawn(config, loaded(), seed, num_rows)
     prompts = [item for item in whole.items if isinstance(item, Prompt)]
     over = config.data["overlong" if is_supervised else "overlong_prompts"]
@@ -102,7 +107,7 @@ def preview(
         limit_key=f"data.{limit_name}",
         over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
         data_sources=Counter(prompt.data_source for prompt in prompts),
-        num_unanswered=sum(prompt.ground_truth is None for prompt in prompts),
+        num_unanswered=0 if options else sum(prompt.ground_truth is None for prompt in prompts),
         rows=[row for number, item in chosen[:num_rows] for row in _shown(f"{what} {number}", item, limit)],
     )
 

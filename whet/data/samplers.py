@@ -215,6 +215,5 @@ class Learnability:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a state."""
         self._batches = state["batches"]
         self._correct[state["places"]], self._scored[state["places"]] = state["right"], state["answered"]

@@ -66,26 +66,21 @@ class Engine(ABC):
         return None
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """The model as it was before its adapter, for as long as the block lasts."""
         return adapter_off(self.model)
 
     def fingerprint(self) -> str:
-        """Tells the weights under an adapter from others; on every rank."""
         return fingerprint(body_of(self.model))
 
     @property
     def dp_rank(self) -> int:
-        """Number of the batch's shard that this rank reads."""
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
     @property
     def dp_size(self) -> int:
-        """Shards that a batch is split into."""
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
     @property
     def is_reporting(self) -> bool:
-        """True where results come from this rank."""
         return True
 
     @torch.no_grad()
@@ -186,7 +181,6 @@ class Engine(ABC):
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights is finite."""
         parts = [own_part(weight) for weight in self.model.parameters() if weight.requires_grad]
         return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts if part.numel())
 
@@ -202,12 +196,10 @@ class Engine(ABC):
         """
 
     def offload(self, weights: bool = True) -> None:
-        """Frees the device of gradients, of optimizer state and, unless a rollout samples from them, of weights."""
         self._move(HOST, weights=weights)
         devices.release(self.device)
 
     def onload(self) -> None:
-        """Puts weights and optimizer state back."""
         self._move(self.device, weights=True)
 
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:

@@ -70,7 +70,6 @@ class SingleEngine(Engine):
             serialization.save(path, {**self.state(), "start": start})
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back what `save` wrote; on every rank.  Returns its `start`."""
         if path.is_dir():
             raise EngineError(f"{path} was written by the engine fsdp; set engine.name=fsdp to go on from it")
         state = serialization.load(path)

@@ -125,23 +125,19 @@ class InlineHost(EnvironmentHost):
         self._open: dict[str, Running] = {}
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """Implements `EnvironmentHost.start`."""
         self._open[uid] = Running(self._make)
         self._results.append((uid, self._run(self._open[uid].call("reset", prompt, seed))))
 
     def step(self, uid: str, answer: Answer) -> None:
-        """Implements `EnvironmentHost.step`."""
         self._results.append((uid, self._run(self._open[uid].call("step", answer))))
 
     def close(self, uid: str) -> None:
-        """Implements `EnvironmentHost.close`."""
         if (running := self._open.pop(uid, None)) is not None:
             self._forget(uid)
             if running.needs_close:
                 _note_close(uid, self._run(running.call("close")))
 
     def shutdown(self) -> None:
-        """Implements `EnvironmentHost.shutdown`."""
         for uid in list(self._open):
             self.close(uid)
 
@@ -185,13 +181,11 @@ class ProcessHost(EnvironmentHost):
         self._queue: deque[_Episode] = deque()
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """Implements `EnvironmentHost.start`."""
         self._open[uid] = _Episode(uid, next(self._numbers), prompt, seed)
         self._queue.append(self._open[uid])
         self._assign_processes()
 
     def step(self, uid: str, answer: Answer) -> None:
-        """Implements `EnvironmentHost.step`."""
         episode = self._open[uid]
         episode.is_awaited = True
         if episode.failure is not None:
@@ -202,7 +196,6 @@ class ProcessHost(EnvironmentHost):
         self._call(episode, "step", answer)
 
     def close(self, uid: str) -> None:
-        """Implements `EnvironmentHost.close`."""
         episode = self._open.pop(uid, None)
         if episode is None:
             return
@@ -213,7 +206,6 @@ class ProcessHost(EnvironmentHost):
             self._call(episode, "close")
 
     def poll(self, timeout_seconds: float) -> list[Result]:
-        """Implements `EnvironmentHost.poll`."""
         until = time.monotonic() + timeout_seconds
         while True:
             for event in self._children.poll(0.0 if self._results else max(0.0, until - time.monotonic())):
@@ -222,7 +214,6 @@ class ProcessHost(EnvironmentHost):
                 return super().poll(0.0)
 
     def shutdown(self) -> None:
-        """Implements `EnvironmentHost.shutdown`."""
         for uid in list(self._open):
             self.close(uid)
         while self._end.alive and any(child.calls for child in self._children.running):

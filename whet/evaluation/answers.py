@@ -62,6 +62,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
     log_probs = [value for turn in trajectory.turns for value in turn.log_probs]
     last = trajectory.turns[-1] if trajectory.turns else None
     media = trajectory.prompt.media if last is None else last.media
+    versions = {version for turn in trajectory.turns for version, _ in turn.versions}
     return {
         "uid": trajectory.uid,
         "index": trajectory.prompt.index,
@@ -81,7 +82,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
         "stop": last.stop if last is not None else None,
         "mean_log_prob": math.fsum(log_probs) / len(log_probs) if log_probs else None,
         "policy_version": last.policy_version if last is not None else None,
-        **({"policy_versions": [turn.versions for turn in trajectory.turns]} if _is_mixed(trajectory) else {}),
+        **({"policy_versions": [turn.versions for turn in trajectory.turns]} if len(versions) > 1 else {}),
         "failure": None if trajectory.failure is None else asdict(trajectory.failure),
         **({"steps": _steps(trajectory, tokenizer)} if len(trajectory.messages) > 1 or trajectory.fields else {}),
     }
@@ -172,11 +173,6 @@ def output_errors(path: Path) -> Iterator[None]:
 
 def _lines(rows: Iterable[Record]) -> str:
     return "".join(map(json_line, rows))
-
-
-def _is_mixed(trajectory: Trajectory) -> bool:
-    """Tells whether weights changed while the trajectory was sampled."""
-    return len({version for turn in trajectory.turns for version, _ in turn.versions}) > 1
 
 
 def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:

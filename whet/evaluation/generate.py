@@ -34,8 +34,7 @@ from whet.keyed import key
 from whet.metrics import counted, phase
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
 from whet.rollout.build import sampling_params
-from whet.rollout.protocol import Completion, Request
-from whet.rollout.protocol import generate as sample_all
+from whet.rollout.protocol import Completion, Request, generate as sample_all
 from whet.tracking.jsonl import json_line
 from whet.types import Prompt
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from packaging.requirements import Requirement
 
+from whet.compiled import compiler, instruction_set
 from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
@@ -131,7 +132,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
     ):
         for name in names:
             absent = [_plain(each) for each in requirements.get(name, []) if _version(each) is None]
-            slow = name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and _compiler() is None
+            slow = name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and compiler() is None
             if absent:
                 yield Finding(f"{what}={name}", f"cannot run: {', '.join(absent)} is not installed", pip_install(name))
             elif slow:
@@ -139,10 +140,6 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
                 yield Finding(f"{what}={name}", why, "install g++ or clang++, or set CXX")
             else:
                 yield Finding(f"{what}={name}", "can run")
-
-
-def _compiler() -> str | None:
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
 def _processor() -> Iterator[Finding]:
@@ -157,21 +154,13 @@ def _processor() -> Iterator[Finding]:
     else:
         slow = f"with other programs running, two threads may be ten times slower than one: unset {POLICY}"
         yield Finding("threads", f"waiting threads keep the processor busy ({spins or 'the default of OpenMP'})", slow)
-    has_bfloat16 = _flags() & {"avx512_bf16", "amx_bf16", "bf16"}
+    has_bfloat16 = {*instruction_set().split()} & {"avx512_bf16", "amx_bf16", "bf16"}
     products = f"bfloat16 by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 instructions"
     advice = "" if has_bfloat16 else "model.dtype=float32 is usually faster on this processor"
     yield Finding("instructions", f"{torch.backends.cpu.get_cpu_capability()}, {products}", advice)
-    found = _compiler()
+    found = compiler()
     advice = "" if found else "kernels and compile=true need a C++ compiler: install g++ or clang++"
     yield Finding("C++ compiler", found or "none", advice)
-
-
-def _flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 def _memory() -> Iterator[Finding]:

@@ -12,17 +12,9 @@ from typing import Any
 
 from whet.config.schema import ActorConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
+from whet.planning import memory as estimate
 from whet.planning.machine import free_accelerator, free_disk, free_memory
-from whet.planning.memory import (
-    Memory,
-    Setup,
-    inner_size,
-    mini_batch,
-    plan_memory,
-    rollout_bytes,
-    sampling_bytes,
-    spread_of,
-)
+from whet.planning.memory import Memory, Setup
 from whet.planning.outline import FLOAT32
 from whet.planning.units import size
 from whet.registry import ENGINES
@@ -68,7 +60,7 @@ def rooms(setup: Setup) -> list[Room]:
 
     Raises: ModelError."""
     cluster, free = setup.config.cluster, setup.host or free_memory()
-    plans = {name: plan_memory(setup, name) for name in cluster.pools}
+    plans = {name: estimate.plan_memory(setup, name) for name in cluster.pools}
     counts = {name: -(-pool.processes // cluster.nnodes) for name, pool in cluster.pools.items()}
     host = Room(
         "memory" if free is None else free.bound,
@@ -124,21 +116,21 @@ def upper_bound(setup: Setup) -> int:
     for name, model in setup.outlines.items():
         total += model.weight_bytes * (4 if name in setup.objectives else 1)
         shape = model.config
-        ranks = spread_of(setup, name).row_ranks
-        rows = mini_batch(config, name, setup.lengths, ranks) if name in setup.objectives else []
+        ranks = estimate.spread_of(setup, name).row_ranks
+        rows = estimate.mini_batch(config, name, setup.lengths, ranks) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
         tokens = min(
             max(setup.roles[name].micro_batch_tokens(model.device_type), longest), sum(row.tokens for row in rows)
         )
-        states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * shape.num_attention_heads * longest
+        states = 30 * shape.hidden_size + 10 * estimate.inner_size(shape) + 3 * shape.num_attention_heads * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)
     if isinstance(config, TrainConfig):
         model = setup.outlines["actor"]
-        planned = rollout_bytes(config, model.config, setup.lengths)
+        planned = estimate.rollout_bytes(config, model.config, setup.lengths)
         cache = planned.written if setup.device is None else planned.cache
-        total += model.weight_bytes + cache + sampling_bytes(config, model.config, planned)
+        total += model.weight_bytes + cache + estimate.sampling_bytes(config, model.config, planned)
     return total
 
 
@@ -183,12 +175,14 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
         section = name.partition(":")[0]
         section = "ref." if section == "teacher" else f"{section}."  # teachers use the engine of ref
         key = f"{section if isinstance(config, TrainConfig) else ''}engine.name"
-        whole = spread_of(setup, name).shards == 1 and config.cluster.processes_of(name) > 1
-        found += [(whole and spread_of(setup, name, engine).shards > 1, key, engine) for engine in ENGINES.names()]
+        whole = estimate.spread_of(setup, name).shards == 1 and config.cluster.processes_of(name) > 1
+        found += [
+            (whole and estimate.spread_of(setup, name, engine).shards > 1, key, engine) for engine in ENGINES.names()
+        ]
     for name in setup.objectives:
         prefix = f"{name}." if isinstance(config, TrainConfig) else ""
         role: ExamplesConfig | ActorConfig = config if isinstance(config, ExamplesConfig) else config[name]
-        allowed = max(row.tokens for row in mini_batch(config, name, setup.lengths))
+        allowed = max(row.tokens for row in estimate.mini_batch(config, name, setup.lengths))
         if isinstance(config, TrainConfig):
             allowed = max(allowed, config.data.max_prompt_length + config.data.max_response_length)
         tokens, optim = sizes.get(name, 0), role.optim
@@ -199,7 +193,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
         ]
     if isinstance(config, TrainConfig):
         rows = config.rollout.max_batch_size
-        planned = rollout_bytes(config, setup.outlines["actor"].config, setup.lengths)
+        planned = estimate.rollout_bytes(config, setup.outlines["actor"].config, setup.lengths)
         found += [
             (room.on_device and not config.rollout.free_cache_engine, "rollout.free_cache_engine", True),
             (rows > 16, "rollout.max_batch_size", max(16, rows // 4)),

@@ -6,6 +6,7 @@ The first lines of a run come from it too."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from whet.planning.machine import FreeMemory, free_accelerator, free_disk
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
-from whet.tracking.jsonl import read_records
+from whet.tracking.runs import read_steps
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -185,22 +186,16 @@ def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[tuple[int, int
 
 def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
     """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`."""
-    timings, metrics = (_last_lines(run_dir / name) for name in ("timings.jsonl", "metrics.jsonl"))
-    names = {name for line in timings for name in line if name.startswith("time/")}
-    seconds = {name: median(_numbers(timings, name)) for name in sorted(names) if _numbers(timings, name)}
-    responses = _numbers(metrics, "response_length/mean")
-    return seconds, fmean(responses) if responses else None
-
-
-def _numbers(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    return [line[name] for line in lines if isinstance(line.get(name), int | float)]
-
-
-def _last_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return read_records(path)[-RECENT:]
-    except (WhetError, OSError):  # no earlier run, or a damaged file
-        return []
+        steps = read_steps(run_dir)[-RECENT:]
+    except (WhetError, OSError):  # a damaged file
+        steps = []
+    found: dict[str, list[float]] = {}
+    for name, value in ((name, value) for step in steps for name, value in step.items() if not math.isnan(value)):
+        found.setdefault(name, []).append(value)
+    responses = found.get("response_length/mean")
+    seconds = {name: median(values) for name, values in sorted(found.items()) if name.startswith("time/")}
+    return seconds, fmean(responses) if responses else None
 
 
 @dataclass(frozen=True)

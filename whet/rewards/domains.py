@@ -47,7 +47,6 @@ class Routed:
     weigh: Callable[[str, Outcome], Outcome]
 
     def result(self) -> list[Outcome]:
-        """Returns an outcome for each item, in order; waits for all domains."""
         outcomes: list[Outcome] = [Failure("reward", "not scored")] * self.count
         for name, (places, pending) in self.pending.items():
             for place, outcome in zip(places, pending.result(), strict=True):
@@ -55,7 +54,6 @@ class Routed:
         return outcomes
 
     def done(self) -> bool:
-        """Tells whether `result` returns at once."""
         return all(pending.done() for _, pending in self.pending.values())
 
 
@@ -80,7 +78,6 @@ class DomainRewards:
         return Routed(len(items), pending, self._weigh)
 
     def close(self) -> None:
-        """Ends all processes."""
         for domain in self._domains.values():
             domain.pool.close()
 

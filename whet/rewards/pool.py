@@ -79,7 +79,6 @@ class RewardPool:
         return self.submit_batch(items).result()
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
-        """Starts `score`.  Returns a future of its result."""
         return self._scorer.submit(items)
 
     def close(self) -> None:
@@ -103,12 +102,10 @@ class Combined:
     combine: Callable[[Sequence[Outcome]], Outcome]
 
     def result(self) -> list[Outcome]:
-        """Returns an outcome for each item, in order; waits for the functions."""
         by_function = [future.result() for future in self.pending]
         return [self.combine(outcomes) for outcomes in zip(*by_function, strict=True)]
 
     def done(self) -> bool:
-        """Tells whether `result` returns at once."""
         return all(future.done() for future in self.pending)
 
 
@@ -124,11 +121,9 @@ class WeightedRewards:
         self._pools = pools
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        """Starts all functions on the items.  Returns the pending outcomes."""
         return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
 
     def close(self) -> None:
-        """Ends all processes."""
         for _, pool, _ in self._pools:
             pool.close()
 

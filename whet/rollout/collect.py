@@ -46,11 +46,9 @@ class TemplateCodec:
         self.chat_template_kwargs = chat_template_kwargs or {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, special tokens left out."""
         return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def calls(self, token_ids: Sequence[int], turn: int) -> tuple[Mapping[str, Any], ...]:
-        """The tool calls in a turn; none without tools."""
         return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
     def read(self, observation: Observation) -> Observation:
@@ -66,7 +64,6 @@ class TemplateCodec:
         return replace(observation, messages=placed, media=media)
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> list[int]:
-        """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
         if self.apply_chat_template:
             options = self.chat_template_kwargs
             text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
@@ -77,7 +74,6 @@ class TemplateCodec:
     def continuation(
         self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media] = ()
     ) -> list[int]:
-        """The ids between a sampled turn and the next.  Raises: DataError."""
         if self.apply_chat_template:
             options = self.chat_template_kwargs
             return encode_continuation(

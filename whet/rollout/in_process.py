@@ -204,7 +204,6 @@ class InProcessEngine(ABC, Generic[L]):
         return events
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends requests with finish_reason "abort" and the tokens so far."""
         live = [self.unfinished[uid] for uid in uids if uid in self.unfinished]
         self._end(live)
         for each in live:
@@ -212,7 +211,6 @@ class InProcessEngine(ABC, Generic[L]):
             self._events.append(Finished(each.request.uid, each.request.attempt, completion))
 
     def pause(self) -> None:
-        """Stops decoding; every request with new tokens gives them as Partial."""
         self._paused = True
         self._read()
         self._give_new_tokens()
@@ -226,11 +224,9 @@ class InProcessEngine(ABC, Generic[L]):
         self._restore.close()
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
         self._paused = False
 
     def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
-        """Samples from `module` itself, without a copy, from now on."""
         is_other = module is not self.policy.module
         self._before_new_weights(forget=is_other or not self.keep_cache)
         if is_other:
@@ -239,7 +235,6 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.set(module, version, is_own=is_own)
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
         own = plain_copy(module).requires_grad_(False)
         nn.Module.to(own, self.dtype)  # in place
         self.attach(own, self.policy.version, is_own=True)
@@ -261,7 +256,6 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.return_to_device()
 
     def status(self) -> Status:
-        """Version of the weights, and what runs and waits."""
         running, oldest = self._num_running, next(iter(self.unfinished.values()), None)
         return Status(
             version=self.policy.version,

@@ -81,7 +81,6 @@ class Replicas:
             self._take(rank)
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
         self._router.resume()
         self._group.resume()
 
@@ -102,7 +101,6 @@ class Replicas:
         )
 
     def close(self) -> None:
-        """Closes the workers."""
         self._group.close()
 
     @property

@@ -30,16 +30,13 @@ class HttpSandbox:
 
     @property
     def name(self) -> str:
-        """The address."""
         return self.address
 
     @property
     def languages(self) -> Mapping[str, Language | str]:
-        """The service's names of languages."""
         return SERVED
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        """Runs a program once for each standard input.  Raises: SandboxError."""
         limits = program.limits
         body = {
             "code": program.source,

@@ -144,16 +144,20 @@ class App:
     async def _answer(self, path: str, request: Request) -> Response:
         """Samples what a request asks for; with stream=true the response begins with the first token."""
         started = time.monotonic()
-        raw = _parsed(await self._body(request))
+        body = await self._body(request)
+        try:
+            raw = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
         read = self._reader.chat if path == CHAT else self._reader.text
         asked = await asyncio.get_running_loop().run_in_executor(self._reading, read, raw)
         uid = uuid.uuid4().hex
         answer = (ChatAnswer if path == CHAT else TextAnswer)(uid, self._reader.name, asked, self._texts)
         events = self._events(uid, asked)
         if not asked.body.stream:
-            body = await _unless_gone(request, self._whole(events, answer))
+            whole = await _unless_gone(request, self._whole(events, answer))
             self._counters.whole_request.observe(time.monotonic() - started)
-            return JSONResponse(body)
+            return JSONResponse(whole)
         first = await _unless_gone(request, anext(events))
         self._counters.first_token.observe(time.monotonic() - started)
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
@@ -292,14 +296,6 @@ def in_own_words(error: WhetError) -> str:
     """The message of an engine, with the options of the server and the fields of requests in place of config keys."""
     own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
     return reduce(lambda message, key: message.replace(key, own[key]), own, str(error))
-
-
-def _parsed(body: bytes) -> object:
-    """The JSON of a body.  Raises: ApiError."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
 
 
 def _line(content: dict[str, Any]) -> str:

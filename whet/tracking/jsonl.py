@@ -26,7 +26,9 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
+        if path.exists():
+            with path.open("r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self._file = path.open("ab", buffering=0)  # no buffer: a failed write is not repeated by `close`
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
@@ -37,7 +39,6 @@ class JsonlTracker:
             line = line[self._file.write(line) :]
 
     def close(self, failed: bool = False) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -78,10 +79,3 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [record for record in read_records(path) if record["step"] <= step]
     files.write(path, "".join(json.dumps(record) + "\n" for record in kept), synced=True)
     return kept
-
-
-def _drop_torn_line(path: Path) -> None:
-    if path.exists():
-        with path.open("r+b") as file:
-            written = file.read()
-            file.truncate(written.rfind(b"\n") + 1)

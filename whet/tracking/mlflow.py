@@ -9,13 +9,13 @@ import io
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import is_tracking_uri_set
 
+from whet.config.compose import flatten
 from whet.tracking.service import TrackedRun
 from whet.tracking.tracker import NO_TABLES, Row, Tables
 
@@ -38,7 +38,8 @@ class MlflowTracker:
             artifacts = (folder / "artifacts").as_uri() if own else None
             experiment = found.experiment_id if found else self._client.create_experiment(run.project, artifacts)
             self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
-            params = list(_flat(run.config))
+            values = flatten(run.config)
+            params = [Param(REFUSED.sub("_", key), str(value)[:MAX_PARAM_LENGTH]) for key, value in values]
             for start in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMS])
         else:
@@ -56,16 +57,7 @@ class MlflowTracker:
         self._client.log_batch(self.run_id, metrics=numbers, tags=[RunTag(LAST_STEP, str(step))])
 
     def close(self, failed: bool = False) -> None:
-        """Ends the run."""
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[Param]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield Param(REFUSED.sub("_", f"{prefix}{key}"), str(value)[:MAX_PARAM_LENGTH])
 
 
 def _csv(rows: Sequence[Row]) -> str:

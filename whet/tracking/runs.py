@@ -114,7 +114,7 @@ def read_run(folder: Path) -> RunFolder:
         state = "running"
     elif state == "running":
         state = "killed"
-    return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), _records(folder))
+    return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), read_steps(folder))
 
 
 def is_locked(folder: Path) -> bool:
@@ -165,7 +165,7 @@ def short_names(folders: Iterable[Path]) -> list[str]:
     return names if parts else []
 
 
-def _records(folder: Path) -> list[dict[str, float]]:
+def read_steps(folder: Path) -> list[dict[str, float]]:
     """Metrics and timings of each step as one record, by step."""
     merged: dict[int, dict[str, float]] = {}
     for name in METRIC_FILES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -22,20 +23,13 @@ from whet import files
 from whet.errors import ConfigError, WhetError
 from whet.processes.background import Background
 from whet.registry import load_target
-from whet.tracking.jsonl import METRIC_FILES, read_records
+from whet.tracking.runs import read_steps
 from whet.tracking.tracker import NO_TABLES, Tables, Tracker
 
 log = logging.getLogger(__name__)
 START_SECONDS = 120.0
 CLOSE_SECONDS = 60.0
 RUN_IDS = "trackers.json"
-SERVICES = {
-    "tensorboard": "whet.tracking.tensorboard:TensorboardTracker",
-    "wandb": "whet.tracking.wandb:WandbTracker",
-    "mlflow": "whet.tracking.mlflow:MlflowTracker",
-    "swanlab": "whet.tracking.swanlab:SwanlabTracker",
-    "trackio": "whet.tracking.trackio:TrackioTracker",
-}
 
 
 @dataclass(frozen=True)
@@ -67,10 +61,10 @@ def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
         services: list[Tracker] = []
         for name in names:
             named = replace(run, run_id=run_ids.get(name))
-            service = BackgroundTracker(name, partial(_make, SERVICES[name], named))
+            service = BackgroundTracker(name, partial(_make, f"whet.tracking.{name}:{name.title()}Tracker", named))
             on_error.callback(service.close, failed=True)
-            for step, metrics in _logged(run) if service.last_step < run.steps_done else ():
-                service.log(step, metrics)
+            for record in read_steps(run.folder) if service.last_step < run.steps_done else ():
+                service.log(int(record.pop("step")), {k: v for k, v in record.items() if not math.isnan(v)})
             services.append(service)
             run_ids[name] = service.run_id
             files.write(path, json.dumps(run_ids, indent=1))
@@ -138,13 +132,3 @@ def _read_ids(path: Path) -> dict[str, str]:
 def _make(target: str, run: TrackedRun) -> Service:
     service: Service = load_target(target)(run)
     return service
-
-
-def _logged(run: TrackedRun) -> list[tuple[int, dict[str, float]]]:
-    """Reads all logged steps of the run from its own files, for a service that lacks some of them."""
-    steps: dict[int, dict[str, float]] = {}
-    for path in (run.folder / name for name in METRIC_FILES):
-        for record in read_records(path) if path.exists() else ():
-            numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
-            steps.setdefault(record["step"], {}).update(numbers)
-    return sorted(steps.items())

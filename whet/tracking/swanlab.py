@@ -37,7 +37,6 @@ class SwanlabTracker:
         self.run_id, self.last_step = self._run.id, -1
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Logs a step."""
         shown = {}
         for name, rows in tables.items():
             shown[name] = swanlab.echarts.Table()
@@ -45,5 +44,4 @@ class SwanlabTracker:
         self._run.log({**metrics, **shown}, step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Uploads the rest."""
         self._run.finish(*(("crashed", "training failed") if failed else ()))

@@ -33,7 +33,6 @@ class TensorboardTracker:
         self._writer.flush()
 
     def close(self, failed: bool = False) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType, TracebackType
-from typing import Protocol, Self
+from types import MappingProxyType
+from typing import Protocol
 
 Row = Mapping[str, str | float | None]  # the same fields in every row of a table
 Tables = Mapping[str, Sequence[Row]]
@@ -24,7 +24,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Several trackers as one. As a context manager it closes all of them, also after an exception."""
+    """Several trackers as one."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -46,9 +46,3 @@ class Trackers:
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
                 stack.callback(tracker.close, failed)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close(failed=error is not None)

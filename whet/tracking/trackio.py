@@ -27,7 +27,6 @@ class TrackioTracker:
         self.last_step = self._run._next_step - 1  # Trackio has no public attribute for this
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Logs the record of a step."""
         shown = {
             name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             for name, rows in tables.items()
@@ -35,7 +34,6 @@ class TrackioTracker:
         self._run.log({**metrics, **shown}, step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Writes the rest."""
         self._run.finish()
 
 

@@ -37,7 +37,6 @@ class WandbTracker:
         self.run_id, self.last_step = self._run.id, self._run.step - 1
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Logs the row of a step."""
         shown = {
             name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True)
             for name, rows in tables.items()
@@ -45,5 +44,4 @@ class WandbTracker:
         self._run.log({**metrics, **shown}, step=step, commit=True)
 
     def close(self, failed: bool = False) -> None:
-        """Uploads the rest."""
         self._run.finish(exit_code=int(failed))

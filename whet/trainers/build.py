@@ -32,40 +32,31 @@ from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
-from whet.rewards.pool import build_scorer as build_scorer
-from whet.rewards.pool import is_scored
-from whet.rewards.pool import scorer_of as scorer_of
+from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of
 from whet.rollout.build import build_collector, check_engine, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts, Scorer
-from whet.trainers import judged as judged  # its provider
+from whet.trainers import (
+    judged as judged,  # its provider
+    workers,
+)
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
-from whet.trainers.environment_worker import ROLE as ENVIRONMENT
-from whet.trainers.environment_worker import EnvironmentWorker, PlacedEnvironments
+from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
 from whet.trainers.frame import opened_for, run_folder, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.reward_worker import ROLE as REWARD
-from whet.trainers.reward_worker import PlacedRewards, RewardWorker
+from whet.trainers.reward_worker import ROLE as REWARD, PlacedRewards, RewardWorker
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import Shaper
-from whet.trainers.workers import (
-    AdapterOffWorker,
-    TrainWorker,
-    check_reward_model,
-    path_of,
-    settings_of,
-    settings_trained,
-    tokenizer_of,
-)
+from whet.trainers.workers import TrainWorker
 from whet.types import Prompt
 from whet.weight_sync.routes import weight_sync
 
@@ -137,8 +128,8 @@ def build(
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = tokenizer_of(config, *read, config.reward_model.model_path)
-    check_reward_model(config, tokenizer)
+    tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
+    workers.check_reward_model(config, tokenizer)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
@@ -226,7 +217,9 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     model, ref, critic = config.model, config.ref, config.critic
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
-        return settings_trained(config, role, steps * updates_per_step(role, config.data.train_batch_size), path)
+        return workers.settings_trained(
+            config, role, steps * updates_per_step(role, config.data.train_batch_size), path
+        )
 
     actor_steps = max(1, total_steps - (critic.warmup_steps if "critic" in columns.roles else 0))
     actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze))
@@ -237,15 +230,15 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         specs.append(WorkerSpec("critic", TrainWorker, (settings,)))
     if "ref" in columns.roles:
         is_start = model.lora.rank is not None and ref.model_path is None
-        whole = WorkerSpec("ref", TrainWorker, (settings_of(model, ref, ref.model_path),))
-        specs.append(WorkerSpec("ref", AdapterOffWorker) if is_start else whole)
+        whole = WorkerSpec("ref", TrainWorker, (workers.settings_of(model, ref, ref.model_path),))
+        specs.append(WorkerSpec("ref", workers.AdapterOffWorker) if is_start else whole)
     if any(column.name == "teacher_log_probs" for column in columns.providers):
         for source, path in config.teacher.model_paths.items():
-            specs.append(WorkerSpec(teacher_role(source), TrainWorker, (settings_of(model, ref, path),)))
+            specs.append(WorkerSpec(teacher_role(source), TrainWorker, (workers.settings_of(model, ref, path),)))
     if "reward_model" in columns.roles:
-        settings = settings_of(model, config.reward_model, config.reward_model.model_path)
+        settings = workers.settings_of(model, config.reward_model, config.reward_model.model_path)
         specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
-    tokenizer_path = model.tokenizer_path or path_of(model)
+    tokenizer_path = model.tokenizer_path or workers.path_of(model)
     num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
     sampling = (config.rollout, model.dtype, tokenizer_path, model, num_devices)
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
@@ -268,10 +261,10 @@ def _rollouts(
     stop_ids: tuple[int, ...],
     total_steps: int,
 ) -> Rollouts:
-    workers, hosts = roles["rollout"], None
+    ranks, hosts = roles["rollout"], None
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
+    engine = Replicas(ranks, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
     is_continuous = config.rollout.max_staleness > 0
     kind = BackgroundCollector if is_continuous else Collector
     make: Callable[..., Rollouts] = Rollouts
@@ -290,7 +283,7 @@ def _rollouts(
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,
-        sampling=Modes(workers).rollout_mode if config.rollout.free_cache_engine else nullcontext,
+        sampling=Modes(ranks).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
 
 

@@ -42,7 +42,6 @@ class EnvironmentWorker(Worker):
         return [(agent, result) for agent, host in self._hosts.items() for result in host.poll(seconds)]
 
     def close(self) -> None:
-        """Ends the environments' processes."""
         for host in self._hosts.values():
             host.shutdown()
 
@@ -101,23 +100,19 @@ class PlacedHost(EnvironmentHost):
         self._is_open = set[str]()
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """Implements `EnvironmentHost.start`."""
         self._is_open.add(uid)
         self._ranks.call(self._agent, "start", uid, prompt, seed)
 
     def step(self, uid: str, answer: Answer) -> None:
-        """Implements `EnvironmentHost.step`."""
         self._ranks.call(self._agent, "step", uid, answer)
 
     def close(self, uid: str) -> None:
-        """Implements `EnvironmentHost.close`."""
         if uid in self._is_open:
             self._is_open.remove(uid)
             self._forget(uid)
             self._ranks.call(self._agent, "close", uid)
 
     def poll(self, timeout_seconds: float) -> list[Result]:
-        """Implements `EnvironmentHost.poll`."""
         if not self._results:
             self._ranks.turn(timeout_seconds)
         return super().poll(0.0)

@@ -299,7 +299,8 @@ def opened_for(
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
     with disk_errors(run_dir):
-        reclaimed = checkpoint.bytes_over_limit(run_dir, trainer.save_limit)
+        deleted = checkpoint.over_limit(run_dir / "checkpoints", trainer.save_limit)
+        reclaimed = sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
         planned = setup(config, lengths)
         check_fits(planned, run_dir, lambda other: setup(other, lengths), reclaimed)
     if dry_run:

@@ -219,7 +219,6 @@ class ValueObjective(Objective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The model outputs that the loss reads."""
         return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.entry.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:

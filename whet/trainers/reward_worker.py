@@ -31,7 +31,6 @@ class RewardWorker(Worker):
         return self._scorer.submit_batch(items).result()
 
     def close(self) -> None:
-        """Ends the reward processes."""
         self._scorer.close()
 
 
@@ -42,7 +41,6 @@ class PlacedRewards:
         self._group = group
 
     def submit_batch(self, items: Sequence[RewardItem]) -> PendingCall:
-        """Starts to score the items."""
         return self._group.start_on(0, "score", list(items))
 
     def close(self) -> None:

@@ -197,7 +197,6 @@ class RolloutWorker(Worker):
             engine.onload()
 
     def close(self) -> None:
-        """Closes the link and the engine."""
         self._close_link()
         self.engine.close()
 

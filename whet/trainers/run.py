@@ -63,7 +63,6 @@ class Run(Frame):
 
     @property
     def validates(self) -> bool:
-        """Tells whether there are prompts to validate on."""
         return bool(self.val_prompts) and super().validates
 
     @property
@@ -88,7 +87,6 @@ class Run(Frame):
             callback(self, step, numbers)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resumed run needs beside weights and optimizers."""
         return {
             "rollouts": dict(self.rollouts.state()),
             "shaper": self.shaper.state(),
@@ -97,7 +95,6 @@ class Run(Frame):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
         self.rollouts.load_state(state["rollouts"])
         self.shaper.load_state(state["shaper"])
         self.entropy_controller.load_state(state["entropy"])

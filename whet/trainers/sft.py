@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +37,7 @@ from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.schedule import Schedule
 from whet.trainers.workers import TrainWorker, settings_trained, tokenizer_of
 
+log = logging.getLogger(__name__)
 COLUMNS = (
     Column("loss", ("sft/loss",), ".4f"),
     Column("grad norm", ("sft/grad_norm",), ".3f"),
@@ -52,6 +55,7 @@ class ExamplesRun(Frame):
     step."""
 
     default_best_metric = "-val/loss"
+    noun = "examples"
 
     config: ExamplesConfig
     examples: Sequence[Any]
@@ -79,6 +83,10 @@ class ExamplesRun(Frame):
         """Examples as rows."""
         raise NotImplementedError
 
+    def texts(self, example: Any) -> dict[str, Sequence[int]]:
+        """The token ids of an example, by the name under which a dry run shows them."""
+        raise NotImplementedError
+
     def validate(self, step: int = 0) -> Metrics:
         """Metrics of the held-out examples."""
         raise NotImplementedError
@@ -103,7 +111,6 @@ class ExamplesRun(Frame):
 
     @property
     def validates(self) -> bool:
-        """Tells whether there are examples to validate on."""
         return bool(self.val_examples) and super().validates
 
     def check_health(self, batch: DataProto, metrics: Metrics) -> None:
@@ -114,11 +121,9 @@ class ExamplesRun(Frame):
             callback(self)
 
     def state(self) -> dict[str, Any]:
-        """Returns the place in the data."""
         return {"loader": self.loader.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
         self.loader.load_state(state["loader"])
 
 
@@ -131,12 +136,13 @@ class SFTRun(ExamplesRun):
 
     @classmethod
     def objective_of(cls, config: SFTConfig) -> Objective:
-        """The objective of a config."""
         return ImitationObjective()
 
     def batch(self, examples: Sequence[SupervisedExample]) -> DataProto:
-        """Examples as rows."""
         return to_batch(examples, self.pad_token_id)
+
+    def texts(self, example: SupervisedExample) -> dict[str, Sequence[int]]:
+        return {"example": example.input_ids}
 
     def validate(self, step: int = 0) -> Metrics:
         """Loss over the held-out examples, each token weighing the same."""
@@ -148,36 +154,33 @@ class SFTRun(ExamplesRun):
         return metrics
 
 
-setup = SFTRun.setup
-
-
 @no_exit()
-def train_sft(
-    config: SFTConfig,
-    *,
-    data: Rows = None,
-    val_data: Rows = None,
-    callbacks: Sequence[Callable[[SFTRun], None]] = (),
-) -> SFTRun:
-    """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`, `val_data` for
-    `data.val_files`.
-
-    `callbacks` come before those that `trainer.callbacks` names.  Raises: WhetError for everything that a
-    user can mend.
-    """
-    return with_restarts(config, lambda once: train_on_examples(SFTRun, once, data, val_data, callbacks))
-
-
 def train_on_examples(
     kind: type[R],
     config: Any,
-    data: Rows,
-    val_data: Rows,
-    callbacks: Sequence[Callable[[R], None]],
     *,
+    data: Rows = None,
+    val_data: Rows = None,
+    callbacks: Sequence[Callable[[R], None]] = (),
     dry_run: bool = False,
 ) -> R:
-    """Builds a run of this kind, trains it to the end and returns it; a dry run takes no step and writes nothing."""
+    """Builds a run of this kind, trains it to the end and returns it; `data` stands in for `data.train_files`,
+    `val_data` for `data.val_files`.
+
+    With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before those that
+    `trainer.callbacks` names.  Raises: WhetError for everything that a user can mend."""
+    run = with_restarts(config, lambda once: _train(kind, once, data, val_data, callbacks, dry_run))
+    if dry_run:
+        counts = len(run.examples), run.noun, len(run.val_examples), run.total_steps
+        log.info("dry run: %d %s to train on, %d to validate on, %d steps", *counts)
+        for name, ids in run.texts(run.examples[0]).items():
+            log.info("the first %s:\n%s", name, run.tokenizer.decode(list(ids)))
+    return run
+
+
+def _train(
+    kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Sequence[Callable[[R], None]], dry_run: bool
+) -> R:
     tokenizer = tokenizer_of(config)
     seed, load = config.trainer.seed, loader_of(config.data)
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
@@ -215,6 +218,9 @@ def train_on_examples(
         if not dry_run:
             run.train(kind.fit)
     return run
+
+
+train_sft = partial(train_on_examples, SFTRun)
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:

@@ -10,16 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.algorithms import shaping as forms
 from whet.algorithms.controllers import AdaptiveKL, Fixed
 from whet.algorithms.kl import apply_kl_to_reward
-from whet.algorithms.shaping import (
-    RunningScores,
-    linear_map,
-    normalise,
-    pay_on_last_token,
-    scale_truncated,
-    soft_overlong,
-)
 from whet.algorithms.statistics import whiten
 from whet.columns import SCORED_BY
 from whet.config.schema import TrainConfig
@@ -41,7 +34,7 @@ class Shaper:
             *(norm for each in domains for norm in (each.norm_mean, each.norm_std)),
         }
         self._normalises = not norms <= {"none", None}
-        self.running: dict[str, RunningScores] = {}  # by domain; "" without domains
+        self.running: dict[str, forms.RunningScores] = {}  # by domain; "" without domains
         self.kl_controller: Fixed | AdaptiveKL = (
             Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
         )
@@ -58,9 +51,9 @@ class Shaper:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
         if (shaping.reward_scale, shaping.reward_bias) != (1.0, 0.0):
-            rewards = linear_map(rewards, mask, scale=shaping.reward_scale, bias=shaping.reward_bias)
+            rewards = forms.linear_map(rewards, mask, scale=shaping.reward_scale, bias=shaping.reward_bias)
         if shaping.truncated_factor != 1.0:
-            rewards = scale_truncated(rewards, batch["truncated"], shaping.truncated_factor)
+            rewards = forms.scale_truncated(rewards, batch["truncated"], shaping.truncated_factor)
         if self._normalises:
             rewards = self._normalised(rewards, batch)
         if shaping.reward_clip is not None:
@@ -95,7 +88,7 @@ class Shaper:
         self.kl_controller.load_state(state["kl_controller"])
         running = state["running"]
         for domain, saved in ({"": running} if "count" in running else running).items():
-            self.running[domain] = RunningScores()
+            self.running[domain] = forms.RunningScores()
             self.running[domain].load_state(saved)
 
     def _normalised(self, rewards: Tensor, batch: DataProto) -> Tensor:
@@ -113,10 +106,10 @@ class Shaper:
                 continue
             rows = torch.from_numpy(domains == domain)
             mask = batch["response_mask"][rows]
-            running = self.running.setdefault(domain, RunningScores())
+            running = self.running.setdefault(domain, forms.RunningScores())
             if "running" in chosen.values():
                 running.update(rewards[rows], mask)
-            normal = normalise(rewards[rows], mask, batch["uid"][rows], running, **chosen)
+            normal = forms.normalise(rewards[rows], mask, batch["uid"][rows], running, **chosen)
             found = found.index_put((rows,), normal)
         return found
 
@@ -125,12 +118,12 @@ class Shaper:
         given, mask, role = batch[str(self._scored_by)], batch["response_mask"], self.config.reward_model
         counted = mask.any(1)
         metrics.mean("reward/reward_model", given[counted].mean(), int(counted.sum()))
-        paid = pay_on_last_token(role.weight * given, mask)
+        paid = forms.pay_on_last_token(role.weight * given, mask)
         return paid if role.combine == "replace" else scores + paid
 
     def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:
         overlong, mask = self.config.algorithm.overlong, batch["response_mask"]
-        penalty = soft_overlong(
+        penalty = forms.soft_overlong(
             batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1),
             max_response_length=self.config.data.max_response_length,
             buffer_length=overlong.buffer_length,
@@ -138,7 +131,7 @@ class Shaper:
         )
         counted = mask.any(1)
         metrics.mean("reward/overlong_penalty", penalty[counted].mean(), int(counted.sum()))
-        return pay_on_last_token(penalty, mask)
+        return forms.pay_on_last_token(penalty, mask)
 
 
 def without_truncated(batch: DataProto, metrics: Metrics) -> DataProto:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,17 +14,14 @@ from whet.config.schema import RewardTrainingConfig
 from whet.data.preferences import PreferencePair
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
-from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
 from whet.models.positions import position_ids
 from whet.protocol import DataProto
 from whet.tracking.console import Column
-from whet.trainers.frame import with_restarts
 from whet.trainers.objectives import PreferenceObjective, measure_pairs
-from whet.trainers.sft import ExamplesRun, Rows, train_on_examples
+from whet.trainers.sft import ExamplesRun, train_on_examples
 
-log = logging.getLogger(__name__)
 COLUMNS = (
     Column("loss", ("reward_model/loss",), ".4f"),
     Column("accuracy", ("reward_model/accuracy",), ".3f"),
@@ -42,12 +38,12 @@ class RewardTrainingRun(ExamplesRun):
 
     columns_shown = COLUMNS
     tokens_metric = "reward_model/tokens"
+    noun = "pairs"
 
     config: RewardTrainingConfig
 
     @classmethod
     def objective_of(cls, config: RewardTrainingConfig) -> Objective:
-        """The objective of a config."""
         return PreferenceObjective(config.center_coef)
 
     @classmethod
@@ -69,8 +65,10 @@ class RewardTrainingRun(ExamplesRun):
         return config
 
     def batch(self, examples: Sequence[PreferencePair]) -> DataProto:
-        """Pairs as rows."""
         return to_batch(examples, self.pad_token_id)
+
+    def texts(self, example: PreferencePair) -> dict[str, Sequence[int]]:
+        return {"pair, chosen": example.chosen, "pair, rejected": example.rejected}
 
     def validate(self, step: int = 0) -> Metrics:
         """Loss, accuracy and scores over the held-out pairs."""
@@ -81,36 +79,7 @@ class RewardTrainingRun(ExamplesRun):
         return metrics
 
 
-setup = RewardTrainingRun.setup
-
-
-@no_exit()
-def train_reward(
-    config: RewardTrainingConfig,
-    *,
-    dry_run: bool = False,
-    data: Rows = None,
-    val_data: Rows = None,
-    callbacks: Sequence[Callable[[RewardTrainingRun], None]] = (),
-) -> RewardTrainingRun:
-    """Builds the run, trains it to the end and returns it; `data` stands in for `data.train_files`, `val_data`
-    for `data.val_files`.
-
-    With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before those that
-    `trainer.callbacks` names.  Raises: WhetError for everything that a user can mend.
-    """
-
-    def attempt(once: RewardTrainingConfig) -> RewardTrainingRun:
-        return train_on_examples(RewardTrainingRun, once, data, val_data, callbacks, dry_run=dry_run)
-
-    run = with_restarts(config, attempt)
-    if dry_run:
-        pair = run.examples[0]
-        counts = len(run.examples), len(run.val_examples), run.total_steps
-        log.info("dry run: %d pairs to train on, %d to validate on, %d steps", *counts)
-        for name, ids in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            log.info("the first pair, %s:\n%s", name, run.tokenizer.decode(list(ids)))
-    return run
+train_reward = partial(train_on_examples, RewardTrainingRun)
 
 
 def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> DataProto:

@@ -38,17 +38,14 @@ class EngineWorker(Worker):
 
     @property
     def dp_rank(self) -> int:
-        """The number of the shard of a batch that the engine is given here."""
         return self.engine.dp_rank
 
     @property
     def dp_size(self) -> int:
-        """The number of shards that a batch is split into."""
         return self.engine.dp_size
 
     @property
     def is_reporting(self) -> bool:
-        """Tells whether results come from this rank."""
         return self.engine.is_reporting
 
     @register(Dispatch.DP_COMPUTE)
@@ -142,7 +139,6 @@ class TrainWorker(EngineWorker):
             raise
 
     def close(self) -> None:
-        """Closes the links."""
         for outlet in self._outlets.values():
             outlet.close()
 
@@ -155,7 +151,6 @@ class AdapterOffWorker(EngineWorker):
         self.engine = actor_beside(self).engine
 
     def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R] without gradient."""
         with with_adapter(self.engine).adapter_off():
             return super().forward(batch, needs, temperature)
 

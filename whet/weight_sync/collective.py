@@ -56,14 +56,12 @@ class CollectiveOutlet(Outlet):
         self._posted += 1
 
     def finish(self) -> None:
-        """Waits until everything has been sent and every receiver has verified it."""
         for slot in range(SLOTS):
             self._wait(slot)
         with self.waiting("waiting for rollout ranks to verify their weights"):
             self._group.barrier().wait()
 
     def close(self) -> None:
-        """Closes the process group."""
         self._sending = [[] for _ in range(SLOTS)]  # each work holds the group
         _end(self._group)
         self._group = None
@@ -92,7 +90,6 @@ class CollectiveInlet(Inlet):
         self._group: Any = None
 
     def bucket(self) -> torch.Tensor:
-        """Waits for the next bucket.  Returns it."""
         with self.waiting("waiting for weights"):
             if self._group is None:
                 self._group = self._join()
@@ -106,12 +103,10 @@ class CollectiveInlet(Inlet):
         """Does nothing: the next broadcast waits for this rank."""
 
     def finish(self) -> None:
-        """Confirms to the sender that all weights are verified."""
         with self.waiting("confirming that the weights are verified"):
             self._group.barrier().wait()
 
     def close(self) -> None:
-        """Closes the process group."""
         _end(self._group)
         self._group = None
 

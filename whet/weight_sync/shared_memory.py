@@ -57,7 +57,6 @@ class SharedMemoryOutlet(Outlet):
         self._wait_for(0)
 
     def close(self) -> None:
-        """Closes sockets and memory."""
         for each in (self._listener, *self._unread):
             each.close()
         self._folder.cleanup()
@@ -115,7 +114,6 @@ class SharedMemoryInlet(Inlet):
         """Does nothing: the last bucket was released after all weights had been verified."""
 
     def close(self) -> None:
-        """Closes socket and memory."""
         self._socket.close()
         self._slots = None
 

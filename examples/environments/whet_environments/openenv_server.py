@@ -33,8 +33,7 @@ try:
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app
     from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, State
-    from openenv.core.env_server.types import Observation as OpenEnvObservation
+    from openenv.core.env_server.types import Action, Observation as OpenEnvObservation, State
 except ImportError as error:
     what = f"serving as OpenEnv needs openenv-core ({error}): pip install './examples/environments[openenv-server]'"
     raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error

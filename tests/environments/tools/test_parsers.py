@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from whet.environments.tools.parsers import CONTROL, Call, parse, parser_of
 from whet.registry import TOOL_PARSERS

@@ -19,8 +19,7 @@ from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncEr
 from whet.models.load import load_policy
 from whet.rollout.protocol import Failed, Finished, Partial, Request, SamplingParams, generate
 from whet.rollout.servers.environment import find_environment
-from whet.rollout.sglang import engine as engine_module
-from whet.rollout.sglang import server as server_module
+from whet.rollout.sglang import engine as engine_module, server as server_module
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
 
 FAKE = str(Path(__file__).with_name("fake_sglang.py"))

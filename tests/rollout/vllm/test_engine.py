@@ -34,8 +34,7 @@ from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import Failed, Finished, LoadsAdapter, Partial, generate
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.servers.process import free_port
-from whet.rollout.vllm import engine as engine_module
-from whet.rollout.vllm import server as server_module
+from whet.rollout.vllm import engine as engine_module, server as server_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.translate import versions_at
 from whet.trainers.build import setup, train

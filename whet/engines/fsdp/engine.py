@@ -96,17 +96,14 @@ class FSDPEngine(Engine):
 
     @property
     def dp_rank(self) -> int:
-        """Number of the batch's shard that this rank reads."""
         return self.ranks.dp_rank
 
     @property
     def dp_size(self) -> int:
-        """Shards that a batch is split into."""
         return self.ranks.dp_size
 
     @property
     def is_reporting(self) -> bool:
-        """True where results come from this rank."""
         return self.ranks.is_reporting
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,7 +121,6 @@ class FSDPEngine(Engine):
             yield name, _gathered(weight.to(self.device)) if isinstance(weight, DTensor) else weight
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
         outputs = super().forward(*args, **kwargs)
         self._reshard()
         return outputs

@@ -36,11 +36,9 @@ class McpSource(Source):
 
     @property
     def schemas(self) -> Sequence[ToolSchema]:
-        """Implements `Source.schemas`."""
         return self._schemas
 
     def session(self, prompt: Prompt) -> Session:
-        """Implements `Source.session`."""
         return McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
 
     async def _ask(self) -> list[ToolSchema]:
@@ -69,7 +67,6 @@ class McpSession(Session):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Implements `Session.start`."""
         self._ready, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
         self._task = asyncio.create_task(self._hold())
         await self._ready
@@ -85,7 +82,6 @@ class McpSession(Session):
                 return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
-        """Implements `Session.call`."""
         result = await self._request(self._client.call_tool(name, dict(arguments)))
         parts = [each.text if each.type == "text" else f"[{each.type}]" for each in result.content]
         if result.is_error:
@@ -93,7 +89,6 @@ class McpSession(Session):
         return ["\n".join(parts)]
 
     async def close(self) -> None:
-        """Implements `Session.close`."""
         if self._task is not None:
             self._over.set()
             if not self._ready.done():

@@ -84,11 +84,9 @@ class FunctionSource(Source):
 
     @property
     def schemas(self) -> Sequence[ToolSchema]:
-        """Implements `Source.schemas`."""
         return [self._schema]
 
     def session(self, prompt: Prompt) -> Session:
-        """Implements `Source.session`."""
         return PythonSession(self._tool)
 
 
@@ -116,11 +114,9 @@ class ClassSource(Source):
 
     @property
     def schemas(self) -> Sequence[ToolSchema]:
-        """Implements `Source.schemas`."""
         return self._schemas
 
     def session(self, prompt: Prompt) -> Session:
-        """Implements `Source.session`."""
         takes_prompt = "prompt" in inspect.signature(self._kind).parameters
         made = self._kind(prompt, **self._options) if takes_prompt else self._kind(**self._options)
         close = getattr(made, "close", None)
@@ -138,7 +134,6 @@ class PythonSession(Session):
         self._tools, self._close = tools, close
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
-        """Implements `Session.call`."""
         function, model = self._tools[name]
         try:
             given = checked(model, arguments)
@@ -149,7 +144,6 @@ class PythonSession(Session):
         return [_part(each) for each in (result if is_mixed else [result])]
 
     async def close(self) -> None:
-        """Implements `Session.close`."""
         if self._close is not None:
             await _run(self._close, is_async=inspect.iscoroutinefunction(self._close))
 

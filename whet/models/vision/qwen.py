@@ -41,7 +41,6 @@ class QwenVision(Vision):
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """The ids of image and video patches."""
         return self.config.image_token_id, self.config.video_token_id
 
     def _measure(

@@ -78,7 +78,6 @@ class SmolVision(TiledVision):
 
     @property
     def side(self) -> int:
-        """Pixels of a tile's side."""
         return int(self.processor.max_image_size["longest_edge"])
 
     def _measure(
@@ -139,7 +138,6 @@ class SmolVision(TiledVision):
         return {name: out[name] for name in ("pixel_values", "pixel_attention_mask")}
 
     def smallest(self) -> Pixels:
-        """An image of one tile."""
         side = self.side
         mask = torch.ones(1, 1, side, side, dtype=torch.int64)
         return {"pixel_values": torch.zeros(1, 1, 3, side, side), "pixel_attention_mask": mask}

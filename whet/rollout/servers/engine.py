@@ -252,7 +252,6 @@ class ServerEngine(ABC):
         self._ended.put((None, Partial(*where, tuple(token_ids), tuple(log_probs), versions)))
 
     def resume(self) -> None:
-        """Goes on after `pause`.  Raises: EngineError."""
         self._paused, self._seen = False, (-1, time.monotonic())
         if self._coming is None:
             self.unless_lost(self.release)
@@ -313,7 +312,6 @@ class ServerEngine(ABC):
             self.release()
 
     def status(self) -> Status:
-        """Version of the weights, and what runs and waits."""
         unfinished = list(self._live.values())  # at once: another thread may submit
         running, oldest = sum(live.is_sent for live in unfinished), next(iter(unfinished), None)
         return Status(
@@ -325,7 +323,6 @@ class ServerEngine(ABC):
         )
 
     def close(self) -> None:
-        """Ends the server; unfinished requests are lost."""
         self._live.clear()
         self.server.close()
         self._keep(None)

@@ -145,7 +145,6 @@ class SGLangEngine(ServerEngine):
         return sampled.completion(live.request)
 
     def end(self, names: list[str]) -> None:
-        """Aborts requests."""
         for name in names:
             self.call("POST", "/abort_request", {"rid": _named(name)})
 
@@ -173,18 +172,15 @@ class SGLangEngine(ServerEngine):
         return float("inf") if found is None else len(found[1].token_ids)  # nobody waits for tokens of an ended one
 
     def release(self) -> None:
-        """Goes on."""
         self.call("POST", "/continue_generation", {})
         self._open(True)
 
     def so_far(self) -> Iterator[tuple[Live, Completion]]:
-        """The unfinished requests that have tokens."""
         for live, sampled in list(self._streams.values()):
             if sampled.token_ids and sampled.reason is None:
                 yield live, sampled.completion(live.request)
 
     def count(self) -> int:
-        """The number of tokens that unfinished requests have."""
         return sum(len(sampled.token_ids) for _, sampled in list(self._streams.values()))
 
     def load(self, weights: Weights, version: int) -> None:
@@ -210,22 +206,18 @@ class SGLangEngine(ServerEngine):
             )
 
     def update(self, path: str, version: int) -> None:
-        """Loads all weights."""
         with tempfile.TemporaryDirectory(prefix="whet-sglang-weights-") as folder:
             (Path(folder) / "model.safetensors").symlink_to(path)
             body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
             self.call("POST", "/update_weights_from_disk", body)
 
     def sleep(self) -> None:
-        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
         self.unless_lost(lambda: self.call("POST", "/release_memory_occupation", {}))
 
     def wake(self) -> None:
-        """Undoes `sleep`.  Raises: EngineError."""
         self.unless_lost(lambda: self.call("POST", "/resume_memory_occupation", {}))
 
     def check(self, request: Request) -> None:
-        """Raises: EngineError for a request that can never be sampled."""
         super().check(request)
         params = request.params
         off = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)

@@ -117,13 +117,11 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
-        """Raises: ConfigError where vLLM could not be started with these options."""
         super().check_ahead(model, longest, options)
         if options["adapter"]:
             _for_adapter(model)
 
     def prepare(self) -> None:
-        """Makes ready for weights."""
         self._is_adapter_known = False
         self.call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
@@ -131,7 +129,6 @@ class VLLMEngine(ServerEngine):
         """Waits for nothing: vLLM takes requests while it is paused too."""
 
     async def sample(self, live: Live) -> Completion:
-        """Sends a request and waits for its completion."""
         request = live.request
         with ExitStack() as files:
             opened = self._media.opened(request)  # in a thread: images are decoded
@@ -161,15 +158,12 @@ class VLLMEngine(ServerEngine):
         self.call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling."""
         self.call("POST", f"/pause?mode=keep&clear_cache={str(not keep_cache).lower()}")
 
     def release(self) -> None:
-        """Goes on."""
         self.call("POST", "/resume")
 
     def so_far(self) -> Iterator[tuple[Live, Completion]]:
-        """The unfinished requests that have tokens."""
         by_name = {f"generate-tokens-{live.name}": live for live in self._live.values()}
         for found in self.call("GET", "/whet/requests"):
             if (live := by_name.get(found["request_id"])) is not None and found["token_ids"]:
@@ -177,12 +171,10 @@ class VLLMEngine(ServerEngine):
                 yield live, Completion(tokens, log_probs, "abort", versions_of(found["weight_versions"]))
 
     def count(self) -> int:
-        """The number of tokens that unfinished requests have."""
         tokens: int = self.call("GET", "/whet/requests?count")["tokens"]
         return tokens
 
     def update(self, path: str, version: int) -> None:
-        """Loads all weights."""
         self.call("POST", "/start_weight_update")
         self.call("POST", "/update_weights", {"update_info": {"path": path}})
         self.call("POST", "/finish_weight_update", {"weight_version": str(version)})
@@ -201,7 +193,6 @@ class VLLMEngine(ServerEngine):
         self.version = version
 
     def rejoin(self) -> None:
-        """Fills the new server with the newest weights.  Raises: EngineError, WeightSyncError."""
         super().rejoin()
         if self._adapter is not None:
             self.unless_lost(self._send_adapter)
@@ -218,15 +209,12 @@ class VLLMEngine(ServerEngine):
             self._has_adapter = self._is_adapter_known = True
 
     def sleep(self) -> None:
-        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
         self.unless_lost(lambda: self.call("POST", "/sleep?level=1&mode=keep"))
 
     def wake(self) -> None:
-        """Undoes `sleep`.  Raises: EngineError."""
         self.unless_lost(lambda: self.call("POST", "/wake_up"))
 
     def check(self, request: Request) -> None:
-        """Raises: EngineError for a request that can never be sampled."""
         super().check(request)
         if 0 < (temperature := request.params.temperature) < LEAST_TEMPERATURE:
             raise EngineError(

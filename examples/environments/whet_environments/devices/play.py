@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from whet.errors import ConfigError, StorageError
-from whet.options import NonNegative, fits
-from whet.options import words as describe
+from whet.options import NonNegative, fits, words as describe
 from whet_environments.devices import number_agent, tree_agent
 from whet_environments.devices.adb_server import AdbServer
 from whet_environments.devices.agent import Agent, Setup
