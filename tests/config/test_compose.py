@@ -179,6 +179,8 @@ def test_recipes_are_found_by_shipped_name_and_by_path(recipe: Path, monkeypatch
     assert find_recipe("gsm8k").parts[-3:] == ("whet", "recipes", "gsm8k.yaml")
     assert find_recipe("gsm8k", "eval").name == find_recipe("gsm8k_eval", "eval").name == "gsm8k_eval.yaml"
     assert find_recipe("quickstart", "sft").name == "quickstart_sft.yaml"
+    with pytest.raises(ConfigError, match="does not exist"):
+        find_recipe("/" + "x" * 300)  # longer than a name may be
     assert find_recipe("mine.yaml") == find_recipe(recipe) == recipe
     (recipe.parent / "gsm8k").mkdir()  # a folder of that name does not hide the recipe
     assert find_recipe("gsm8k").name == "gsm8k.yaml"

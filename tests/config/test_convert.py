@@ -22,6 +22,7 @@ from whet.config import TrainConfig, load_config
 from whet.config.algorithm_checks import aggregation
 from whet.config.compose import flatten
 from whet.config.convert import Converted, convert
+from whet.config.foreign import tables
 from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
 from whet.metrics import Metrics
@@ -34,6 +35,10 @@ from whet.trainers.shape import Shaper
 
 PEERS = Path(__file__).parents[1] / "peers"
 FACTS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((Path(__file__).parent / "convert").glob("*"))}
+FACTS["easyr1_config"] = {
+    "from": "easyr1",
+    "keys": next(dict(keys) for table in tables() for keys in table.files.values()),
+}
 SCRIPTS = [name for name in FACTS if name != "easyr1_config"]
 COMMANDS = {
     "verl": "python3 -m verl.trainer.main_ppo",
@@ -47,7 +52,8 @@ def text(value: Any) -> str:
 
 
 def written(name: str, folder: Path) -> Path:
-    """The script in the form in which it was published."""
+    """The script in the form in which it was published: its launcher and end, the shell before it, and words of keys as
+    they are written there."""
     facts = FACTS[name]
     keys, system, form = facts["keys"], facts["from"], facts.get("form", "")
     if base := facts.get("base"):
@@ -57,8 +63,11 @@ def written(name: str, folder: Path) -> Path:
         file.write_text(yaml.safe_dump({"hydra": {"run": {"dir": "."}}, **nested(keys)}))
         return file
     flags = system == "trl"
-    words = [f"--{key} {flag(value)}" if flags else f"{key}={quoted(text(value))}" for key, value in keys.items()]
-    command = " \\\n    ".join([COMMANDS[system], *words])
+    spelled = {key: flag(value) if flags else quoted(text(value)) for key, value in keys.items()} | facts.get(
+        "words", {}
+    )
+    words = [f"--{key} {word}" if flags else f"{key}={word}" for key, word in spelled.items()]
+    command = " \\\n    ".join([facts.get("launcher", COMMANDS[system]), *words])
     file = folder / f"{name}.{'py' if form in ('python', 'docstring') else 'sh'}"
     if form == "python":
         options = {key: value for key, value in keys.items() if key != "model_name_or_path"}
@@ -69,7 +78,8 @@ def written(name: str, folder: Path) -> Path:
         other = "python other.py --beta 9"
         file.write_text(f'"""\npip install math_verify\n\n{command}\n\n# or\n\n{other}\n"""\nimport torch\n')
     else:
-        file.write_text(f"set -x\nexport A=b # not read\n\n{command} $@\n")
+        shell = facts.get("shell", "set -x\nexport A=b # not read\n")
+        file.write_text(f"{shell}\n{command}{facts.get('end', ' $@')}\n")
     return file
 
 

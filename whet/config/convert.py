@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -295,7 +296,8 @@ def _ratio(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...
     if not value:
         return
     if steps:
-        yield ours[0], int(value * steps) * _updates(of)
+        rounded = math.ceil if of.result.system == "TRL" else int
+        yield ours[0], rounded(value * steps) * _updates(of)
     else:
         of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
 
@@ -361,10 +363,15 @@ def _prompts(of: _Conversion, step: int, update: int, n: int) -> Unit:
 def _rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
     """ROLL's worker classes as functions: one for all rows, or one for each domain."""
     workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
+    for name, each in value.items():
+        if not name.endswith((".worker_cls", ".tag_included")):
+            of.result.without.append(f"{name}={each}")
     for domain, worker in workers.items():
-        function = row.values.get(worker.rpartition(".")[2])
-        if function is None:
-            of.result.check.append(f"rewards.{domain}.worker_cls={worker}: set reward.domains.{domain}.function")
+        function, _, note = row.values.get(worker.rpartition(".")[2], "").partition("; ")
+        if note or not function:
+            asked = note or f"set reward.domains.{domain}.function"
+            of.result.check.append(f"rewards.{domain}.worker_cls={worker}: {asked}")
+        if not function:
             continue
         if len(workers) == 1:
             yield "reward.function", function
@@ -372,6 +379,29 @@ def _rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, .
         yield f"reward.domains.{domain}.function", function
         if sources := value.get(f"rewards.{domain}.tag_included"):
             yield f"reward.domains.{domain}.sources", sources
+
+
+def _trl_rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+    """Functions of trl.rewards, and others by the path of their module; the penalty for length is no function here."""
+    names = [value] if isinstance(value, str) else [str(each) for each in value]
+    weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
+    for name, weight in zip(names, weights, strict=False):
+        made, _, options = name.partition("(")
+        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # those of `trl grpo`
+        if made == "get_soft_overlong_punishment" and numbers[:1] == [of.value("max_completion_length")]:
+            yield "algorithm.overlong.penalty", weight
+            yield "algorithm.overlong.buffer_length", numbers[-1]
+        elif name in row.values or re.fullmatch(r"[\w.]+\.\w+", name):
+            kept[row.values.get(name, ":".join(name.rsplit(".", 1)))] = weight
+        else:
+            of.result.check.append(
+                f"{key}={', '.join(names)}: set reward.function, with {name} as path/file.py:function"
+            )
+            return
+    if "reward.weights" in of.result.values:
+        of.result.values["reward.weights"] = list(kept.values())
+    if kept:
+        yield ours[0], list(kept) if len(kept) > 1 else next(iter(kept))
 
 
 UNITS: Mapping[str, Callable[..., Unit]] = {
@@ -383,4 +413,5 @@ UNITS: Mapping[str, Callable[..., Unit]] = {
     "trl_batches": _trl_batches,
     "roll_batches": _roll_batches,
     "rewards": _rewards,
+    "trl_rewards": _trl_rewards,
 }

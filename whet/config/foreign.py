@@ -50,6 +50,7 @@ class Table:
     implied: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     notes: tuple[str, ...] = ()  # what has to be checked by hand
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published files of keys, by path
 
 
 @cache

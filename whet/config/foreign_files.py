@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the keys and values that a file or command of another framework sets. Nothing is run.
 
-Files: YAML with `${key}`, shell scripts (variables, arrays, arithmetic, line continuations, branches), Python scripts
-with a `...Config(...)` call or with the command in their docstring."""
+Files: YAML with `${key}`, shell scripts (variables, arrays, arithmetic, line continuations, branches, functions),
+Python scripts with a `...Config(...)` call or with the command in their docstring."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from whet.config.compose import flatten
+from whet.config.foreign import tables
+from whet.config.foreign_python import arguments_of_calls, literal
 from whet.errors import ConfigError
+from whet.files import is_file
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"[+~]{0,2}[\w.@/]+=.*|--\w.*", re.DOTALL)
@@ -28,7 +34,15 @@ OF_THE_SHELL = ("HOME", "USER", "PWD")
 _TESTS = {"=": operator.eq, "==": operator.eq, "!=": operator.ne}
 _TESTS |= {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 RENAMED = {"model": "model_name_or_path", "config": "config_file_of_keys"}
+RENAMED |= {"r": "lora_r", "target_modules": "lora_target_modules"}  # of peft's LoraConfig
 UNREAD = ("defaults", "hydra")  # parts of a file that name other files
+_HEREDOC = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?\n\s*\2\b", re.DOTALL)
+_FUNCTION = re.compile(
+    r"^(?:function\s+)?(\w+)\s*(?:\(\s*\))?\s*\{(.*?(?=\n\})|[^\n]*;\s*)\n?\}", re.MULTILINE | re.DOTALL
+)
+_RUNS_MODULES = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$")
+_LAUNCHERS = re.compile(r"(torch\.distributed|accelerate|deepspeed)\.")
+_PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[ =](\d+)")
 
 
 @dataclass
@@ -42,24 +56,31 @@ class Written:
 def read(source: str, system: str) -> Written:
     """Reads a file, or a command in one text.  Raises: ConfigError where `source` is neither or sets nothing."""
     path = Path(source)
-    is_file = len(source) < 4096 and "\n" not in source and path.is_file()
-    if not is_file and not re.search(r"\s", source):
+    exists = is_file(path)
+    if not exists and not re.search(r"\s", source):
         raise ConfigError(f"{source} does not exist; expected a file, or a command in quotes")
-    text = path.read_text(encoding="utf-8") if is_file else source
-    if is_file and path.suffix in (".yaml", ".yml"):
-        written = _of_yaml(text, source)
-    elif is_file and path.suffix == ".py":
-        written = _of_python(text)
-    else:
-        written = _of_shell(text)
+    suffix = path.suffix if exists else ""
+    try:
+        text = path.read_text(encoding="utf-8") if exists else source
+        if suffix in (".yaml", ".yml"):
+            written = _of_yaml(text, source)
+        else:
+            written = _of_python(text, system) if suffix == ".py" else _of_shell(text, system)
+        if base := _base(written.values):
+            _lay_over(written, base, path if exists else Path("command"), system)
+    except ConfigError:
+        raise
+    except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split()) or type(error).__name__
+        form = {".yaml": "YAML", ".yml": "YAML", ".py": "Python"}.get(suffix, "a shell script")
+        raise ConfigError(f"{source} cannot be read: {found}; expected {form} in UTF-8; correct that place") from error
+    if not written.values:
+        notes = "".join(f"; {note}" for note in written.unread)
+        raise ConfigError(
+            f"{source} sets no key of {system}; expected key=value, --key value, YAML or Config(key=value){notes}"
+        )
     if system == "trl" and re.search(r"\bRLOO(Config|Trainer)\(|\brloo(\.py)?\s", text):
         written.values["trainer"] = "rloo"
-    if base := written.values.pop("config", None):
-        _lay_over(written, str(base), path if is_file else Path("command"), system)
-    if not written.values:
-        raise ConfigError(
-            f"{source} sets no key of {system}; expected key=value, --key value, YAML or Config(key=value)"
-        )
     return written
 
 
@@ -88,15 +109,25 @@ def scalar(value: Any) -> Any:
     return words.get(value.lower(), plain)
 
 
+def _base(values: dict[str, Any]) -> str | None:
+    """Takes out the keys that name a file of further keys: `config`, or Hydra's `config_path` and `config_name`."""
+    folder, name, base = (values.pop(key, None) for key in ("config_path", "config_name", "config"))
+    return str(Path(str(folder or ""), str(name).removesuffix(".yaml") + ".yaml")) if name else base and str(base)
+
+
 def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     """Adds the keys of the file that a command names, searched beside the script and above it."""
     for folder in (Path(), *script.absolute().parents):
-        if (folder / base).is_file():
+        if is_file(folder / base):
             below = _of_yaml((folder / base).read_text(encoding="utf-8"), base)
             written.values = {**below.values, **written.values}
             written.unread += below.unread
             return
-    written.unread.append(f"{base} is not here: its keys are missing; the defaults of {system} stand in their place")
+    files = {name: keys for table in tables() if table.system.lower() == system for name, keys in table.files.items()}
+    published = files.get(os.path.normpath(base), {})
+    written.values = {**published, **written.values}
+    instead = "the values of the published file" if published else f"the defaults of {system}"
+    written.unread.append(f"{base} is not here: its keys are missing; {instead} stand in their place")
 
 
 def _of_yaml(text: str, name: str) -> Written:
@@ -119,62 +150,109 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
     return _REFERENCE.sub(lambda found: str(_resolved(values.get(found[1], found[0]), values, depth - 1)), value)
 
 
-def _of_python(text: str) -> Written:
-    """Reads the literal arguments of calls of ...Config and ...Trainer; without any the docstring's first command."""
-    written, tree = Written(), ast.parse(text)
-    for call in ast.walk(tree):
-        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
-        if not isinstance(call, ast.Call) or not name.endswith(("Config", "Trainer")):
-            continue
-        for each in call.keywords:
-            if each.arg is None or (name.endswith("Trainer") and each.arg not in ("model", "reward_funcs")):
-                continue
-            key = RENAMED.get(each.arg, each.arg)
-            try:
-                written.values[key] = ast.literal_eval(each.value)
-            except ValueError:
-                written.unread.append(f"{key}={ast.unparse(each.value)} is not a literal: set it by hand")
+def _of_python(text: str, system: str) -> Written:
+    """Reads the arguments of calls of ...Config and ...Trainer; without any the docstring's first command."""
+    tree = ast.parse(text)
+    values, unread = arguments_of_calls(tree)
+    written = Written({RENAMED.get(key, key): value for key, value in values.items()}, unread)
     if set(written.values) <= {"model_name_or_path", "reward_funcs"}:
         command = re.search(r"^(accelerate launch|python|trl) .*?(?<!\\)$", ast.get_docstring(tree) or "", re.M | re.S)
         if command:
-            of_command = _of_shell(command[0])
-            return Written(of_command.values, [*written.unread, *of_command.unread])
+            of_command = _of_shell(command[0], system)
+            return Written({**written.values, **of_command.values}, [*unread, *of_command.unread])
     return written
 
 
-def _of_shell(text: str) -> Written:
-    """Reads the arguments of the statement that has most of them; assignments before it are carried out."""
-    shell, best = _Shell(), list[str]()
+def _of_shell(text: str, system: str) -> Written:
+    """Reads the arguments of the command that has most of them; assignments before it are carried out."""
+    shell, programs, launcher, best = _Shell(), Counter[str](), list[str](), list[str]()
+    text = _unrolled(text)
     for statement in _statements(text):
         words = shell.run(shell.in_branch(statement))
-        if sum(1 for word in words if _ARGUMENT.fullmatch(word)) > sum(1 for word in best if _ARGUMENT.fullmatch(word)):
-            best = words
-    written = Written()
-    for name in shell.missing(best):
-        left = [word for word in best if re.search(rf"\$\{{?{name}\b", word)]
-        written.unread.append(f"{', '.join(left)}: variable {name} is not set in the script")
-        best = [word for word in best if word not in left]
-    undecided = [f"`if {each}`" for each in shell.unknown_branches]
-    undecided += sorted({f"`{each}`" for each in re.findall(r"^\s*(case|for|while)\b", text, re.MULTILINE)})
+        start = _start(words)
+        programs[" ".join(words[:start])] += 1
+        if sum(map(_is_argument, words[start:])) > sum(map(_is_argument, best)):
+            launcher, best = words[:start], words[start:]
+    written = _arguments(best, system)
+    if system == "trl" and (processes := _PROCESSES.search(" ".join(launcher))):
+        written.values.setdefault("num_processes", int(processes[1]))
+    if launcher and programs[" ".join(launcher)] > 1:
+        written.unread.append(f"`{' '.join(launcher)}` is run more than once: the recipe is that of one run")
+    undecided = [f"`{each}`" for each in dict.fromkeys(shell.unknown_branches)]
+    undecided += sorted({f"`{each}`" for each in re.findall(r"^\s*(for|while)\b", text, re.MULTILINE)})
     if undecided:
         written.unread.append(f"{', '.join(undecided)}: not decided; all assignments in it were carried out, in order")
-    flag = ""
-    for word in best:
-        if word.startswith("--"):
-            flag, _, value = word[2:].replace("-", "_").partition("=") if "=" in word else (word[2:], "", "")
-            flag = RENAMED.get(flag, flag) if flag != "config" else flag
-            written.values[flag.replace("-", "_")] = scalar(value) if "=" in word else True
-        elif _ARGUMENT.fullmatch(word) and not flag:
-            key, _, value = word.lstrip("+~").partition("=")
-            written.values[key] = scalar(value)
-        elif flag and not word.endswith(".py"):
-            before, each = written.values[flag], scalar(word.rstrip(","))
+    return written
+
+
+def _unrolled(text: str) -> str:
+    """The script with each function in the place of its call, `case` as `if`, and loops over one word without `for`."""
+    text = _HEREDOC.sub("\n", re.sub(r"\\\r?\n", " ", text))
+    text = re.sub(r"\bfor\s+(\w+)\s+in\s+([^\s;$*{`]+)\s*[;\n]\s*do\b", r"\n\1=\2\n", text)
+    text = re.sub(r"\bcase\s+(\S+)\s+in\b(.*?)\besac\b", _as_if, text, flags=re.DOTALL)
+    for found in reversed(list(_FUNCTION.finditer(text))):
+        before, *calls = re.split(rf"(?m)^[ \t]*{found[1]}\b(?!\s*\(|=)(.*)$", text.replace(found[0], "\n"))
+        if calls:
+            text = before + "".join(map("set -- {}\n{}\n{}".format, calls[::2], repeat(found[2]), calls[1::2]))
+    return text
+
+
+def _as_if(found: re.Match[str]) -> str:
+    branches = re.findall(r"\s*\(?([^()]+)\)(.*?)(?:;;|\Z)", found[2], re.DOTALL)
+    tests = [f"if case {found[1]} {' '.join(pattern.split('|'))}\nthen\n{body}\n" for pattern, body in branches]
+    return "\nel".join(tests) + "\nfi\n"
+
+
+def _start(words: list[str]) -> int:
+    """The place of the first argument of the program: after `python -m MODULE` or FILE.py, `trl COMMAND`, or variables
+    of the environment. The words before it belong to launchers (srun, torchrun, accelerate, `ray job submit`)."""
+    start = 0
+    for place, word in enumerate(words):
+        if word.endswith(".py") and not _is_argument(word):
+            return place + 1
+        runs_module = word in ("-m", "--module") and any(map(_RUNS_MODULES.search, words[:place]))
+        if runs_module or (word == "trl" and not start):
+            start = place + 2
+            if not any(map(_LAUNCHERS.match, words[start - 1 : start])):
+                return start
+    while start < len(words) and re.match(r"[A-Z_][A-Z0-9_]*=", words[start]):
+        start += 1
+    return start
+
+
+def _is_argument(word: str) -> bool:
+    return _ARGUMENT.fullmatch(word) is not None
+
+
+def _arguments(words: Iterable[str], system: str) -> Written:
+    """Reads `key=value`, `--key=value`, and `--key` with the words after it."""
+    written, flag = Written(), ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if unknown := _unknown(word):
+            written.unread.append(f"{f'--{flag} ' if flag and not _is_argument(word) else ''}{word}: {unknown}")
+            written.values.pop(flag, None)
+        elif word.startswith("--"):
+            key = name[2:].replace("-", "_")
+            key = RENAMED.get(key, key) if key != "config" else key
+            written.values[key] = scalar(value) if equals else True
+            flag = "" if equals else key
+        elif _is_argument(word) and not (flag and system == "trl"):
+            written.values[name.lstrip("+~")], flag = scalar(value), ""
+        elif flag and not re.match(r"-[a-zA-Z]", word):
+            before, each = written.values.get(flag, True), scalar(word.rstrip(","))
             written.values[flag] = (
                 each if before is True else [*(before if isinstance(before, list) else [before]), each]
             )
-        elif word.endswith(".py"):
-            flag = ""
     return written
+
+
+def _unknown(word: str) -> str | None:
+    """Tells why a word has no known value."""
+    if "$(" in word or "`" in word:
+        return "the output of a command is not known; set it by hand"
+    names = sorted({found[1] or found[2] for found in _VARIABLE.finditer(word)} - {"@", "*", "#", "?"})
+    return f"variable {', '.join(names)} is not set in the script" if names else None
 
 
 class _Shell:
@@ -187,9 +265,17 @@ class _Shell:
 
     def run(self, statement: list[str]) -> list[str]:
         """Carries out an assignment; the words of any other statement, with variables replaced."""
-        words = [word for word in statement if word not in ("export", "local", "declare", "-a")]
+        ends = [place for place, word in enumerate(statement) if re.match(r"\d*[<>]", word)]  # of redirections
+        declares = ("export", "local", "declare", "readonly", "-a")
+        words = [word for word in statement[: min(ends, default=None)] if word not in declares]
+        if words[:2] == ["set", "--"] or (words == ["shift"] and "@" in self._values):
+            arguments = [each for word in words[2:] for each in self._expand(word)]
+            arguments = self._values["@"][1:] if words == ["shift"] else arguments
+            self._values |= {"@": arguments, **{str(place): arguments[place - 1 : place] for place in range(1, 10)}}
+            return []
         if words and (found := _ASSIGNMENT.fullmatch(words[0])) and words[1:2] == ["("]:
-            self._values[found[1]] = [each for word in words[2:] if word != ")" for each in self._expand(word)]
+            before = self._values.get(found[1], []) if found[2] else []
+            self._values[found[1]] = before + [e for word in words[2:] if word != ")" for e in self._expand(word)]
             return []
         if words and all(_ASSIGNMENT.fullmatch(word) for word in words):
             for word in words:
@@ -208,7 +294,8 @@ class _Shell:
             holds = first == "else" or self._test(statement[1:])
             self._branches.append([*([] if first == "if" else self._branches.pop()), holds])
             if holds is None:
-                self.unknown_branches.append(" ".join(statement[1:]))
+                shown = statement[1:3] if statement[1] == "case" else ["if", *statement[1:]]
+                self.unknown_branches.append(" ".join(shown))
         elif first == "fi" and self._branches:
             self._branches.pop()
         taken = all(each[-1] is not False and True not in each[:-1] for each in self._branches)
@@ -217,12 +304,10 @@ class _Shell:
 
     def _test(self, words: list[str]) -> bool | None:
         """Tells whether a comparison of texts or whole numbers holds; None for anything else."""
-        texts = [self._value(word.strip("\"'")) for word in words[1:-1]]
-        if (
-            words[:1] not in (["["], ["[["])
-            or words[-1] not in ("]", "]]")
-            or any(set("$*") & {*each} for each in texts)
-        ):
+        texts = [self._value(word.strip("\"'")) for word in words[1 : None if words[:1] == ["case"] else -1]]
+        if words[:1] == ["case"]:
+            return None if "$" in texts[0] else any(fnmatchcase(texts[0], each) for each in texts[1:])
+        if words[:1] not in (["["], ["[["]) or words[-1] not in ("]", "]]") or set("$*") & {*"".join(texts)}:
             return None
         if len(texts) == 2 and texts[0] in ("-z", "-n"):
             return (texts[0] == "-n") == bool(texts[1])
@@ -233,10 +318,6 @@ class _Shell:
             return bool(_TESTS[name](*((int(left), int(right)) if name[0] == "-" else (left, right))))
         except ValueError:
             return None
-
-    def missing(self, words: list[str]) -> list[str]:
-        """Names of variables that are left in the words."""
-        return sorted({found[1] or found[2] for word in words for found in _VARIABLE.finditer(word)} - {"@", "*"})
 
     def _expand(self, word: str, whole: bool = False) -> list[str]:
         """The words that a word with quotes and variables stands for; `whole`: not split at spaces."""
@@ -250,7 +331,7 @@ class _Shell:
             elif char == '"':
                 end = _closing_quote(word, place)
                 if word[place:end] in ('"$@', '"$*'):
-                    parts = [*parts[:-1], ""]
+                    parts = [*parts[:-1], *self._values.get("@", []), ""]
                 elif array := re.fullmatch(r'"\$\{(\w+)\[[@*]\]\}', word[place:end]):
                     parts = [*self._values.get(array[1], []), ""]
                 else:
@@ -270,44 +351,29 @@ class _Shell:
 
     def _value(self, text: str) -> str:
         """Replaces the variables and the arithmetic of a text; what is not known stays."""
+        text = re.sub(r"\$\(pwd\)|`pwd`", "$PWD", text)
         text = re.sub(r"\$\(\((.*?)\)\)(?!\))", lambda found: self._arithmetic(found[1]) or found[0], text)
 
         def replaced(found: re.Match[str]) -> str:
             name, sign, otherwise = found[1] or found[2], found[3], found[4]
             if name in ("@", "*", "#", "?"):
-                return ""
+                return " ".join(self._values.get("@", [])) if name in "@*" else ""
             value = " ".join(self._values.get(name, []))
             if (not value if (sign or "").startswith(":") else name not in self._values) and sign:
-                value = " ".join(
-                    self._expand(f'"{otherwise}"' if otherwise[:1] not in "\"'" else otherwise, whole=True)
-                )
-                return value
+                quoted = otherwise if otherwise[:1] in ("'", '"') else f'"{otherwise}"'
+                return " ".join(self._expand(quoted, whole=True))
             return value if name in self._values else found[0]
 
         return _VARIABLE.sub(replaced, text)
 
     def _arithmetic(self, text: str) -> str | None:
         """The value of whole numbers and variables under + - * / %; None for anything else."""
-        plain = re.sub(
-            r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: " ".join(self._values.get(name[1], [name[0]])), text
-        )
+        name = re.compile(r"\$?\{?\b([A-Za-z_]\w*)\b\}?")
+        plain = name.sub(lambda found: " ".join(self._values.get(found[1], [found[0]])), text)
         try:
-            return str(_number(ast.parse(plain.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
+            return str(literal(ast.parse(plain.strip().replace("/", "//"), mode="eval").body, {}))
+        except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
             return None
-
-
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp):
-        left, right = _number(node.left), _number(node.right)
-        results = {ast.Add: left + right, ast.Sub: left - right, ast.Mult: left * right}
-        if type(node.op) in results:
-            return results[type(node.op)]
-        if isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)):
-            return left % right if isinstance(node.op, ast.Mod) else left // right
-    raise ValueError("not a number")
 
 
 def _closing_quote(text: str, start: int) -> int:
@@ -334,7 +400,7 @@ def _end_of_variable(text: str, start: int) -> int:
 def _statements(text: str) -> Iterator[list[str]]:
     """The statements of a script as lists of words, quotes and variables as they are written."""
     words, word, place, in_array = list[str](), "", 0, False
-    text = text.replace("\\\r\n", " ").replace("\\\n", " ") + "\n"
+    text += "\n"
     while place < len(text):
         char, end = text[place], place + 1
         if char == "#" and not word:
@@ -343,6 +409,8 @@ def _statements(text: str) -> Iterator[list[str]]:
             end = text.find("'", place + 1) + 1 or len(text)
         elif char == '"':
             end = _closing_quote(text, place) + 1
+        elif char == "`":
+            end = text.find("`", place + 1) + 1 or len(text)
         elif char == "$":
             end = _end_of_variable(text, place)
         elif char == "\\":
@@ -363,3 +431,5 @@ def _statements(text: str) -> Iterator[list[str]]:
         else:
             word += text[place:end]
         place = end
+    if word or in_array:
+        raise SyntaxError(f"a quote or bracket is not closed, in {' '.join([*words, word])[:60]!r}")

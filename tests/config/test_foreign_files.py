@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forms in which commands and scripts of other frameworks are written, and what is told where a value is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config.convert import Converted, convert
+from whet.config.foreign_files import Written, read
+from whet.errors import ConfigError
+
+MAIN = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{MAIN} data.shuffle=True actor.lr=1e-6",
+        f"PYTHONUNBUFFERED=1 X=2 {MAIN} data.shuffle=True actor.lr=1e-6 2>&1 | tee verl_demo.log",
+        f"nohup {MAIN} data.shuffle=True actor.lr=1e-6 > train.log 2>&1 &",
+        f"env HYDRA_FULL_ERROR=1 {MAIN} data.shuffle=True actor.lr=1e-6",
+        f"srun --nodes=2 --gres=gpu:8 {MAIN} data.shuffle=True actor.lr=1e-6",
+        "torchrun --nproc_per_node=8 --nnodes 2 -m verl.trainer.fsdp_sft_trainer data.shuffle=True actor.lr=1e-6",
+        "python -m torch.distributed.run --nproc-per-node 8 train.py data.shuffle=True actor.lr=1e-6",
+        "deepspeed --num_gpus 8 train.py data.shuffle=True actor.lr=1e-6",
+        f"ray job submit --no-wait --runtime-env=a.yaml --working-dir . -- {MAIN} data.shuffle=True actor.lr=1e-6",
+    ],
+)
+def test_words_of_launchers_are_no_keys(command: str) -> None:
+    assert read(command, "verl") == Written({"data.shuffle": True, "actor.lr": 1e-6})
+
+
+@pytest.mark.parametrize(
+    ("command", "values"),
+    [
+        ("trl grpo --learning_rate=1e-5 --loss-type=dr-grpo", {"learning_rate": 1e-5, "loss_type": "dr-grpo"}),
+        ("trl grpo --lora-r 8 --use_peft --run-name=a-b", {"lora_r": 8, "use_peft": True, "run_name": "a-b"}),
+        ("accelerate launch --num_processes 4 grpo.py --beta 0.1", {"num_processes": 4, "beta": 0.1}),
+        ("torchrun --nproc-per-node=2 grpo.py --beta 0.1", {"num_processes": 2, "beta": 0.1}),
+        ("python grpo.py --beta 0.1", {"beta": 0.1}),
+    ],
+)  # fmt: skip
+def test_flags(command: str, values: dict[str, Any]) -> None:
+    assert read(command, "trl") == Written(values)
+
+
+def test_the_keys_of_a_config_that_is_named_by_hydra_lie_below(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("data: {shuffle: false, seed: 3}\n")
+    script = tmp_path / "run.sh"
+    script.write_text(f"{MAIN} --config-path=conf --config-name='mine.yaml' \\\n  data.shuffle=True a.b=1\n")
+    assert read(str(script), "verl") == Written({"data.shuffle": True, "data.seed": 3, "a.b": 1})
+    script.write_text(f"{MAIN} --config-path conf --config-name mine data.shuffle=True a.b=1\n")
+    assert read(str(script), "verl").values == {"data.shuffle": True, "data.seed": 3, "a.b": 1}
+    script.write_text(f"{MAIN} --config-name=ppo_megatron_trainer a.b=1\n")
+    missing = "ppo_megatron_trainer.yaml is not here: its keys are missing; the defaults of verl stand in their place"
+    assert read(str(script), "verl") == Written({"a.b": 1}, [missing])
+
+
+def test_the_published_config_of_easyr1_stands_in_where_it_is_not_there() -> None:
+    found = read("python3 -m verl.trainer.main config=examples/config.yaml worker.actor.optim.lr=2e-6", "easyr1")
+    assert found.unread == [
+        "examples/config.yaml is not here: its keys are missing; the values of the published file stand in their place"
+    ]
+    names = ("worker.rollout.n", "algorithm.kl_coef", "worker.actor.optim.lr", "data.prompt_key")
+    assert [found.values[name] for name in names] == [5, 0.01, 2e-6, "problem"]
+
+
+CASE = """
+MODE={mode}
+case "$MODE" in
+  small|tiny) N=2 ;;
+  "big") N=8
+    LR=1e-5
+    ;;
+  x*) N=16;;
+  *) N=4 ;;
+esac
+python3 -m verl.trainer.main_ppo rollout.n=$N lr=${{LR:-1e-6}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "rate"), [("tiny", 2, 1e-6), ("big", 8, 1e-5), ("xl", 16, 1e-6), ("other", 4, 1e-6)]
+)
+def test_case_takes_the_branch_whose_pattern_matches(mode: str, n: int, rate: float) -> None:
+    assert read(CASE.format(mode=mode), "verl") == Written({"rollout.n": n, "lr": rate})
+
+
+def test_case_of_an_unknown_value_is_told() -> None:
+    found = read(CASE.format(mode="$1"), "verl")
+    assert found.values["rollout.n"] == 4
+    assert found.unread == ['`case "$MODE"`: not decided; all assignments in it were carried out, in order']
+
+
+FUNCTIONS = """
+set -euo pipefail
+run() {
+  local model=$1; shift
+  python3 -m verl.trainer.main_ppo model.path=$model rollout.n=${1:-7} steps=${2:-9} "${@:3}" a.b=1
+}
+function main {
+  export SEED=3
+  run Qwen/Q 4
+}
+main "$@"
+"""
+
+
+def test_a_function_is_read_where_it_is_called_with_its_arguments() -> None:
+    assert read(FUNCTIONS, "verl").values == {"model.path": "Qwen/Q", "rollout.n": 4, "steps": 9, "a.b": 1}
+    assert read("go() { python3 -m v a.b=$1 $2 ; }\ngo 5 c.d=x", "verl") == Written({"a.b": 5, "c.d": "x"})
+    twice = read("go() {\n  python3 -m v a.b=$1\n}\ngo 5\ngo 6\n", "verl")
+    assert twice == Written({"a.b": 5}, ["`python3 -m v` is run more than once: the recipe is that of one run"])
+
+
+def test_a_loop_over_one_word_is_carried_out() -> None:
+    assert read("for m in Qwen/Q; do\n python3 -m v a.b=$m c=1\ndone", "verl") == Written({"a.b": "Qwen/Q", "c": 1})
+    found = read("for m in Qwen/Q Qwen/R\ndo\n python3 -m v a.b=$m c=1\ndone", "verl")
+    assert found.unread[0] == "a.b=$m: variable m is not set in the script"
+    assert found.unread[1].startswith("`for`: not decided")
+
+
+def test_arrays_grow_and_here_documents_are_no_statements() -> None:
+    script = "ARGS=(a=1 b=2)\ncat <<'EOF' > note.txt\nit's x=3\nEOF\nARGS+=(c=3)\npython3 -m v \"${ARGS[@]}\" d=4\n"
+    assert read(script, "verl") == Written({"a": 1, "b": 2, "c": 3, "d": 4})
+
+
+def test_the_output_of_a_command_is_told() -> None:
+    found = read(
+        "T=$(date +%s)\npython3 -m v a.b=1 name=run_$T n=`nproc` out=$(pwd)/x lr=$(python -c 'print(2)')", "verl"
+    )
+    assert found.values == {"a.b": 1, "out": f"{Path.cwd()}/x"}
+    told = "the output of a command is not known; set it by hand"
+    assert found.unread == [
+        f"name=run_$(date +%s): {told}",
+        f"n=`nproc`: {told}",
+        f"lr=$(python -c 'print(2)'): {told}",
+    ]
+    found = read("trl grpo --learning_rate $LR --beta 0.1 --seed $(date +%s)", "trl")
+    assert found.values == {"beta": 0.1}
+    assert found.unread == ["--learning_rate $LR: variable LR is not set in the script", f"--seed $(date +%s): {told}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.py", b"GRPOConfig(\n", "'(' was never closed"),
+        ("a.yaml", b"a: [1\n", "while parsing a flow sequence"),
+        ("a.sh", b"\xfe\xff\x00", "can't decode byte 0xfe"),
+        ("b.sh", b"ARGS=(\n  x=1\n", "a quote or bracket is not closed, in 'ARGS= ( x=1"),
+        ("c.sh", b"python3 -m v x='abc\n", "a quote or bracket is not closed"),
+        ("b.py", b"x = 1\x00", "null bytes"),
+    ],
+)
+def test_a_malformed_file_is_an_error_in_three_parts(name: str, content: bytes, told: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read(str(file), "trl")
+    assert str(raised.value).startswith(f"{file} cannot be read: ") and told in str(raised.value)
+    assert "; expected " in str(raised.value) and str(raised.value).endswith("; correct that place")
+
+
+def test_a_long_command_is_no_file_name(tmp_path: Path) -> None:
+    value = "x" * 5000
+    assert read(f"python3 -m v {'a=' + value}", "verl") == Written({"a": value})
+    with pytest.raises(ConfigError, match="does not exist; expected a file, or a command"):
+        read(value, "verl")
+
+
+PYTHON = """
+import os
+from trl import GRPOConfig, GRPOTrainer
+from peft import LoraConfig
+LR = 2e-6
+SHARED = {"beta": 0.04, "num_generations": 2 * 8}
+CHANGED = {"epsilon": 0.1}
+CHANGED["epsilon"] = 0.3
+args = dict(learning_rate=LR, **SHARED)
+def main(seed):
+    config = GRPOConfig(**args, **CHANGED, output_dir="out", seed=seed, top_k=os.cpu_count())
+    GRPOTrainer(model="m", reward_funcs=[f], args=config, peft_config=LoraConfig(r=8, lora_alpha=64))
+"""
+
+
+def test_constants_of_a_script_are_resolved_and_others_told(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(PYTHON)
+    found = read(str(file), "trl")
+    assert found.values == {
+        "learning_rate": 2e-6,
+        "beta": 0.04,
+        "num_generations": 16,
+        "output_dir": "out",
+        "model_name_or_path": "m",
+        "reward_funcs": ["f"],
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_alpha": 64,
+    }
+    hand = "is not a literal: set it by hand"
+    assert found.unread == [f"**CHANGED {hand}", f"seed=seed {hand}", f"top_k=os.cpu_count() {hand}"]
+    values = convert(found, "trl").values
+    assert (values["model.lora.rank"], values["model.lora.alpha"]) == (8, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "adapter"),
+    [("--use_peft", (16, 32)), ("--use_peft --lora_r 8", (8, 32)), ("--lora_r 8 --lora_alpha 4", (None, None))],
+)
+def test_the_adapter_of_trl(flags: str, adapter: tuple[Any, Any]) -> None:
+    values = convert(read(f"trl grpo --beta 0.1 {flags}", "trl"), "trl").values
+    assert (values.get("model.lora.rank"), values.get("model.lora.alpha")) == adapter
+
+
+def test_the_warm_up_and_the_schedule_of_trl() -> None:
+    keys = {"max_steps": 45, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine_with_min_lr", "num_processes": 1}
+    values = convert(Written({**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.2}}), "trl").values
+    assert values["actor.optim.warmup_steps"] == 5  # 4.5 rounded up, as in transformers
+    assert (values["actor.optim.schedule"], values["actor.optim.min_lr_ratio"]) == ("cosine", 0.2)
+    found = convert(Written({"warmup_ratio": 0.1, "lr_scheduler_kwargs.min_lr": 1e-7, "num_processes": 1}), "trl")
+    assert any(line.startswith("warmup_ratio=0.1: set actor.optim.warmup_steps to this share") for line in found.check)
+    assert "lr_scheduler_kwargs.min_lr=1e-07: set actor.optim.min_lr_ratio (divided by `learning_rate`)" in found.check
+
+
+def of_functions(functions: Any, **keys: Any) -> Converted:
+    return convert(Written({"reward_funcs": functions, "num_processes": 1, **keys}), "trl")
+
+
+def test_the_reward_functions_of_trl() -> None:
+    found = of_functions(["accuracy_reward", "think_format_reward"], reward_weights=[1.0, 0.5]).values
+    assert found["reward.function"] == ["trl.rewards:accuracy_reward", "trl.rewards:think_format_reward"]
+    assert found["reward.weights"] == [1.0, 0.5]
+    assert of_functions("my_project.rewards.score").values["reward.function"] == "my_project.rewards:score"
+    check = of_functions(["accuracy_reward", "mine"]).check
+    assert "reward_funcs=accuracy_reward, mine: set reward.function, with mine as path/file.py:function" in check
+
+
+@pytest.mark.parametrize(
+    ("penalty", "limit"),
+    [
+        ("get_soft_overlong_punishment(max_completion_len=1024, soft_punish_cache=256)", 1024),
+        ("get_soft_overlong_punishment", 1280),
+    ],
+)
+def test_the_penalty_for_length_of_trl(penalty: str, limit: int) -> None:
+    """min(-(len - (limit - 256)) / 256, 0) times its weight in both, where the limit is that of responses."""
+    keys = {"reward_weights": [1.0, 0.5], "max_completion_length": limit}
+    found = of_functions(["a.b.accuracy", penalty], **keys).values
+    assert (found["algorithm.overlong.penalty"], found["algorithm.overlong.buffer_length"]) == (0.5, 256)
+    assert (found["reward.function"], found["reward.weights"]) == ("a.b:accuracy", [1.0])
+    other = of_functions(["a.b.accuracy", penalty], **keys | {"max_completion_length": limit + 1})
+    assert "algorithm.overlong.penalty" not in other.values and "reward.function" not in other.values
+    assert any(penalty in line for line in other.check)
+
+
+def test_every_key_of_the_rewards_of_roll_is_told() -> None:
+    worker = "roll.pipeline.rlvr.rewards.{}".format
+    rule = worker("ifeval_rule_reward_worker.GeneralRuleRewardWorker")
+    keys = {
+        "rewards.ifeval.worker_cls": rule,
+        "rewards.ifeval.tag_included": ["ifeval"],
+        "rewards.ifeval.reward_type": "soft",
+        "rewards.math.worker_cls": worker("math_rule_reward_worker.MathRuleRewardWorker"),
+        "rewards.math.model_args.model_name_or_path": "m",
+        "rewards.other.worker_cls": "mine.Worker",
+    }
+    found = convert(Written(keys), "roll")
+    assert found.values["reward.domains.ifeval.function"] == "ifeval"
+    assert found.values["reward.domains.ifeval.sources"] == ["ifeval"]
+    assert found.values["reward.domains.math.function"] == "math"
+    assert any(
+        line.startswith(f"rewards.ifeval.worker_cls={rule}: rows there name `func_name`") for line in found.check
+    )
+    assert "rewards.other.worker_cls=mine.Worker: set reward.domains.other.function" in found.check
+    assert found.without == ["rewards.ifeval.reward_type=soft", "rewards.math.model_args.model_name_or_path=m"]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the arguments of calls of ...Config and ...Trainer in a Python script. Nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+_ARITHMETIC: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+_CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove", "clear")
+
+
+def arguments_of_calls(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
+    """Returns the values of arguments by name, and those that are neither literals nor constants of the script."""
+    values, unread, names = dict[str, Any](), list[str](), _constants(tree)
+    for call in ast.walk(tree):
+        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+        if not isinstance(call, ast.Call) or not name.endswith(("Config", "Trainer")):
+            continue
+        if name == "LoraConfig":
+            values |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}  # the defaults of peft, not of TRL
+        for each in call.keywords:
+            if name.endswith("Trainer") and each.arg not in ("model", "reward_funcs"):
+                continue
+            try:
+                of_rewards = each.arg == "reward_funcs"
+                found: Any = _functions(each.value, names) if of_rewards else literal(each.value, names)
+                values |= found if each.arg is None else {each.arg: found}
+            except (ValueError, TypeError, SyntaxError, ArithmeticError):
+                shown = f"{each.arg}=" if each.arg else "**"
+                unread.append(f"{shown}{ast.unparse(each.value)} is not a literal: set it by hand")
+    return values, unread
+
+
+def literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
+    """The value of an expression of literals, constants, `dict()` and arithmetic.  Raises: ValueError, ..."""
+    if isinstance(node, ast.Name) and node.id in names:
+        return literal(names[node.id], {name: value for name, value in names.items() if name != node.id})
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        keys: list[ast.expr | None] = [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
+        node = ast.Dict(keys, [each.value for each in node.keywords])
+    if isinstance(node, ast.Dict):
+        merged: dict[Any, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            merged |= literal(value, names) if key is None else {literal(key, names): literal(value, names)}
+        return merged
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [literal(each, names) for each in node.elts]
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](literal(node.left, names), literal(node.right, names))
+    return ast.literal_eval(node)
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values of names that are assigned once and never changed."""
+    stored, found = Counter[str](), dict[str, ast.expr]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node.value
+        is_changed = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)) or isinstance(node, ast.arg)
+        if is_changed or (isinstance(node, ast.Attribute) and node.attr in _CHANGES):
+            owner = node.value if isinstance(node, (ast.Subscript, ast.Attribute)) else node
+            stored[getattr(owner, "id", getattr(owner, "arg", ""))] += 1
+    return {name: value for name, value in found.items() if stored[name] == 1}
+
+
+def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
+    """Reward functions as they are written: a name, or the call that makes one."""
+    node = names.get(node.id, node) if isinstance(node, ast.Name) else node
+    listed = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
+    calls = {name: value for name, value in names.items() if isinstance(value, ast.Call)}
+    shown = [calls.get(each.id, each) if isinstance(each, ast.Name) else each for each in listed]
+    return [ast.unparse(each).strip("'\"") for each in shown]
