@@ -11,11 +11,11 @@ from whet.sandbox.protocol import Language, Sandbox
 
 
 @cache
-def open_sandbox(name: str, python: str | None = None, languages: str = "{}") -> Sandbox:
+def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
     """The sandbox `bubblewrap`, `unisolated`, or a service at http://HOST:PORT.
 
     `python` is the interpreter of programs on this machine, `languages` further ones as JSON:
-    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`.
+    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`, `paths` folders of toolchains.
     Raises: SandboxError where it cannot hold programs."""
     if name.startswith(("http://", "https://")):
         from whet.sandbox.http import HttpSandbox
@@ -28,7 +28,7 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}") ->
             f"no sandbox is called {name!r}; expected bubblewrap, http://HOST:PORT of a SandboxFusion service, or "
             "unisolated, which holds nothing back but resources"
         )
-    sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages))
+    sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages), paths=paths)
     check(sandbox)
     return sandbox
 
