@@ -215,7 +215,7 @@ def test_human_eval_and_its_mutants() -> None:
             return False
         return done.returncode == 0
 
-    open_sandbox("bubblewrap", None, "{}")
+    open_sandbox("bubblewrap", None, "{}", ())
     with ThreadPoolExecutor(2) as pool:
         wholes = [f"{row['prompt']}{row['canonical_solution']}" for row in rows]
         assert all(pool.map(verdict, rows, wholes))

@@ -93,7 +93,7 @@ class LocalSandbox:
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
         """Compiles a program and runs it once for each standard input.  Raises: SandboxError."""
-        language = self.languages[program.language]
+        language = program.command or self.languages[program.language]
         if program.language == "python":  # in the interpreter that is there
             job = Job(code=program.source, files=program.files, collect=program.collect, limits=program.limits)
             return until_late(lambda given: self.run_job(replace(job, stdin=given)), inputs)
