@@ -69,7 +69,7 @@ class Started:
     takes_batch: bool
     sources: Mapping[str, bytes]  # the user's files that were loaded, by path
     concurrency: int = 1  # calls that it serves at a time
-    pid: int = 0
+    guard: int = 0  # the id of the process below which it is, with all that it starts
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
         caller.send(number, pickle.dumps(RewardError(why)))
         return
     concurrency = spec.concurrency if function.is_concurrent else 1
-    caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getpid())))
+    caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getppid())))
     if concurrency > 1:
         from whet.rewards.tasks import serve_concurrently  # loads asyncio
 
