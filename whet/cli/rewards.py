@@ -13,6 +13,7 @@ from whet.cli.algorithms import console, facts, print_kind, print_pairs
 from whet.cli.arguments import Command
 from whet.cli.serve import read_options
 from whet.registry import REWARDS, Entry
+from whet.rewards.peers import stand_ins
 
 if TYPE_CHECKING:
     from whet.rewards.check import Report, Row
@@ -40,7 +41,7 @@ def show(
     from rich.console import Console
     from rich.text import Text
 
-    entry = REWARDS[name]
+    entry = _entry(name)
     output = Console(highlight=False, soft_wrap=True)
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
     output.print(Text(f"{entry.doc}\n"))
@@ -82,7 +83,7 @@ def check_reward(
     from whet.rewards.check import ROWS, check
     from whet.rewards.pool import RewardPool
 
-    entry = REWARDS[function]
+    entry = _entry(function)
     used = _rows_of(data, rows, prompt_key, answer_key) if data else example_rows(entry) or ROWS
     options = read_options(option or [])
     entry.check(options, "--option ")
@@ -95,6 +96,11 @@ def check_reward(
     _print_report(report, len(used), reads_truth)
     if report.findings:
         raise typer.Exit(1)
+
+
+def _entry(name: str) -> Entry:
+    with stand_ins():
+        return REWARDS[name]
 
 
 def example_rows(entry: Entry) -> list[Row]:

@@ -22,6 +22,7 @@ from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pin
 from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
+from whet.rewards.peers import stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome
 
@@ -40,6 +41,10 @@ class WorkerSpec:
 
     def load(self) -> RewardFunction:
         """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
+        with stand_ins():
+            return self._load()
+
+    def _load(self) -> RewardFunction:
         entry = REWARDS[self.function] if isinstance(self.function, str) else REWARDS.registered(self.function)
         if entry is None:
             function: Any = self.function
