@@ -74,6 +74,11 @@ class RewardPool:
         self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
+    @property
+    def scores_alone(self) -> bool:
+        """True where a call scores one item, outside of the calling thread."""
+        return self._scorer.scores_alone
+
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
         return self.submit_batch(items).result()
@@ -122,6 +127,11 @@ class WeightedRewards:
 
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
         self._pools = pools
+
+    @property
+    def scores_alone(self) -> bool:
+        """See RewardPool; of all functions."""
+        return all(pool.scores_alone for _, pool, _ in self._pools)
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
         """Starts all functions on the items.  Returns the pending outcomes."""
@@ -199,6 +209,8 @@ def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], co
 class InlineScorer:
     """Scores in the calling thread, before `submit` returns, without a deadline."""
 
+    scores_alone = False
+
     def __init__(self, load: Callable[[], RewardFunction]) -> None:
         self._function = load()
 
@@ -224,6 +236,7 @@ class ThreadScorer:
         self._requests = Background("whet-rewards")
         self._lock = threading.Lock()
         self._closed = False
+        self.scores_alone = not self._function.takes_batch
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
         """Returns a future with the outcome of each item, in order.  Raises: RewardError once closed."""

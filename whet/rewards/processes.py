@@ -145,6 +145,11 @@ class ProcessScorer:
             self.close()
             raise
 
+    @property
+    def scores_alone(self) -> bool:
+        """True where a call scores one item."""
+        return not self._takes_batch.result()
+
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
         """Returns a future with the outcome of each item, in order; any thread may call.  Raises: RewardError once
         closed."""
