@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ processes (`gsm8k` in a user's file, deadline 2 s). One answer in 1,000 raises; 
 end their process. Memory is what is resident after so many answers. `python -m benchmarks reward_load` measures it, and
 tests/rewards/test_steady.py holds the bounds.
 """
-ANSWERS, BATCH, AHEAD, SECONDS, POINTS = 100_000, 500, 4, 2.0, 5
+ANSWERS, BATCH, PART, AHEAD, SECONDS, POINTS = 100_000, 500, 10, 4, 2.0, 5
 WORDS = "Each of the boxes holds as many as the one before it, so the sum is what was asked for. " * 17
 FUNCTION = """
 import os, time
@@ -46,14 +46,25 @@ def measure(answers: int, folder: Path) -> dict[str, Any]:
     file = folder / "loaded_grader.py"
     file.write_text(FUNCTION)
     found: dict[str, Any] = {"trainer_mb": [], "processes_mb": [], "answers": [], "longest_seconds": 0.0}
+    found["longest_pause_seconds"] = 0.0  # between two outcomes
     found |= dict.fromkeys(("raised", "hung", "ended", "wrong"), 0)
-    waiting: deque[tuple[int, float, Future[list[Outcome]]]] = deque()
+    waiting: deque[tuple[int, float, list[Future[list[Outcome]]]]] = deque()
+    last = [time.monotonic()]  # when the last outcome came
+
+    def note(_: object) -> None:
+        now = time.monotonic()
+        found["longest_pause_seconds"] = max(found["longest_pause_seconds"], now - last[0])
+        last[0] = now
+
     pids: dict[int, None] = {}  # of the processes, those used last at the end
     start = time.monotonic()
     with RewardPool(f"{file}:compute_score", num_workers=2, timeout_seconds=SECONDS, correct_threshold=1.0) as pool:
         for first in range(0, answers, BATCH):
             items = [_item(number, answers) for number in range(first, first + BATCH)]
-            waiting.append((first, time.monotonic(), pool.submit_batch(items)))
+            parts = [pool.submit_batch(items[start : start + PART]) for start in range(0, BATCH, PART)]
+            for each in parts:
+                each.add_done_callback(note)
+            waiting.append((first, time.monotonic(), parts))
             is_point = (first + BATCH) % (answers // POINTS) == 0
             while len(waiting) > AHEAD or (waiting and is_point):
                 _count(*waiting.popleft(), answers, found, pids)
@@ -97,13 +108,13 @@ def _item(number: int, answers: int) -> RewardItem:
 def _count(
     first: int,
     begun: float,
-    pending: Future[list[Outcome]],
+    pending: Sequence[Future[list[Outcome]]],
     answers: int,
     found: dict[str, Any],
     pids: dict[int, None],
 ) -> None:
     kinds = {"raise": ("raised", "ValueError"), "hang": ("hung", "timed out"), "exit": ("ended", "exit code 7")}
-    for number, outcome in enumerate(pending.result(), start=first):
+    for number, outcome in enumerate((each for part in pending for each in part.result()), start=first):
         what = _what(number, answers)
         if isinstance(outcome, Failure):
             count, said = kinds.get(what, ("wrong", ""))

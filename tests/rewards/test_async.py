@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from whet.errors import RewardError
+from whet.errors import ConfigError, RewardError
 from whet.rewards.pool import RewardPool
 from whet.types import Failure, RewardItem, RewardResult
 
@@ -44,7 +45,7 @@ async def compute_score(solution_str):
         running -= 1
 """
 HOARDS = """
-import time
+import os, subprocess, sys, time
 kept = []
 
 def compute_score(solution_str):
@@ -56,6 +57,23 @@ def compute_score(solution_str):
     if verb == "leak":
         kept.append(bytearray(b"x") * 2**24)
         time.sleep(0.11)
+    if verb == "child":
+        code = "import time; x = bytearray(b'x') * (500 * 2**20); time.sleep(60)"
+        subprocess.run([sys.executable, "-c", code])
+    if verb == "daemon":
+        code = "import os, time; os.fork() and os._exit(0); os.setsid(); "
+        code += "x = bytearray(b'x') * (500 * 2**20); time.sleep(60)"
+        subprocess.run([sys.executable, "-c", code])
+        time.sleep(60)
+    if verb == "copies":  # of pages that this process has already
+        kept.append(bytearray(b"x") * 2**27)
+        if not all([os.fork() for _ in range(4)]):
+            time.sleep(1)
+            os._exit(0)
+        while True:
+            try: os.wait()
+            except ChildProcessError: break
+        kept.clear()
     return 1.0
 
 async def later(solution_str):
@@ -163,6 +181,30 @@ def test_a_function_that_grows_is_killed_and_named(hoards: str, name: str) -> No
     failed = outcomes.pop(10)
     assert isinstance(failed, Failure) and outcomes == [RIGHT] * 20
     assert "more than reward.memory_limit_mb=300, and was killed" in failed.message
+
+
+@pytest.mark.parametrize("verb", ["child", "daemon"])
+def test_memory_of_what_a_function_starts_counts(hoards: str, verb: str) -> None:
+    start = time.monotonic()
+    with make_pool(f"{hoards}:compute_score", timeout_seconds=60.0, memory_limit_mb=300) as pool:
+        [failed, right] = pool.score([item(verb), item("x")])
+    assert isinstance(failed, Failure) and right == RIGHT
+    assert "more than reward.memory_limit_mb=300, and was killed" in failed.message
+    assert time.monotonic() - start < 45.0
+
+
+def test_memory_that_processes_share_counts_once(hoards: str) -> None:
+    with make_pool(f"{hoards}:compute_score", timeout_seconds=60.0, memory_limit_mb=400) as pool:
+        assert pool.score([item("copies")]) == [RIGHT]  # 5 processes that each have 128 MB, of the same pages
+
+
+def test_a_limit_of_memory_needs_processes(hoards: str) -> None:
+    for function, num_workers in ((f"{hoards}:compute_score", 0), (lambda solution_str: 1.0, 0)):
+        with pytest.raises(ConfigError, match=r"reward.memory_limit_mb is set, but .* set reward.num_workers=1"):
+            RewardPool(function, num_workers=num_workers, timeout_seconds=1.0, correct_threshold=1.0, memory_limit_mb=1)
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"reward.memory_limit_mb is set"):
+        make_pool(lambda solution_str: lock, memory_limit_mb=300)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ def test_human_eval_and_its_mutants() -> None:
             return False
         return done.returncode == 0
 
-    open_sandbox("bubblewrap", None, "{}")
+    open_sandbox("bubblewrap", None, "{}", ())
     with ThreadPoolExecutor(2) as pool:
         wholes = [f"{row['prompt']}{row['canonical_solution']}" for row in rows]
         assert all(pool.map(verdict, rows, wholes))
@@ -228,3 +229,16 @@ def test_human_eval_and_its_mutants() -> None:
     for row, mutant in itertools.compress(pairs, held):
         sys.stdout.write(f"{row['task_id']} passes with a change:\n{mutant}\n\n")
     assert 10 <= passed <= len(pairs) // 3  # mutants that change nothing
+
+
+@needs_bubblewrap
+def test_folders_of_toolchains_are_an_option() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        Path(folder, "double").write_text("#!/bin/sh\nread a; echo $((a + a))\n")
+        Path(folder, "double").chmod(0o755)
+        table = {"twice": {"file": "a.txt", "run": ["double"]}}
+        answer, truth = "```twice\nanything\n```", {"inputs": ["21"], "outputs": ["42"]}
+        with pytest.raises(SandboxError, match="double is not there"):
+            compute_score(answer, truth, languages=table)
+        assert compute_score(answer, truth, languages=table, paths=[folder])["reward"] == 1.0

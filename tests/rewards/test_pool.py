@@ -2,6 +2,7 @@
 """The pool against functions that stall, crash, print, and bring children of their own. All processes are real."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -407,6 +408,19 @@ def test_an_async_function_goes_on_in_a_thread_after_one_call_was_late():
         assert quick == RIGHT and "timed out" in late.message
         time.sleep(0.8)  # the late one lets the lock go
         assert pool.score([item("0")]) == [RIGHT]
+
+
+def test_hanging_items_stop_the_others_for_one_deadline_at_most(behaviours):
+    verbs = ["spin"] * 4 + ["1"] * 20 + ["spin", "spin"] + ["1"] * 20
+    with make_pool(f"{behaviours}:compute_score", num_workers=2, timeout_seconds=1.0) as pool:
+        ends, start = [time.monotonic()], time.monotonic()
+        pending = [pool.submit_batch([item(each)]) for each in verbs]
+        for each in pending:
+            each.add_done_callback(lambda _: ends.append(time.monotonic()))
+        outcomes = [each.result()[0] for each in pending]
+    assert [isinstance(each, Failure) for each in outcomes] == [verb == "spin" for verb in verbs]
+    assert max(after - before for before, after in itertools.pairwise(ends)) < 1.0 + 1.5  # and another process
+    assert time.monotonic() - start < 3 * (1.0 + 1.5)  # six hang, in two processes
 
 
 # Starting and ending.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.groups import Filter
-from whet.rollout.protocol import SamplingParams
+from whet.rollout.protocol import Event, SamplingParams
 from whet.rollout.stream import Rollouts, Taken
 from whet.types import Group
 
@@ -86,6 +87,56 @@ def test_n_groups_in_the_order_of_the_data(tokenizer: PreTrainedTokenizerBase) -
     assert taken.metrics.reduce() == {}
     assert taken.metrics.timings().keys() == {"time/rollout", "time/reward"}
     assert [group.prompt.uid for group in of.take(5, step=2).groups] == ["0:2", "0:3", "0:4", "0:5", "1:0"]
+
+
+class Staggered(Scripted):
+    """Ends a response with each `poll`, the last one first, and notes when."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ended: list[float] = []
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        if not self._events:
+            return []
+        time.sleep(0.3)
+        self.ended.append(time.time())
+        return [self._events.pop()]
+
+
+SLOW = """
+import time
+
+def one(solution_str):
+    begun = time.time()
+    time.sleep(0.2)
+    return {"reward": float(solution_str), "begun": begun}
+
+def every(solution_strs):
+    return [{"reward": float(text), "begun": time.time(), "together": len(solution_strs)} for text in solution_strs]
+"""
+
+
+@pytest.mark.parametrize("name", ["one", "every"])
+def test_a_response_is_scored_while_others_are_sampled(
+    name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    engine = Staggered(tokenizer, *"012345")
+    pool = RewardPool(f"{tmp_path}/slow.py:{name}", num_workers=1, timeout_seconds=30.0, correct_threshold=1.0)
+    collector = Collector(engine, tokenizer, apply_chat_template=False, seed=1)
+    prompts = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(3)]
+    loader = PromptLoader(prompts, seed=0, shuffle=False)
+    of = Rollouts(loader, collector, pool, tokenizer, n=2, params=SamplingParams(8))
+    taken = of.take(3, step=1)
+    of.close()
+    assert rewards(taken.groups) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]  # in the order of the rows
+    scored = [answer for group in taken.groups for answer in group.trajectories]
+    if name == "every":  # a function of all responses gets all of them
+        assert [answer.parts["together"] for answer in scored] == [6.0] * 6
+        return
+    begun = sorted(answer.parts["begun"] for answer in scored)  # 1.5 s pass from the first end to the last
+    assert len([each for each in begun if each < engine.ended[-1]]) >= 3, (begun, engine.ended)
 
 
 def filtered(taken: Taken) -> dict[str, float]:

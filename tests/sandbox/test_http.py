@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,19 +17,21 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
-from whet.rewards.code import Suite, run_tests
+from whet.rewards.code import Suite, compute_score, run_tests
 from whet.sandbox import http
 from whet.sandbox.http import HttpSandbox
 from whet.sandbox.local import LocalSandbox
-from whet.sandbox.protocol import Limits, Program
+from whet.sandbox.open import open_sandbox
+from whet.sandbox.protocol import Language, Limits, Program
 from whet.serving.sandbox import SandboxApp
 
 
-@pytest.fixture(scope="module")
-def address(unisolated: LocalSandbox) -> Iterator[str]:
-    """A service over the local sandbox."""
-    config = uvicorn.Config(SandboxApp(unisolated, 2).asgi, host="127.0.0.1", port=0, log_level="warning")
+@contextmanager
+def served(box: LocalSandbox) -> Iterator[str]:
+    """A service over a local sandbox."""
+    config = uvicorn.Config(SandboxApp(box, 2).asgi, host="127.0.0.1", port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -35,6 +40,20 @@ def address(unisolated: LocalSandbox) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def address(unisolated: LocalSandbox) -> Iterator[str]:
+    """A service over a sandbox without isolation."""
+    with served(unisolated) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def isolated_address(sandbox: LocalSandbox) -> Iterator[str]:
+    """A service over bubblewrap."""
+    with served(sandbox) as found:
+        yield found
 
 
 PROGRAMS = {
@@ -69,6 +88,56 @@ def test_tests_of_a_function_give_the_same(source: str, address: str, unisolated
     here, there = (run_tests(box, "python", source, tests, Limits()) for box in (unisolated, HttpSandbox(address)))
     assert [ok for ok, _ in here] == [ok for ok, _ in there]
     assert here[0][0] == (source == "def f(x): return x * x")
+
+
+ANSWERS = {  # a language after the fence, a program that writes 6, and its score
+    "python": ("print(6)", 1.0),
+    "c": ('#include <stdio.h>\nint main() { puts("6"); }', 1.0),
+    "cpp": ("#include <iostream>\nint main() { std::cout << 6; }", 1.0),
+    "bash": ("echo 6", 1.0),
+    "js": ("console.log(6)", 1.0 if shutil.which("node") else None),
+    "perl": ("print 6", 1.0),  # of the table
+    "broken": ("print 6", 0.0),  # its compiler is never happy
+    "lost": ("print 6", None),  # its command is nowhere
+    "java": ("class A {}", 0.0),  # the others are in no table
+    "rust": ("fn main() {}", 0.0),
+    "cobol": ("STOP RUN.", 0.0),
+}
+TABLE = {
+    "perl": {"file": "a.pl", "run": ["perl", "a.pl"]},
+    "broken": {"file": "a.pl", "run": ["perl", "a.pl"], "compile": ["false"], "compiled": "a"},
+    "lost": {"file": "a", "run": ["no-such-command"]},
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("language", ANSWERS)
+def test_an_answer_has_the_same_score_in_every_language(language: str, isolated_address: str) -> None:
+    source, score = ANSWERS[language]
+    text, truth = f"```{language}\n{source}\n```", {"inputs": ["1"], "outputs": ["6"]}
+    for sandbox in ("bubblewrap", isolated_address):
+        if score is None:  # fails for want of a command, and is no score of the answer
+            with pytest.raises(SandboxError, match="is not there for programs in the sandbox"):
+                compute_score(text, truth, sandbox=sandbox, languages=TABLE)
+        else:
+            assert compute_score(text, truth, sandbox=sandbox, languages=TABLE)["reward"] == score
+    before = "```python\nprint(6)\n```\nThe same again:\n"  # the last block in a known language counts
+    found = [compute_score(before + text, truth, sandbox=each)["pred"] for each in ("bubblewrap", isolated_address)]
+    assert found[0] == found[1]
+
+
+def test_options_of_this_machine_are_refused_for_a_service(address: str) -> None:
+    for options in ({"python": sys.executable}, {"paths": ("/usr",)}):
+        with pytest.raises(SandboxError, match=r"python and paths are of this machine, and the sandbox http.* is"):
+            open_sandbox(address, **options)  # type: ignore[arg-type]
+
+
+def test_a_service_that_takes_no_languages(service: tuple[HttpSandbox, list[Any]]) -> None:
+    box, answers = service
+    assert "java" in box.languages and "c" not in box.languages  # SandboxFusion's
+    with pytest.raises(SandboxError, match=r"languages has perl, and the service .* takes no languages of its"):
+        HttpSandbox(box.address, {"perl": Language("a.pl", ["perl", "a.pl"])}).run(Program("perl", "1"), [b""])
+    assert answers == []
 
 
 def test_the_answer_has_sandbox_fusions_fields(address: str) -> None:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - a program is one line
 """Programs in a sandbox of this machine: what they get, how they end, and that nothing is left."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +21,14 @@ import pytest
 
 from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
-from whet.sandbox.local import LocalSandbox
+from whet.sandbox.local import LANGUAGES, LocalSandbox
 from whet.sandbox.open import open_sandbox
 from whet.sandbox.protocol import Job, Language, Limits, Program
 
+MORE = {
+    "perl": Language("a.pl", ["perl", "a.pl"]),
+    "java": Language("A.java", ["java", "-XX:+UseSerialGC", "-Xmx64m", "A.java"]),
+}
 SHORT = Limits(seconds=1.0)
 WAYS = [pytest.param("sandbox", marks=needs_bubblewrap), "unisolated"]
 
@@ -102,6 +110,66 @@ def test_languages(box: LocalSandbox) -> None:
         assert [(ran.end, int(ran.stdout)) for ran in runs] == [("ok", 3), ("ok", 34)], language
     [broken] = box.run(Program("cpp", "int main( {"), [b""])
     assert broken.end == "compile" and b"error" in broken.stderr
+
+
+@pytest.mark.parametrize(
+    ("language", "source"),
+    [
+        ("python", "print(2 * int(open('/dev/stdin').read()), file=open('/dev/stdout', 'w'))"),
+        ("python", "import sys\nprint(2 * int(open(0).read()))\nassert open('/proc/self/cmdline').read()"),
+        ("python", "import multiprocessing\ndef f(x): return 2 * x\nwith multiprocessing.Pool(2) as pool: print(*pool.map(f, [int(input())]))"),
+        ("bash", "read a < /dev/stdin; echo $((2 * a)) > /dev/stdout; cat <(echo) >> /dev/stderr"),
+        ("c", '#include <stdio.h>\nint main() { int a; freopen("/dev/stdin", "r", stdin); scanf("%d", &a); printf("%d", 2 * a); }'),
+        ("javascript", "const fs = require('fs'); console.log(2 * Number(fs.readFileSync('/dev/stdin', 'utf8')))"),
+        ("javascript", "require('readline').createInterface({input: process.stdin}).on('line', a => console.log(2 * a))"),
+        ("perl", "print 2 * <STDIN>;"),
+        ("java", "class A { public static void main(String[] a) { System.out.println(2 * new java.util.Scanner(System.in).nextInt()); } }"),
+    ],
+)  # fmt: skip
+def test_ways_to_read_and_write(box: LocalSandbox, language: str, source: str) -> None:
+    command = (LANGUAGES | MORE)[language].run[0]
+    if not command.startswith("./") and language != "python" and shutil.which(command) is None:
+        pytest.skip(f"{command} is not installed")
+    box.languages = LANGUAGES | MORE
+    limits = Limits(seconds=30.0, cpu_seconds=30.0)
+    [ran] = box.run(Program(language, source, limits, limits), [b"21\n"])
+    assert (ran.end, ran.stdout.strip()) == ("ok", b"42"), ran
+
+
+@needs_bubblewrap
+def test_scratch_and_shared_memory_have_one_limit(sandbox: LocalSandbox) -> None:
+    code = "import os\nfor folder in ('/tmp', '/dev/shm'):\n    open(folder + '/a', 'wb').write(bytes(2 * 10**6))\n"
+    code += "print(os.listdir('/tmp'), os.listdir('/dev/shm'))"
+    ran = sandbox.run_job(Job(code=code, limits=Limits(scratch_bytes=5 * 10**6)))
+    assert (ran.end, ran.stdout) == ("ok", b"['a'] ['a']\n")
+    assert sandbox.run_job(Job(code=code, limits=Limits(scratch_bytes=3 * 10**6))).end == "failed"
+
+
+@pytest.fixture
+def toolchain() -> Iterator[Path]:
+    """A folder outside of /tmp."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_folders_of_a_toolchain(toolchain: Path) -> None:
+    folder = toolchain / "bin"
+    folder.mkdir(mode=0o755)
+    (folder / "double").write_text('#!/bin/sh\nread a < "$1"; echo $((a + a)); echo x > $0 || exit 7\n')
+    (folder / "double").chmod(0o755)
+    table = {"twice": Language("a.txt", ["double", "a.txt"])}
+    program = Program("twice", "21\n")
+    for isolated in (True, False) if shutil.which("bwrap") else (False,):
+        with pytest.raises(SandboxError, match=r"double is not there .* name its folder in paths"):
+            LocalSandbox(isolated=isolated, languages=table).run(program, [b""])
+        box = LocalSandbox(isolated=isolated, languages=table, paths=[str(folder.parent)])
+        [ran] = box.run(program, [b""])
+        assert (ran.stdout, ran.code) == (b"42\n", 7 if isolated else 0)
+        box.close()
+    for wrong in ("toolchain", str(folder / "none"), str(folder / "double"), "/", "/tmp"):
+        with pytest.raises(SandboxError, match=f"paths has '{wrong}'; expected the absolute path of a folder"):
+            LocalSandbox(paths=[wrong])
 
 
 def test_a_language_of_ones_own() -> None:

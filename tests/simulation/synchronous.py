@@ -75,7 +75,7 @@ class Collector:
         self.driver = Driver(engine, {"": EnvironmentsAtOnce()}, {"": 1e9})  # type: ignore[arg-type]
 
     def collect(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str, on_done: Any
     ) -> list[list[Trajectory]]:
         from tests.simulation.world import episodes_of
 

@@ -242,6 +242,8 @@ class Waited:
 class Judge:
     """A scorer that judges as slowly as it is asked for it, and fails on the first answer."""
 
+    scores_alone = False
+
     def __init__(self, events: list[str]) -> None:
         self.events, self.count = events, 0
 

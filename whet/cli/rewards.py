@@ -15,6 +15,7 @@ from whet.cli.algorithms import console, facts, print_kind, print_pairs
 from whet.cli.arguments import Command
 from whet.cli.serve import read_options
 from whet.registry import REWARDS, Entry
+from whet.rewards.peers import stand_ins
 
 if TYPE_CHECKING:
     from whet.rewards.check import Report, Row
@@ -39,7 +40,7 @@ def show(
     name: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
 ) -> None:
     """Print the rule of a score function, the fields that it reads, its options and examples."""
-    entry = REWARDS[name]
+    entry = _entry(name)
     output = Console(highlight=False, soft_wrap=True)
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
     output.print(Text(f"{entry.doc}\n"))
@@ -81,7 +82,7 @@ def check_reward(
     from whet.rewards.check import ROWS, check
     from whet.rewards.pool import RewardPool
 
-    entry = REWARDS[function]
+    entry = _entry(function)
     used = _rows_of(data, rows, prompt_key, answer_key) if data else example_rows(entry) or ROWS
     options = read_options(option or [])
     entry.check(options, "--option ")
@@ -94,6 +95,11 @@ def check_reward(
     _print_report(report, len(used), reads_truth)
     if report.findings:
         raise typer.Exit(1)
+
+
+def _entry(name: str) -> Entry:
+    with stand_ins():
+        return REWARDS[name]
 
 
 def example_rows(entry: Entry) -> list[Row]:

@@ -71,6 +71,9 @@ def serve_sandbox(
         str, typer.Option(help="bubblewrap, or unisolated: programs can do what this user can")
     ] = "bubblewrap",
     python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
+    path: Annotated[
+        list[str] | None, typer.Option(help="folder of a toolchain that programs see, read-only; may be repeated")
+    ] = None,
 ) -> None:
     """Serve a sandbox for programs that nobody trusts.
 
@@ -88,7 +91,7 @@ def serve_sandbox(
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
-    box = open_sandbox(sandbox, python)
+    box = open_sandbox(sandbox, python, paths=tuple(path or ()))
     typer.echo(f"programs run in {box.name}; POST http://{host}:{port}/run_code; Ctrl-C ends it")
     run(box, host, port, concurrency or os.cpu_count() or 1)
 

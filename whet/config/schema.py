@@ -194,7 +194,9 @@ class RewardConfig(Section):
     timeout_seconds: PositiveFloat = key(30.0, "deadline for scoring one response, in seconds")
     num_workers: NonNegativeInt = key(2, "reward processes; 0 scores in the trainer's process, without a deadline")
     concurrency: PositiveInt = key(16, "most calls that an async function runs at a time in one process")
-    memory_limit_mb: PositiveFloat | None = key(None, "memory at which a reward process is killed, in MB; unset: none")
+    memory_limit_mb: PositiveFloat | None = key(
+        None, "memory at which a reward process is killed, with what it started, in MB; unset: none"
+    )
     limits: dict[str, PositiveFloat] = key({}, f"limits of a function's calls in all its processes: {LIMITS}")
 
     @model_validator(mode="before")

@@ -71,6 +71,7 @@ def compute_score(
     sandbox: str = "bubblewrap",
     python: str | None = None,
     languages: Mapping[str, Mapping[str, Any]] | None = None,
+    paths: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The share of tests that the last fenced block of code passes: 1 where it passes all (`binary`), the share, or its
     fourth power (`fraction4`).
@@ -81,7 +82,8 @@ def compute_score(
     `entry_point`, is put behind it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
     and `memory_mb`; a program that was too late for one input is not run for the next. `most_tests` takes the first
     ones. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated. `languages` adds
-    languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`.
+    languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`; programs see the folders
+    `paths`, read-only, and find commands there.
     Parts: `tests` (their number), `passed` (the share). `pred` is the code.
     Raises: ValueError for a ground truth that has no tests, and for a language without a toolchain.
     """
@@ -90,7 +92,7 @@ def compute_score(
     tests = read_tests(ground_truth, extra_info or {})
     if most_tests:
         tests = replace(tests, cases=tests.cases[:most_tests])
-    box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True))
+    box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     name, source = extract_code(solution_str, language, box.languages)
     if name not in box.languages:
         raise ValueError(_without(name, box))
@@ -113,12 +115,13 @@ def check_options(
     language: str | None = None,
     python: str | None = None,
     languages: Mapping[str, Any] | None = None,
+    paths: Sequence[str] = (),
     **_: Any,
 ) -> None:
     """Raises: SandboxError where the sandbox is not there, or has no such language."""
     from whet.sandbox.open import open_sandbox
 
-    box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True))
+    box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     if language is not None and language not in box.languages:
         raise SandboxError(_without(language, box))
 

@@ -40,11 +40,11 @@ class RewardPool:
     Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or writes
     into its own connection is killed with everything that it started, and replaced. Its item becomes a Failure with
     source "reward", as after an exception; other items are not affected. An async function of one response scores
-    `concurrency` items at a time in each process. A process that uses more than `memory_limit_mb` is killed. A function
-    that takes all items at once scores one `score` call in one process, with `timeout_seconds` times their number, and
-    fails as a whole. Calls of all processes begin at least `seconds_between_calls` apart. `manager` and `tokenizer` are
-    those of WorkerSpec. Output that a function prints goes to stderr. Processes that it started end with its process,
-    and all of them with this process, even after kill -9.
+    `concurrency` items at a time in each process. A process is killed where it and all that it started use more than
+    `memory_limit_mb`. A function that takes all items at once scores one `score` call in one process, with
+    `timeout_seconds` times their number, and fails as a whole. Calls of all processes begin at least
+    `seconds_between_calls` apart. `manager` and `tokenizer` are those of WorkerSpec. Output that a function prints goes
+    to stderr. Processes that it started end with its process, and all of them with this process, even after kill -9.
 
     `num_workers=0` scores in the calling thread, without a deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, with a warning: there a late call becomes a Failure
@@ -73,6 +73,11 @@ class RewardPool:
         )
         self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
+
+    @property
+    def scores_alone(self) -> bool:
+        """True where a call scores one item, outside of the calling thread."""
+        return self._scorer.scores_alone
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
@@ -120,6 +125,11 @@ class WeightedRewards:
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
         self._pools = pools
 
+    @property
+    def scores_alone(self) -> bool:
+        """See RewardPool; of all functions."""
+        return all(pool.scores_alone for _, pool, _ in self._pools)
+
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
         return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
 
@@ -147,19 +157,21 @@ def _make_scorer(
     spec: WorkerSpec, num_workers: int, memory_limit_mb: float | None, seconds_between_calls: float
 ) -> InlineScorer | ThreadScorer | ProcessScorer:
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
-    needs_processes = (
-        f"reward.limits is set, but {shown_as} scores in the trainer's process, where calls are not limited; expected "
+    key = "reward.limits" if seconds_between_calls else "reward.memory_limit_mb"
+    needs_processes = seconds_between_calls or memory_limit_mb is not None
+    refused = ConfigError(
+        f"{key} is set, but {shown_as} scores in the trainer's process, where calls are not limited; expected "
         "reward processes: set reward.num_workers=1, and name the function as package.module:function"
     )
     if num_workers == 0:
-        if seconds_between_calls:
-            raise ConfigError(needs_processes)
+        if needs_processes:
+            raise refused
         return InlineScorer(spec.load)
     try:
         pickled = pickle_code(spec, spec.function)
     except Exception as error:  # pickling an object that the function holds may raise anything
-        if seconds_between_calls:
-            raise ConfigError(needs_processes) from error
+        if needs_processes:
+            raise refused from error
         logger.warning(
             "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
             "late call cannot be stopped. Name it as package.module:function to run it in processes",
@@ -192,6 +204,8 @@ def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], co
 class InlineScorer:
     """Scores in the calling thread, before `submit` returns, without a deadline."""
 
+    scores_alone = False
+
     def __init__(self, load: Callable[[], RewardFunction]) -> None:
         self._function = load()
 
@@ -217,6 +231,7 @@ class ThreadScorer:
         self._requests = Background("whet-rewards")
         self._lock = threading.Lock()
         self._closed = False
+        self.scores_alone = not self._function.takes_batch
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
         """Returns a future with the outcome of each item, in order.  Raises: RewardError once closed."""

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from whet.errors import RewardError, describe
 from whet.processes.children import Callee, Children, Ended, Event
+from whet.processes.memory import memory_below
 from whet.rewards.adapter import split_calls
 from whet.rewards.result import CLOSED, failure
 from whet.rewards.worker import Scored, Started
@@ -38,7 +38,6 @@ MAX_TASKS_PER_ROUND = 8
 GRACE_SECONDS = 0.5  # for a process of an async function to cancel a late call, before it is killed
 MEMORY_CHECK_SECONDS = 0.1
 MAX_DEATHS = 20  # in a row, of processes that were scoring, without a score in between
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Request:
@@ -89,27 +88,21 @@ class _Task:
 
 @dataclass
 class _Worker:
-    """A process that has started: its id, and how many calls it has served."""
+    """A process that has started: the id of its guard, below which all stays that it starts, and how many calls it has
+    served."""
 
-    pid: int
+    guard: int
     served: int = 0
-
-    @property
-    def resident_bytes(self) -> int:
-        """Memory in use; 0 once the process has ended."""
-        try:
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES
-        except (OSError, IndexError):
-            return 0
 
 
 class ProcessScorer:
     """Scores in `num_workers` processes, which are ready when the constructor returns. `spec` is a pickled WorkerSpec.
 
     A process that ends or hangs with several calls may do so by any of them: each is scored again alone. A process
-    over `memory_limit_mb` is killed; a call that is not the first of its process is scored again, since the memory may
-    be that of earlier ones. Memory in use is measured from outside: a limit of addresses (RLIMIT_AS) counts what
-    libraries reserve, and raises an error that the function can catch.
+    is killed where it and all that it started use more than `memory_limit_mb`; a call that is not the first of its
+    process is scored again, since the memory may be that of earlier ones. Memory in use is
+    measured from outside: a limit of addresses (RLIMIT_AS) counts what libraries reserve, and raises an error that the
+    function can catch.
 
     Raises: RewardError where the function cannot be loaded in a process. Where a replacement cannot load it, all
     pending and later calls raise that error.
@@ -151,6 +144,11 @@ class ProcessScorer:
         except BaseException:  # Ctrl-C must not leave processes behind either
             self.close()
             raise
+
+    @property
+    def scores_alone(self) -> bool:
+        """True where a call scores one item."""
+        return not self._takes_batch.result()
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
         """Returns a future with the outcome of each item, in order; any thread may call.  Raises: RewardError once
@@ -274,7 +272,7 @@ class ProcessScorer:
             return
         self._sources |= message.sources
         self._killed_starts = 0
-        self._ready[worker] = _Worker(message.pid)
+        self._ready[worker] = _Worker(message.guard)
         self._concurrency, self._children.in_turn = message.concurrency, message.concurrency == 1
         if len(self._ready) == self._num_workers and not self._takes_batch.done():
             self._takes_batch.set_result(message.takes_batch)
@@ -324,7 +322,7 @@ class ProcessScorer:
             return
         self._next_memory_check = time.monotonic() + MEMORY_CHECK_SECONDS
         for worker, state in list(self._ready.items()):
-            used_mb = state.resident_bytes / 2**20
+            used_mb = memory_below(state.guard, self._memory_limit_mb * 2**20) / 2**20
             if used_mb <= self._memory_limit_mb:
                 continue
             why = (

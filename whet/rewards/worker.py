@@ -22,6 +22,7 @@ from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pin
 from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
+from whet.rewards.peers import stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome
 
@@ -40,6 +41,10 @@ class WorkerSpec:
 
     def load(self) -> RewardFunction:
         """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
+        with stand_ins():
+            return self._load()
+
+    def _load(self) -> RewardFunction:
         entry = REWARDS[self.function] if isinstance(self.function, str) else REWARDS.registered(self.function)
         if entry is None:
             function: Any = self.function
@@ -69,7 +74,7 @@ class Started:
     takes_batch: bool
     sources: Mapping[str, bytes]  # the user's files that were loaded, by path
     concurrency: int = 1  # calls that it serves at a time
-    pid: int = 0
+    guard: int = 0  # the id of the process below which it is, with all that it starts
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
         caller.send(number, pickle.dumps(RewardError(why)))
         return
     concurrency = spec.concurrency if function.is_concurrent else 1
-    caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getpid())))
+    caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getppid())))
     if concurrency > 1:
         from whet.rewards.tasks import serve_concurrently  # loads asyncio
 

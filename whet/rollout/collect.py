@@ -169,14 +169,27 @@ class Collector:
         ]
 
     def collect(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        purpose: str = "rollout",
+        on_done: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[list[Trajectory]]:
-        """n trajectories of each prompt in order, not scored yet.  Raises: DeadlineError; what the engine raises."""
+        """n trajectories of each prompt in order, not scored yet; `on_done` gets each as soon as it is finished.
+        Raises: DeadlineError; what the engine raises."""
         episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
         done, total, until = dict[str, Trajectory](), len(episodes), time.monotonic() + self.deadline_seconds
         speed = self.driver.speed()
+
+        def finish(trajectory: Trajectory) -> None:
+            done[trajectory.uid] = trajectory
+            on_done(trajectory)
+
         try:
-            self.driver.add(episodes, lambda trajectory: done.update({trajectory.uid: trajectory}))
+            self.driver.add(episodes, finish)
             while len(done) < total:
                 self.driver.turn(POLL_SECONDS)
                 counted(len(done), total, speed())

@@ -79,15 +79,23 @@ class BackgroundCollector(Collector):
         return future
 
     def collect(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = PURPOSE
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        purpose: str = PURPOSE,
+        on_done: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[list[Trajectory]]:
-        """n trajectories of each prompt in order, sampled beside the others.  Raises: DeadlineError; what the engine
-        raises."""
+        """n trajectories of each prompt in order, sampled beside the others; the thread calls `on_done` with each.
+        Raises: DeadlineError; what the engine raises."""
         episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
         done, whole = dict[str, Trajectory](), self.promise()
 
         def note(trajectory: Trajectory) -> None:
             done[trajectory.uid] = trajectory
+            on_done(trajectory)
             if len(done) == len(episodes):
                 whole.set_result(by_prompt([done[episode.uid] for episode in episodes], n))
 

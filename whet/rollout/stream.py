@@ -43,6 +43,12 @@ class Outcomes(Protocol):
 class Scorer(Protocol):
     """A pool of reward processes, or another that scores responses."""
 
+    @property
+    def scores_alone(self) -> bool:
+        """True where each response is scored by itself and elsewhere: then it is submitted as soon as it is sampled.
+        False where one call scores a whole `submit_batch`, or `submit_batch` waits."""
+        ...
+
     def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
         """Begins to score, and returns at once."""
         ...
@@ -201,18 +207,26 @@ class Rollouts:
         purpose: str = "rollout",
     ) -> Sampled[list[Group]]:
         """`sample` without the wait for the scores."""
+        alone = self.scorer is not None and self.scorer.scores_alone
+        begun: dict[str, Outcomes] = {}  # by uid, where each trajectory is scored while others are sampled
+
+        def begin(trajectory: Trajectory) -> None:
+            if alone and trajectory.failure is None:
+                begun[trajectory.uid] = self.submit([trajectory])
+
         with metrics.time("time/rollout"), self.sampling():
-            sampled = self.collector.collect(prompts, n, params, step=step, purpose=purpose)
+            sampled = self.collector.collect(prompts, n, params, step=step, purpose=purpose, on_done=begin)
         trajectories = [trajectory for group in sampled for trajectory in group]
         with metrics.time("time/reward"):
-            outcomes = self.submit(trajectories)
+            pending = [begun[each.uid] for each in trajectories if each.uid in begun]
+            pending = pending if alone else [self.submit(trajectories)]
 
         def groups_of(given: Sequence[Trajectory]) -> list[Group]:
             return [Group(prompt, tuple(given[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
         def result() -> list[Group]:
             with metrics.time("time/reward"):
-                scored = with_outcomes(trajectories, outcomes.result())
+                scored = with_outcomes(trajectories, [outcome for each in pending for outcome in each.result()])
             count_failures(scored, metrics)
             return groups_of(scored)
 

@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
 from typing import Any, get_args
 
 from whet.errors import SandboxError
@@ -23,24 +25,35 @@ FULL = (429, 502, 503, 504)
 
 
 class HttpSandbox:
-    """Programs in a service. Limits other than time and memory are those of the service."""
+    """Programs in a service. Limits other than time and memory are those of the service. `languages` adds commands of
+    this side, which a service of `whet serve-sandbox` runs; SandboxFusion has its own languages only."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, languages: Mapping[str, Language] | None = None) -> None:
         self.address = address.rstrip("/").removesuffix("/run_code")
+        self._own = languages or {}
 
     @property
     def name(self) -> str:
         return self.address
 
-    @property
+    @cached_property
     def languages(self) -> Mapping[str, Language | str]:
-        return SERVED
+        """The service's names of languages, which whet's own tells; and own ones.  Raises: SandboxError."""
+        told = self._ask("/v1/languages", None, GRACE_SECONDS)
+        if told is None and self._own:
+            raise SandboxError(
+                f"languages has {', '.join(self._own)}, and the service at {self.address} takes no languages of its "
+                "clients; expected a service of `whet serve-sandbox`, or no languages; unset reward.kwargs.languages"
+            )
+        return SERVED if told is None else {**{name: name for name in told["languages"]}, **self._own}
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        limits = program.limits
+        """Runs a program once for each standard input.  Raises: SandboxError."""
+        limits, language = program.limits, self.languages[program.language]
         body = {
             "code": program.source,
-            "language": SERVED[program.language],
+            "language": language if isinstance(language, str) else program.language,
+            "whet_language": None if isinstance(language, str) else asdict(language),
             "compile_timeout": program.compiling.seconds,
             "run_timeout": limits.seconds,
             "memory_limit_MB": limits.memory_bytes // 2**20,
@@ -50,17 +63,17 @@ class HttpSandbox:
         seconds = limits.seconds + program.compiling.seconds + GRACE_SECONDS
 
         def run(given: bytes) -> Ran:
-            return self._read(self._post({**body, "stdin": given.decode(errors="replace")}, seconds))
+            return self._read(self._ask("/run_code", {**body, "stdin": given.decode(errors="replace")}, seconds) or {})
 
         return until_late(run, inputs)
 
     def close(self) -> None:
         """Does nothing: the service goes on."""
 
-    def _post(self, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self.address}/run_code", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+    def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
+        """Posts a body, or gets what is at a path: None where there is nothing."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.address}{path}", data, {"Content-Type": "application/json"})
         wait, why = WAIT_SECONDS, ""
         for last in (False,) * (TRIES - 1) + (True,):
             try:
@@ -73,6 +86,8 @@ class HttpSandbox:
                 return found
             except urllib.error.HTTPError as error:
                 why = f"status {error.code}: {error.read(500).decode(errors='replace')}"
+                if body is None and error.code in (404, 405, 501):
+                    return None
                 if error.code not in FULL:
                     break
             except (OSError, ValueError) as error:

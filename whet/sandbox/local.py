@@ -28,6 +28,7 @@ INSIDE_SHOWN = "/opt/whet"  # where it lies inside
 END_SECONDS = 1.0  # for a process whose programs are lost
 GRACE_SECONDS = 20.0  # for a busy machine, beyond a program's own limit
 LINKS = ("bin", "lib", "lib64", "sbin")  # at the root, where the distribution has them as links into /usr
+OWN = ("/", SCRATCH, "/proc", "/dev")  # folders that each program has for itself
 CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_KILL")  # for new namespaces; no program gets them
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -56,6 +57,7 @@ class LocalSandbox:
 
     Isolated programs see the system's libraries and compilers (/usr), the Python interpreter `python`, the folders
     `paths`, and an empty scratch folder; no network, no other process. `isolated=False` is resource limits alone.
+    Commands are also found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is no folder.
     """
 
     def __init__(
@@ -68,6 +70,14 @@ class LocalSandbox:
     ) -> None:
         self.languages = {**LANGUAGES, **(languages or {})}
         self._isolated, self._paths = isolated, [*paths]
+        for path in paths:
+            if not Path(path).is_absolute() or not Path(path).is_dir() or str(Path(*Path(path).parts[:2])) in OWN:
+                raise SandboxError(
+                    f"paths has {path!r}; expected the absolute path of a folder that is there, and not "
+                    f"in {SCRATCH}, /proc or /dev, of which programs have their own; correct it"
+                )
+        commands = [ENVIRONMENT["PATH"], *(each for path in paths for each in (f"{path}/bin", path))]
+        self._environment = {**ENVIRONMENT, "PATH": ":".join(commands)}
         # A virtual environment is found by the path of its interpreter, so links stay.
         self.python = [os.path.realpath(sys.executable), "-I", "-S"] if python is None else [python, "-I"]
         self._prefixes = [sys.base_prefix] if python is None else _prefixes(python)
@@ -83,7 +93,7 @@ class LocalSandbox:
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
         """Compiles a program and runs it once for each standard input.  Raises: SandboxError."""
-        language = self.languages[program.language]
+        language = program.command or self.languages[program.language]
         if program.language == "python":  # in the interpreter that is there
             job = Job(code=program.source, files=program.files, collect=program.collect, limits=program.limits)
             return until_late(lambda given: self.run_job(replace(job, stdin=given)), inputs)
@@ -103,7 +113,8 @@ class LocalSandbox:
         if ran.code == 127 and ran.stderr.startswith(b"FileNotFoundError"):
             raise SandboxError(
                 f"language {language!r}: {job.argv[0]} is not there for programs in the sandbox ({self.name}); "
-                f"expected it in {ENVIRONMENT['PATH']}; install it, or leave rows of that language out"
+                f"expected it in {self._environment['PATH']}; install it, name its folder in paths, or leave "
+                "rows of that language out"
             )
         return ran
 
@@ -138,7 +149,7 @@ class LocalSandbox:
 
     def _exchange(self, channel: socket.socket, job: Job) -> Ran:
         wanted = {"argv": [*job.argv], "code": job.code, "files": [*job.files], "collect": [*job.collect]}
-        header = {**wanted, "limits": asdict(job.limits), "environment": ENVIRONMENT}
+        header = {**wanted, "limits": asdict(job.limits), "environment": self._environment}
         for blob in (json.dumps(header).encode(), *job.files.values(), job.stdin):
             channel.sendall(LENGTH.pack(len(blob)))
             channel.sendall(blob)
@@ -197,8 +208,8 @@ class LocalSandbox:
                 words += ["--symlink", str(link.readlink()), str(link)]
             elif link.is_dir():
                 words += ["--ro-bind", str(link), str(link)]
-        alternatives = Path("/etc/alternatives")  # c++ is a link into it
-        shown = ["/usr", str(alternatives), *self._prefixes, *self._paths]
+        toolchains = ["/etc/alternatives", *map(str, Path("/etc").glob("java-*-openjdk"))]  # what /usr has links to
+        shown = ["/usr", *toolchains, *self._prefixes, *self._paths]
         shown = [path for path in dict.fromkeys(shown) if Path(path).is_dir()]
         above = sorted({str(parent) for path in [*shown, INSIDE_SHOWN] for parent in Path(path).parents} - {"/"})
         for parent in above:  # bubblewrap makes them for the owner alone

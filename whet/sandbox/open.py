@@ -11,16 +11,21 @@ from whet.sandbox.protocol import Language, Sandbox
 
 
 @cache
-def open_sandbox(name: str, python: str | None = None, languages: str = "{}") -> Sandbox:
+def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
     """The sandbox `bubblewrap`, `unisolated`, or a service at http://HOST:PORT.
 
-    `python` is the interpreter of programs on this machine, `languages` further ones as JSON:
-    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`.
+    `python` is the interpreter of programs on this machine; `languages` further ones as JSON:
+    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.
     Raises: SandboxError where it cannot hold programs."""
     if name.startswith(("http://", "https://")):
         from whet.sandbox.http import HttpSandbox
 
-        return HttpSandbox(name)
+        if python or paths:
+            raise SandboxError(
+                f"python and paths are of this machine, and the sandbox {name} is a service; expected neither; unset "
+                "them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"
+            )
+        return HttpSandbox(name, _read(languages))
     from whet.sandbox.local import LocalSandbox, check
 
     if name not in ("bubblewrap", "unisolated"):
@@ -28,7 +33,7 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}") ->
             f"no sandbox is called {name!r}; expected bubblewrap, http://HOST:PORT of a SandboxFusion service, or "
             "unisolated, which holds nothing back but resources"
         )
-    sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages))
+    sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages), paths=paths)
     check(sandbox)
     return sandbox
 

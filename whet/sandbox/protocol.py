@@ -74,7 +74,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Program:
-    """A program in a language of `languages`."""
+    """A program in a language of the sandbox's `languages`."""
 
     language: str
     source: str
@@ -82,6 +82,7 @@ class Program:
     compiling: Limits = COMPILING
     files: Mapping[str, bytes] = field(default_factory=dict)
     collect: Sequence[str] = ()
+    command: Language | None = None  # in place of that of `languages`
 
 
 class Sandbox(Protocol):

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from whet.errors import SandboxError
 from whet.sandbox.http import SERVED, TOLD
-from whet.sandbox.protocol import COMPILING, Limits, Program, Ran, Sandbox
+from whet.sandbox.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
 
 logger = logging.getLogger(__name__)
 NAMES = {theirs: ours for ours, theirs in SERVED.items()} | {name: name for name in ("c", "javascript")}
@@ -39,6 +39,7 @@ class RunRequest(BaseModel):
     memory_limit_MB: int = -1  # noqa: N815 - the interface has this name
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
+    whet_language: Language | None = None  # in place of the sandbox's own
 
 
 class SandboxApp:
@@ -48,10 +49,13 @@ class SandboxApp:
         self._sandbox, self._threads = sandbox, ThreadPoolExecutor(concurrency, "programs")
         self._unfinished, self._most = 0, concurrency + MAX_WAITING
         routes = [Route("/run_code", self._run, methods=["POST"]), Route("/v1/ping", self._ping)]
-        self.asgi = Starlette(routes=routes)
+        self.asgi = Starlette(routes=[*routes, Route("/v1/languages", self._languages)])
 
     async def _ping(self, _: Request) -> Response:
         return PlainTextResponse("pong")
+
+    async def _languages(self, _: Request) -> Response:
+        return JSONResponse({"languages": [*self._sandbox.languages]})
 
     async def _run(self, request: Request) -> Response:
         body = bytearray()
@@ -76,7 +80,8 @@ class SandboxApp:
 
     def _answer(self, asked: RunRequest) -> dict[str, Any]:
         name = NAMES.get(asked.language, asked.language)
-        if name not in self._sandbox.languages:
+        language = asked.whet_language or self._sandbox.languages.get(name)
+        if language is None:
             return _failed(f"unknown language {asked.language}; this sandbox has {', '.join(self._sandbox.languages)}")
         limits = Limits(seconds=asked.run_timeout, cpu_seconds=asked.run_timeout)
         if asked.memory_limit_MB > 0:
@@ -84,12 +89,12 @@ class SandboxApp:
         compiling = replace(COMPILING, seconds=asked.compile_timeout, cpu_seconds=asked.compile_timeout)
         try:
             files = {path: base64.b64decode(content or "", validate=True) for path, content in asked.files.items()}
-            program = Program(name, asked.code, limits, compiling, files, asked.fetch_files)
+            program = Program(name, asked.code, limits, compiling, files, asked.fetch_files, asked.whet_language)
             [ran] = self._sandbox.run(program, [(asked.stdin or "").encode(errors="replace")])
         except (SandboxError, ValueError) as error:
             logger.warning("a program could not be run: %s", error)
             return _failed(f"{error}")
-        return _told(ran, is_compiled=name in ("c", "cpp"))
+        return _told(ran, is_compiled=isinstance(language, Language) and bool(language.compile))
 
 
 def serve(sandbox: Sandbox, host: str, port: int, concurrency: int) -> None:

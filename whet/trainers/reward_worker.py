@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ class RewardWorker(Worker):
         super().__init__(placement)
         self._scorer = build_scorer(config, function, model)
 
+    @register()
+    def scores_alone(self, caller: int) -> bool:
+        """True where the process `caller` may submit items one by one, and does not wait for each."""
+        return self._scorer.scores_alone and caller != os.getpid()
+
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order."""
@@ -39,6 +45,7 @@ class PlacedRewards:
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+        self.scores_alone: bool = group.start_on(0, "scores_alone", os.getpid()).result()
 
     def submit_batch(self, items: Sequence[RewardItem]) -> PendingCall:
         return self._group.start_on(0, "score", list(items))

@@ -9,8 +9,10 @@ DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills 
     zygote - supervisor - init (process 1 of the program's namespaces) - program and what it starts
 
 A program gets new namespaces (user, process, mount, network, IPC, host name, cgroup), an empty scratch folder at /tmp
-in memory, nothing at /proc, another user id, no capabilities, a filter of system calls, and resource limits. Nothing
-else can be written. Its standard input is sent after the fork, so that it is in no memory that the program inherits.
+in memory with /dev/shm in it, another user id, no capabilities, a filter of system calls, and resource limits. /proc
+has the program's own processes and nothing else, read-only; init, and the tester of whet_peer, are not dumpable, so
+they are not shown there. Nothing else can be written. Its standard input is sent after the fork, so that it is in no
+memory that the program inherits.
 
 Unisolated, the program runs as this user with resource limits alone, in a folder of its own.
 """
@@ -35,11 +37,12 @@ import time
 from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NEW_PIDS, NEW_USERS = 0x20000000, 0x10000000
-NEW_OTHERS = 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000  # mounts, network, IPC, host name, cgroup
+NEW_PIDS, NEW_USERS, NEW_MOUNTS = 0x20000000, 0x10000000, 0x00020000
+NEW_OTHERS = NEW_MOUNTS | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000  # mounts, network, IPC, host name, cgroup
 NOBODY = 65534
-NO_SUID, NO_DEVICES, READ_ONLY = 2, 4, 1
-DROP_CAPABILITIES, SUBREAPER = (0x20080522, 0), 36
+READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTION, BIND = 1, 2, 4, 8, 4096  # of mount
+DROP_CAPABILITIES, SUBREAPER, DUMPABLE = (0x20080522, 0), 36, 4
+OWN_PROCESSES = "hidepid=ptraceable,subset=pid"  # of /proc: processes that this one may read, and no other files
 PRELOADED = ["bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"]
 PRELOADED += ["operator", "random", "re", "statistics", "string", "traceback", "typing", "whet_peer"]
 SCRATCH = "/tmp"
@@ -119,6 +122,8 @@ class Program:
         self.started = self.next_look = time.monotonic()
         if isolated:
             _check(LIBC.unshare(NEW_PIDS), "a namespace of processes")
+            for descriptor in (inputs[0], outputs[1], errors[1]):
+                os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdin
         else:
             _check(LIBC.prctl(SUBREAPER, 1, 0, 0, 0), "taking over orphans")
         self.pid = os.fork()
@@ -343,18 +348,27 @@ def init(
 
 
 def _isolate(state: socket.socket, limits: dict[str, Any]) -> None:
+    # Before the namespace of users, whose rights do not reach the namespace of processes.
+    _check(LIBC.unshare(NEW_MOUNTS), "a namespace of mounts")
+    _mount("proc", "/proc", READ_ONLY | NO_SUID | NO_DEVICES | NO_EXECUTION, OWN_PROCESSES)
     _check(LIBC.unshare(NEW_USERS | NEW_OTHERS), "new namespaces")
     state.sendall(b"u")
     if state.recv(1) != b"m":
         raise SetupError("the user of the namespace was not set")
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    for place, flags, options in (
-        (SCRATCH, 0, f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=0755"),
-        ("/proc", READ_ONLY, "size=4k,nr_inodes=1"),
-    ):
-        call = (b"tmpfs", place.encode(), b"tmpfs", ctypes.c_ulong(NO_SUID | NO_DEVICES | flags), options.encode())
-        _check(LIBC.mount(*call), f"a file system at {place}")
+    LIBC.prctl(DUMPABLE, 0, 0, 0, 0)
+    size = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files'] + 2},mode=0755"
+    _mount("tmpfs", SCRATCH, NO_SUID | NO_DEVICES, size)
+    for name, place in (("shm", "/dev/shm"), ("tmp", SCRATCH)):  # one file system, whose limits count both
+        os.mkdir(f"{SCRATCH}/{name}")
+        _mount(f"{SCRATCH}/{name}", place, BIND)
+
+
+def _mount(source: str, place: str, flags: int, options: str = "") -> None:
+    """Mounts a file system by the name of its type, or a folder."""
+    call = (source.encode(), place.encode(), source.encode(), ctypes.c_ulong(flags), options.encode())
+    _check(LIBC.mount(*call), f"a file system at {place}")
 
 
 def _run(job: dict[str, Any], *, isolated: bool) -> None:
@@ -375,6 +389,7 @@ def _run(job: dict[str, Any], *, isolated: bool) -> None:
             resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 1,) * 2)
             header, nothing = struct.pack("Ii", *DROP_CAPABILITIES), bytes(24)
             _check(LIBC.capset(header, nothing), "dropping capabilities")
+            LIBC.prctl(DUMPABLE, 1, 0, 0, 0)  # it may read /proc/self
             seccomp.install(FILTER)
         if job["argv"]:
             os.execvpe(job["argv"][0], job["argv"], job["environment"])
