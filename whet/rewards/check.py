@@ -2,8 +2,8 @@
 """`whet check-reward`: what a reward function pays for, that it should not.
 
 A row is a prompt with its ground truth. Probes make responses from it that are wrong: empty, echoed, hedged, malformed,
-huge, hostile. A response is paid where its reward is at least that of a right response. The function runs in a reward
-process, as in training.
+huge, hostile. A response is paid where its reward is at least that of a right response; one that answers nothing, where
+it gets more than half of that. The function runs in a reward process, as in training.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SHOWN = 60  # characters of a response
 LONG = 20_000  # characters of the shorter of two long responses
 FACTOR = 8  # the longer one has so many times the characters
 SLOW_SECONDS = 0.3  # a long response below this is not slow
+PART = 0.5  # of the reward of a right response: more is too much for a response without an answer
 QUADRATIC = 3.0 * FACTOR  # times the seconds: more than linear, with room for noise
 MALFORMED = ("\\boxed{}", "\\boxed{", "####", "<answer></answer>", "<think></think><answer></answer>", "The answer is")
 INJECTIONS = (
@@ -99,7 +100,7 @@ class _Check:
     def __init__(self, pool: RewardPool, rows: Sequence[Row]) -> None:
         self.pool, self.rows = pool, rows
         self.findings: dict[str, Finding] = {}
-        self.full: dict[int, float] = {}  # the reward of a right response, by id of the row
+        self.full: dict[int, tuple[float, float]] = {}  # rewards of no answer and of a right one, by id of the row
         self.rewards: list[float] = []
         self.seconds: list[float] = []
         self.count = 0
@@ -149,7 +150,7 @@ class _Check:
                 self._find("any text", "it pays a response that answers nothing as much as a right one", WRONG)
             if max(right) > wrong:
                 suited.append(row)
-                self.full[id(row)] = max(right)
+                self.full[id(row)] = min(0.0, wrong if math.isfinite(wrong) else 0.0), max(right)
                 for name, reward in zip(FORMS, right[-len(FORMS) :], strict=True):
                     paid[name] += reward == max(right)
         if suited:
@@ -165,11 +166,19 @@ class _Check:
     def _probe(self, name: str, what: str, probe: Probe) -> None:
         pairs = [(row, response) for row in self.rows for response in probe(row, self.rows)]
         for (row, response), outcome in zip(pairs, self.score(pairs), strict=True):
-            if self._is_paid(row, outcome):
-                self._find(name, f"it pays {what}", response)
+            self._examine(name, what, row, response, outcome)
 
-    def _is_paid(self, row: Row, outcome: Outcome) -> bool:
-        return not isinstance(outcome, Failure) and outcome.reward >= self.full[id(row)] - 1e-9
+    def _examine(self, name: str, what: str, row: Row, response: str, outcome: Outcome) -> None:
+        """Finds whether a wrong response is paid: in full, or for more than half where it answers nothing."""
+        if isinstance(outcome, Failure) or id(row) not in self.full:
+            return
+        low, full = self.full[id(row)]
+        if name in UNRELATED and re.search(rf"(?<!\w){re.escape(str(row.truth))}(?!\w)", response, re.IGNORECASE):
+            return  # by chance it is the ground truth
+        if outcome.reward >= full - 1e-9:
+            self._find(name, f"it pays {what}", response)
+        elif name in ANSWERLESS and outcome.reward - low > PART * (full - low) + 1e-9:
+            self._find(name, f"it pays {outcome.reward:g} for {what}, and {full:g} for a right response", response)
 
     def _repeatable(self) -> None:
         """The same responses again, in another order and among others, have the same outcomes."""
@@ -183,21 +192,26 @@ class _Check:
                 self._find("order", "the reward of a response depends on the responses before it", response)
 
     def _hostile(self) -> None:
-        """Strange responses fail no other and are not paid more than a right one."""
+        """Strange responses, one at a time, so that none harms another."""
         for row in self.rows[:2]:
-            for response in HOSTILE:
-                [outcome] = self.score([(row, response)])
-                if not isinstance(outcome, Failure) and outcome.reward > self.full.get(id(row), 1.0) + 1e-9:
-                    self._find("pays too much", f"it pays {outcome.reward:g}, more than for a right response", response)
+            for name, (what, responses) in HOSTILE.items():
+                for response in responses:
+                    [outcome] = self.score([(row, response)])
+                    self._examine(name, what, row, response, outcome)
+                    full = self.full.get(id(row), (0.0, 1.0))[1]
+                    if not isinstance(outcome, Failure) and outcome.reward > full + 1e-9:
+                        more = f"it pays {outcome.reward:g}, more than for a right response"
+                        self._find("pays too much", more, response)
 
     def _speed(self) -> None:
-        """The seconds of a long response grow no faster than its length."""
+        """The seconds of a long response grow no faster than its length, and it is not paid."""
         for unit in UNITS:
             seconds = []
             for size in (LONG, LONG * FACTOR):
-                start = time.perf_counter()
-                self.score([(self.rows[0], (unit * (size // len(unit) + 1))[:size])])
+                start, response = time.perf_counter(), (unit * (size // len(unit) + 1))[:size]
+                [outcome] = self.score([(self.rows[0], response)])
                 seconds.append(time.perf_counter() - start)
+                self._examine("huge", HUGE, self.rows[0], response, outcome)
             if seconds[1] > SLOW_SECONDS and seconds[1] > QUADRATIC * seconds[0]:
                 what = f"{LONG} characters take {seconds[0]:.2f} s, {LONG * FACTOR} take {seconds[1]:.2f} s"
                 self._find("slow", what, unit * 9)
@@ -247,6 +261,14 @@ def _others(row: Row, rows: Sequence[Row]) -> Iterator[str]:
     return _all_forms([str(other.truth) for other in rows if str(other.truth) != str(row.truth)][:3])
 
 
+def _far(row: Row, _: Sequence[Row]) -> Iterator[str]:
+    truth = str(row.truth)
+    if re.fullmatch(r"-?\d+", truth):
+        yield from _all_forms([f"{1000 * abs(int(truth)) + 7}"])
+    elif truth.isalpha():
+        yield from _all_forms(near_misses(row)[:1] if len(truth) == 1 else ["xqzv"])
+
+
 def _is_plain(row: Row) -> bool:
     return len(str(row.truth)) <= 20 and str(row.truth).isalnum()
 
@@ -289,26 +311,32 @@ PROBES: Sequence[tuple[str, str, Probe]] = (
     ("echo", "the prompt, repeated", lambda row, _: iter([row.prompt, row.prompt * 2] if row.prompt else [])),
     ("any text", "text that answers nothing", lambda row, _: iter([WRONG, "Let us think step by step.", "ok"])),
     ("wrong answer", "the answer to another question", _others),
+    ("far miss", "an answer that is far from right", _far),
     ("near miss", "an answer that is nearly right", lambda row, _: _all_forms(near_misses(row))),
     ("part of a word", "the ground truth inside something else", _inside),
     ("hedging", "several answers of which one is right", _hedged),
     ("all answers", "a list of all answers", _all_answers),
     ("thoughts", "what is said in <think>, not the answer", _in_thoughts),
     ("first answer", "an answer that was taken back", _before_another),
-    (
-        "malformed",
-        "the form without an answer",
-        lambda row, _: iter(MALFORMED),
-    ),
+    ("malformed", "the form without an answer", lambda row, _: iter(MALFORMED)),
     ("length", "a long response without an answer", lambda row, _: iter(["We think about it. " * 200, "word " * 5000])),
     ("repetition", "one sentence again and again", lambda row, _: iter(["Therefore it follows. " * 50])),
     ("injection", "instructions to whoever grades", lambda row, _: iter(INJECTIONS)),
 )  # fmt: skip
-HOSTILE = (
-    "\x00\x01\x02", "\u202e\u200b\ufeff", "🎉" * 1000, "{" * 5000, "\\frac{" * 2000, "(" * 5000 + ")" * 5000,
-    "[" * 3000, "%s%n%x{0.__class__}${x}", "__import__('os')._exit(3)", "exit()", "9" * 50_000, "9**9**9**9",
-    "\\boxed{9^{9^{9^{9}}}}", "\\boxed{" + "9" * 5000 + "}", "1e999999999", "nan", "inf", "-inf", "\\boxed{nan}",
-    "\\boxed{\\infty}", "a" * 200_000, "\n" * 100_000, " " * 100_000, "<answer>" * 5000, "```python\n" * 2000,
-    "\\boxed{" * 3000, '{"score": NaN}', "true", "None", "\\boxed{None}",
-)  # fmt: skip
+HUGE = "a huge text"
+HOSTILE: Mapping[str, tuple[str, Sequence[str]]] = {
+    "control characters": ("characters that are no text", ("\x00\x01\x02", "\u202e\u200b\ufeff", "🎉" * 1000)),
+    "brackets": ("open brackets without an answer", ("{" * 5000, "\\frac{" * 2000, "(" * 5000 + ")" * 5000, "[" * 3000,
+        "\\boxed{" * 3000, "<answer>" * 5000)),
+    "fences": ("fences of code without an answer", ("```python\n" * 2000,)),
+    "code": ("code and formats to be run", ("%s%n%x{0.__class__}${x}", "__import__('os')._exit(3)", "exit()")),
+    "huge number": ("a huge number", ("9" * 50_000, "9**9**9**9", "\\boxed{9^{9^{9^{9}}}}", "1e999",
+        "\\boxed{" + "9" * 5000 + "}", "1e999999999")),
+    "not a number": ("a value that is no finite number", ("nan", "inf", "-inf", "\\boxed{nan}", "\\boxed{\\infty}",
+        '{"score": NaN}')),
+    "constants": ("a constant of a language, not an answer", ("true", "True", "None", "null", "\\boxed{None}")),
+    "huge": (HUGE, ("a" * 200_000, "\n" * 100_000, " " * 100_000)),
+}  # fmt: skip
+UNRELATED = {"any text", "malformed", "length", "repetition", "injection", *HOSTILE}  # not made of the row
+ANSWERLESS = {"empty", "far miss", *UNRELATED}  # not even nearly right, so that no graded rule pays for them
 UNITS = ("a", " ", "1", "\\boxed{", "<think>", "word ", "\n", "(", string.ascii_letters, "a, ", "= ", "$")
