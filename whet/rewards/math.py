@@ -19,7 +19,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, extrac
 from math_verify import LatexExtractionConfig, parse, verify
 
 from whet.registry import register_reward
-from whet.rewards.result import after_thought, number_text
+from whet.rewards.result import after_thought, is_repeated, number_text
 
 # math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
 # deadline math-verify warns on first use, unless these flags say that it already warned.
@@ -74,24 +74,26 @@ _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\
     aliases=("math_verify",),
     examples=((r"So \boxed{\frac12}.", "0.5", 1.0), ("The answer is 2/3.", "3", 0.0)),
 )
-def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
+def compute_score(
+    solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
+) -> dict[str, float | str | None]:
     """1 where the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
 
     The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
-    content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression. An
-    expression is read whole: "2/3" is not 3, and "5 or 6" is the set of both. Adjacent boxes are joined where the truth
-    has several values. Both are normalised first (docs/rewards.md has the list). `ground_truth` may be boxed. `pred` is
-    the answer's `vote`.
+    content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression,
+    unless it belongs to the prompt, repeated. An expression is read whole: "2/3" is not 3, and "5 or 6" is the set of
+    both. Adjacent boxes are joined where the truth has several values. Both are normalised first (docs/rewards.md has
+    the list). `ground_truth` may be boxed. `pred` is the answer's `vote`.
     """
     truth = extract_boxes(str(ground_truth), joined=True)
     truth = str(ground_truth) if truth is None else truth
-    answer = extract_answer(solution_str, truth)
+    answer = extract_answer(solution_str, truth, prompt_str)
     if answer is None:
         return {"reward": 0.0, "pred": None}
     return {"reward": float(is_equal(answer, truth)), "pred": vote(answer)}
 
 
-def extract_answer(text: str, truth: str = "") -> str | None:
+def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
     """Returns the answer as written, without its box; None where the text has none.
 
     Adjacent boxes are one answer where the truth has several values and the last box has one."""
@@ -108,7 +110,9 @@ def extract_answer(text: str, truth: str = "") -> str | None:
         if sentence and sentence[0]:
             start, first = next(find_expressions(rest), (sentence.end() + 1, ""))
             return first if start <= sentence.end() else sentence[0]
-    return last_expression(text)
+    found = last_expression(text)
+    start = text.rfind(found) if found and prompt else -1
+    return None if start >= 0 and is_repeated(text, start, prompt) else found
 
 
 def extract_boxes(text: str, *, joined: bool = False) -> str | None:
