@@ -51,7 +51,8 @@ def forms(answer: str) -> Iterator[str]:
     value = value_of(answer)
     if not RELATION.search(answer):
         yield f"x = {answer}"
-        yield f"{answer} = x"
+        if len(answer) > 1 or answer.isdigit():  # of "A = x", A may be the name
+            yield f"{answer} = x"
     if value is not None:
         yield from _numbers(answer, value)
     elif found := DEGREES.fullmatch(answer):

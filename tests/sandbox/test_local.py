@@ -109,9 +109,21 @@ def test_a_language_of_ones_own() -> None:
     box = LocalSandbox(isolated=False, languages={"awk": awk, "lost": Language("a", ["no-such-tool"])})
     [ran] = box.run(Program("awk", "{ print $1 * 2 }"), [b"21\n"])
     assert ran.stdout == b"42\n"
-    with pytest.raises(SandboxError, match="no-such-tool is not there for programs in the sandbox"):
+    with pytest.raises(SandboxError, match="no-such-tool is not there or does not start for programs in the sandbox"):
         box.run(Program("lost", ""), [b""])
     box.close()
+
+
+def test_a_toolchain_that_cannot_start_is_an_error_and_a_program_that_ends_so_is_not(tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho 'tool: error while loading shared libraries: libx.so' >&2\nexit 127\n")
+    tool.chmod(0o755)
+    for language in (Language("a.x", [str(tool), "a.x"]), Language("a.x", ["./a"], [str(tool), "a.x"], "a")):
+        box = LocalSandbox(isolated=False, languages={"x": language})
+        with pytest.raises(SandboxError, match=r"does not start for programs in .*: tool: error while loading shared"):
+            box.run(Program("x", "anything"), [b""])
+    [ran] = LocalSandbox(isolated=False).run(Program("bash", "no-such-command"), [b""])
+    assert (ran.end, ran.code) == ("failed", 127)
 
 
 def test_what_a_killed_program_started_ends_with_it(box: LocalSandbox, tmp_path: Path) -> None:
