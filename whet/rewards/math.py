@@ -76,7 +76,7 @@ _SIDES = re.compile(r"(?<![<>!])=")
 _TEXT = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s?\{"
 # Text behind an answer that is a remark or another answer, not a unit: "42 \text{ is wrong}", "42 \text{ (43)}".
 _REMARK = re.compile(
-    rf"\S\s*{_TEXT}"
+    rf"[\w)}}\]]\s*{_TEXT}"
     r"[^{}]*(?:(?<![a-zA-Z^])\d|[,;:?!]|(?<![a-z])\(|\b(?:not?|nor|or|and|but|is|was|wrong|maybe)\b)[^{}]*\}\s*$",
     re.IGNORECASE,
 )
@@ -175,7 +175,7 @@ def is_equal(answer: str, truth: str) -> bool:
     elif _INTERVAL.fullmatch(other) and (chain := _CHAIN.fullmatch(one)):
         left, right = ("[" if chain[2] not in ("<", "\\lt") else "("), ("]" if chain[3] not in ("<", "\\lt") else ")")
         answer = f"{left}{chain[1]}, {chain[4]}{right}"
-    if (_REMARK.search(answer) and not _REMARK.search(truth)) or len({*_units(answer, truth)}) > 1:
+    if (_REMARK.search(normalise(answer)) and not _REMARK.search(truth)) or len({*_units(answer, truth)}) > 1:
         return False
     units = not _VARIABLE_LAST.search(normalise(truth))
     parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)

@@ -103,11 +103,11 @@ class LocalSandbox:
         if ran.code == 127 and not job.argv[0].startswith("./"):  # a program may end so too; an empty one does not
             empty = self.run_job(replace(job, files=dict.fromkeys(job.files, b""), stdin=b""))
             if empty.code == 127:
-                said = empty.stderr.decode(errors="replace").strip().splitlines()
+                said = empty.stderr.decode(errors="replace").strip()
+                why = "is not there" if said.startswith("FileNotFoundError") else f"does not start ({said[-200:]})"
                 raise SandboxError(
-                    f"language {language!r}: {job.argv[0]} is not there or does not start for programs in the sandbox "
-                    f"({self.name}): {said[-1] if said else 'exit code 127'}; expected it, with its libraries, in "
-                    f"{ENVIRONMENT['PATH']}; install it there, or leave rows of that language out"
+                    f"language {language!r}: {job.argv[0]} {why} for programs in the sandbox ({self.name}); expected it "
+                    f"in {ENVIRONMENT['PATH']}; install it, or leave rows of that language out"
                 )
         return ran
 
