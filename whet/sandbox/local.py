@@ -106,8 +106,8 @@ class LocalSandbox:
                 said = empty.stderr.decode(errors="replace").strip()
                 why = "is not there" if said.startswith("FileNotFoundError") else f"does not start ({said[-200:]})"
                 raise SandboxError(
-                    f"language {language!r}: {job.argv[0]} {why} for programs in the sandbox ({self.name}); expected it "
-                    f"in {ENVIRONMENT['PATH']}; install it, or leave rows of that language out"
+                    f"language {language!r}: {job.argv[0]} {why} for programs in the sandbox ({self.name}); expected "
+                    f"it in {ENVIRONMENT['PATH']}; install it, or leave rows of that language out"
                 )
         return ran
 
