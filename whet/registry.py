@@ -47,6 +47,8 @@ FOREIGN_COLUMNS = {
 }
 # Parameters that are not columns: the caller supplies them by name, unless the user sets them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
+# Parameters that are fields of a row even where they have a default.
+FIELDS = frozenset({"prompt_str", "extra_info"})
 
 
 class Resolved(dict[str, Any]):
@@ -274,7 +276,7 @@ def entry_of(
     keyword_only = [p for p in signature if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     is_foreign = has_foreign_form and not keyword_only
-    foreign = [p for p in positional if p.default is not REQUIRED and is_foreign]
+    foreign = [p for p in positional if p.default is not REQUIRED and is_foreign and p.name not in FIELDS]
     return Entry(
         kind=kind,
         name=name,

@@ -51,6 +51,8 @@ def forms(answer: str) -> Iterator[str]:
     value = value_of(answer)
     if not RELATION.search(answer):
         yield f"x = {answer}"
+        if len(answer) > 1 or answer.isdigit():  # of "A = x", A may be the name
+            yield f"{answer} = x"
     if value is not None:
         yield from _numbers(answer, value)
     elif found := DEGREES.fullmatch(answer):
@@ -60,6 +62,8 @@ def forms(answer: str) -> Iterator[str]:
         yield f"{found[1]}{','.join(parts)}{found[3]}"
         yield f"{found[1]} {' ,  '.join(parts)} {found[3]}"
         yield rf"\left{found[1]}{', '.join(parts)}\right{found[3]}"
+        if r"\infty" in answer and found[1] != "[" and found[3] != "]":
+            yield rf"{parts[0]} < x < {parts[1]}"
     elif found := MATRIX.fullmatch(answer):
         yield rf"\begin{{bmatrix}}{found[1]}\end{{bmatrix}}"
         yield answer.replace(" ", "")
@@ -85,6 +89,7 @@ def _numbers(answer: str, value: Fraction) -> Iterator[str]:
         yield rf"\${sign}{above}"
         yield rf"\frac{{{sign}{2 * above}}}{{2}}"
         yield f"{sign}{above}/1"
+        yield rf"{sign}{above}\text{{ cm}}^2"
         if above >= 1000:
             yield f"{sign}{above:,}"
             yield f"{sign}{above:,}".replace(",", "{,}")
@@ -102,6 +107,25 @@ def _numbers(answer: str, value: Fraction) -> Iterator[str]:
         yield rf"{100 * value.numerator / below:.10f}".rstrip("0").rstrip(".") + r"\%"
 
 
+def _not_numbers(value: int) -> Iterator[str]:
+    """Answers with a number in them that is right, which are not that number: remarks, lists, the question again."""
+    other = value + 1
+    yield rf"{value} \text{{, {other}, {other + 1}}}"
+    yield rf"{value} \text{{ is wrong, it is {other}}}"
+    yield rf"{value}\text{{ not}}"
+    yield rf"{value} \text{{ ({other})}}"
+    yield f"{other} = {value}"
+    yield f"{value},{value}"
+    yield f"[{value}]"
+    yield f"({value - 1}+1)"
+    yield f"x={value - 1}+1"
+    yield rf"\left({value - 1}+1\right)"
+    yield rf"{value - 1}+1\text{{ apples}}"
+    yield f"{{{value - 1}}}+{{1}}"
+    yield f"{value - 1}-(-1)"
+    yield rf"1\cdot({value - 1}+1)"
+
+
 def near_misses(answer: str) -> Iterator[str]:
     """Answers that are nearly right, each of them wrong."""
     value = value_of(answer)
@@ -117,6 +141,8 @@ def near_misses(answer: str) -> Iterator[str]:
             yield str(value.numerator)[:-1]
             yield str(value.numerator) + "0"
             yield str(value.numerator) + "7"
+        if value.denominator == 1:
+            yield from _not_numbers(value.numerator)
     elif found := TUPLE.fullmatch(answer):
         parts = [part.strip() for part in found[2].split(",")]
         if parts != parts[::-1]:

@@ -9,9 +9,10 @@ import pytest
 from tests.rewards.broken_graders import FAULTS, right
 from whet.cli.app import main
 from whet.registry import REQUIRED, REWARDS, Entry
-from whet.rewards.check import ROWS, check, shorten
+from whet.rewards.check import ROWS, Row, check, shorten
 from whet.rewards.pool import RewardPool
 
+ROOT = Path(__file__).resolve().parents[2]
 BROKEN = "tests/rewards/broken_graders.py"
 
 
@@ -27,7 +28,7 @@ def test_there_are_enough() -> None:
     assert all(inspect.isfunction(function) for function, _ in FAULTS.values())
 
 
-@pytest.mark.parametrize("name", ["hedging", "echo"])
+@pytest.mark.parametrize("name", ["hedging", "echo", "huge", "far miss"])
 def test_findings(name: str) -> None:
     grader = next(grader for grader, (_, names) in FAULTS.items() if name in names)
     assert FAULTS[grader][1] & found_in(f"{BROKEN}:{grader}")
@@ -65,6 +66,31 @@ def test_no_shipped_function_is_caught(entry: Entry, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main(["check-reward", entry.name, *(["--option", "sandbox=unisolated"] if entry.name == "code" else [])])
     assert ended.value.code in (0, None), capsys.readouterr().out
+
+
+ON_ROWS = [
+    ("gsm8k", "gsm8k/test.jsonl", "question"),
+    ("math_dapo", "math/benchmarks.jsonl", "prompt"),
+    ("geo3k", "math/deepmath_1000.jsonl", "prompt"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("function", "file", "prompt_key"), ON_ROWS, ids=lambda value: str(value).partition("/")[0])
+def test_no_shipped_function_is_caught_on_published_rows(
+    function: str, file: str, prompt_key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT.parent / "shared" / "data" / file
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    with pytest.raises(SystemExit) as ended:
+        main(["check-reward", function, "--data", str(path), "--prompt-key", prompt_key, "--rows", "40"])
+    assert ended.value.code in (0, None), capsys.readouterr().out
+
+
+def test_a_row_as_published_has_its_answer_behind_the_mark() -> None:
+    assert Row("?", "1 + 2 = 3\n#### 3").answer == Row("?", 3).answer == "3"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,23 @@ def test_pytest_files() -> None:
     assert score(right.replace("x * x", "x + x"), tests, python=sys.executable)["reward"] == 0.0
 
 
+def test_a_missing_pytest_is_an_error_and_no_wrong_answer() -> None:
+    # The interpreter of the sandbox sees no packages, unless one is named.
+    with pytest.raises(SandboxError, match=r"pytest is not installed.*name one in reward.kwargs.python"):
+        score("def f(x):\n    return x", {"pytest": "from solution import f\n\ndef test_f():\n    assert f(1) == 1\n"})
+    # Code that says so is wrong.
+    said = 'def f(x):\n    raise RuntimeError("pytest is not installed in the sandbox\'s interpreter")'
+    tests = {"pytest": "from solution import f\n\ndef test_f():\n    assert f(1) == 1\n"}
+    assert score(said, tests, python=sys.executable)["reward"] == 0.0
+
+
+def test_tests_of_a_function_are_for_python() -> None:
+    fenced = "```javascript\nfunction f(x) { return x * x }\n```"
+    assert compute_score(fenced, ["assert f(2) == 4"], sandbox="unisolated")["reward"] == 0.0
+    with pytest.raises(ValueError, match="language='javascript', and the ground truth has tests of a function"):
+        compute_score(fenced, ["assert f(2) == 4"], sandbox="unisolated", language="javascript")
+
+
 @pytest.mark.parametrize(("mode", "reward"), [("binary", 0.0), ("fraction", 0.75), ("fraction4", 0.31640625)])
 def test_the_share_of_tests(mode: Any, reward: float) -> None:
     cases = [f"assert f({x}) == {x * x}" for x in (0, 1, 2)] + ["assert f('a') == 'aa'"]

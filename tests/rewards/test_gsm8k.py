@@ -139,6 +139,40 @@ def test_what_was_read_from_the_text_is_said(answer, pred):
     assert compute_score(answer, "72")["pred"] == pred
 
 
+@pytest.mark.parametrize("method", ["flexible", "strict"])
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("<think>#### 72</think>", 0.0),
+        ("<think>It is 72.</think>So it is many.", 0.0),
+        ("<think>#### 71</think>#### 72", 1.0),
+        ("<think>#### 72</think>#### 71", 0.0),
+    ],
+)
+def test_a_thought_is_no_answer(method, answer, reward):
+    assert compute_score(answer, "72", method=method)["reward"] == reward
+
+
+PROMPT = "Wendi feeds her flock in three meals. In the final meal she needs 20 cups, if the flock has 20 chickens?"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (PROMPT, 0.0),
+        (f"{PROMPT} {PROMPT}", 0.0),
+        (f"Let me see. {PROMPT}\n", 0.0),
+        (f"Well: {PROMPT[30:97]}", 0.0),  # a part of it
+        (f"{PROMPT}\n20", 1.0),
+        ("She needs 20 cups", 1.0),  # a few words of it
+        ("20", 1.0),
+    ],
+)
+def test_the_prompt_repeated_is_no_answer(answer, reward):
+    assert compute_score(answer, "20", PROMPT)["reward"] == reward
+    assert compute_score("What is 3 + 20?", "20", "What is 3 + 20?")["reward"] == 0.0
+
+
 def test_a_ground_truth_as_published():
     truth = "Natalia sold 48/2 = <<48/2=24>>24 clips.\nAltogether 48+24 = <<48+24=72>>72 clips.\n#### 72"
     assert flexible("72", truth) == 1.0 and flexible("24", truth) == 0.0

@@ -146,3 +146,14 @@ def test_published_answers_parse_and_differ_from_each_other():
         assert compute_score(f"\\boxed{{\\displaystyle {answer}}}", answer) == 1.0, answer
         if answer.isdecimal() and other.isdecimal():
             assert compute_score(f"\\boxed{{{other}}}", answer) == float(int(answer) == int(other))
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Simplify $\\sqrt{16}$.", "Write 2 + 2 as one number, if there is one, and call it 4."]
+)
+def test_the_prompt_repeated_is_no_answer(prompt):
+    assert judge(prompt, "4")["reward"] == 1.0
+    for echo in (prompt, f"{prompt} {prompt}", f"Well. {prompt}\n"):
+        assert judge(echo, "4", prompt) == {"reward": 0.0, "pred": None}
+    for right in (f"{prompt}\n4", f"{prompt} That is 4.", f"\\boxed{{4}} {prompt}", "4"):
+        assert judge(right, "4", prompt)["reward"] == 1.0

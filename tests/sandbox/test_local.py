@@ -182,6 +182,20 @@ def test_a_language_of_ones_own() -> None:
     box.close()
 
 
+def test_a_toolchain_that_cannot_start_is_an_error_and_a_program_that_ends_so_is_not(tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho 'tool: error while loading shared libraries: libx.so' >&2\nexit 127\n")
+    tool.chmod(0o755)
+    for language in (Language("a.x", [str(tool), "a.x"]), Language("a.x", ["./a"], [str(tool), "a.x"], "a")):
+        box = LocalSandbox(isolated=False, languages={"x": language})
+        with pytest.raises(
+            SandboxError, match=r"does not start \(tool: error while loading shared libraries: libx.so\) for"
+        ):
+            box.run(Program("x", "anything"), [b""])
+    [ran] = LocalSandbox(isolated=False).run(Program("bash", "no-such-command"), [b""])
+    assert (ran.end, ran.code) == ("failed", 127)
+
+
 def test_what_a_killed_program_started_ends_with_it(box: LocalSandbox, tmp_path: Path) -> None:
     code = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
     code += "        os.execvp('sleep', ['sleep', '7654321'])\n    os._exit(0)\ntime.sleep(0.2)"

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from whet.config import TrainConfig, load_config
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RewardError
 from whet.models.init import init_model
+from whet.protocol import DataProto
 from whet.rollout.collect import Collector
 from whet.trainers.build import train
+from whet.trainers.columns import ColumnPlan
 from whet.types import Message, Prompt, Trajectory
 
 JUDGED = {"reward.function": None, "reward_model.rubric": "yes_no"}
@@ -75,22 +77,53 @@ def response_in(prompt: Prompt) -> str:
     return question.partition("to be judged:\n" + fence + "\n")[2].partition("\n" + fence)[0]
 
 
-def test_verdicts_that_cannot_be_read_are_worth_nothing(
+def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     model: str,
     train_config: Callable[..., TrainConfig],
     additions: list[dict[str, str]],
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes = {
-        **JUDGED,
-        "model.path": model,
-        "trainer.total_steps": 1,
-        "reward_model.combine": "add",
-        "reward_model.weight": 3.0,
-    }
+    sampled, batches = Collector.collect, list[DataProto]()
+
+    def collect(self: Collector, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[list[Trajectory]]:
+        """Every second verdict, from the first on, has no score."""
+        found = sampled(self, prompts, *given, **named)
+        if named["purpose"] != "judge":
+            return found
+        words = ["Verdict: yes" if place % 2 else "Hm." for place in range(len(found))]
+        return [
+            [replace(each, messages=(Message("assistant", said),))] for [each], said in zip(found, words, strict=True)
+        ]
+
+    added = ColumnPlan.add
+
+    def add(self: ColumnPlan, *given: Any, is_scored: bool = True) -> DataProto:
+        batch = added(self, *given, is_scored=is_scored)
+        batches.extend([batch] if is_scored else [])
+        return batch
+
+    monkeypatch.setattr(Collector, "collect", collect)
+    monkeypatch.setattr(ColumnPlan, "add", add)
+    changes = {**JUDGED, "model.path": model, "trainer.total_steps": 1, "reward_model.combine": "add"}
     run = train(train_config(changes), reward=lambda solution_str: 0.5, data=additions)
-    assert run.history[0]["reward/reward_model"] == 0.0 and run.history[0]["critic/rewards/mean"] == 0.5
-    assert "the policy's verdicts have no score where the rubric yes_no wants one" in caplog.text
+    [record], [batch] = run.history, batches
+    count = len(batch)
+    assert record["failures/reward"] == count / 2
+    assert record["reward/reward_model"] == 1.0 and record["critic/rewards/mean"] == 1.5  # of those with a verdict
+    assert batch["judge_scores"].tolist() == [0.0, 1.0] * (count // 2)
+    assert batch["response_mask"].any(1).tolist() == [False, True] * (count // 2)
+    assert batch["token_level_scores"].sum(1).tolist() == [0.0, 0.5] * (count // 2)
+    assert [error and error.source for error in batch["error"]] == ["reward", None] * (count // 2)
+
+
+def test_a_run_ends_where_no_verdict_can_be_read(
+    model: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
+) -> None:
+    changes = {**JUDGED, "model.path": model, "trainer.total_steps": 1}
+    with pytest.raises(
+        RewardError, match=r"all \d+ trajectories failed.*has no score where the rubric yes_no wants one"
+    ):
+        train(train_config(changes), data=additions)
 
 
 @pytest.mark.parametrize(

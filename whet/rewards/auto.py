@@ -95,6 +95,7 @@ def score_math_or_code(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any],
+    prompt_str: str = "",
     *,
     sandbox: str = "bubblewrap",
 ) -> Any:
@@ -106,7 +107,7 @@ def score_math_or_code(
     kind = str(extra_info.get("ability") or data_source).lower()
     named = [name for name in ("code", "math") if name in kind]
     if (named or ["code" if _has_tests(ground_truth, extra_info) else "math"])[0] == "math":
-        return REWARDS["math"].load()(solution_str, ground_truth)
+        return REWARDS["math"].load()(solution_str, ground_truth, prompt_str)
     return REWARDS["code"].load()(solution_str, ground_truth, extra_info, sandbox=sandbox)
 
 

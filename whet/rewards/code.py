@@ -81,11 +81,13 @@ def compute_score(
     of assertions, or text with them; a pytest file. A response that completes the code in `prompt`, which defines
     `entry_point`, is put behind it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
     and `memory_mb`; a program that was too late for one input is not run for the next. `most_tests` takes the first
-    ones. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated. `languages` adds
-    languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`; programs see the folders
-    `paths`, read-only, and find commands there.
+    ones. Tests of a function are for Python: code in another language fails them. `sandbox` is bubblewrap, an address
+    of a SandboxFusion service, or unisolated. `languages` adds languages:
+    `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`; programs see the folders `paths`,
+    read-only, and find commands there.
     Parts: `tests` (their number), `passed` (the share). `pred` is the code.
-    Raises: ValueError for a ground truth that has no tests, and for a language without a toolchain.
+    Raises: ValueError for a ground truth without tests, and for a language without a toolchain; SandboxError where the
+    sandbox, a compiler, an interpreter or pytest is not there.
     """
     from whet.sandbox.open import open_sandbox
 
@@ -96,8 +98,13 @@ def compute_score(
     name, source = extract_code(solution_str, language, box.languages)
     if name not in box.languages:
         raise ValueError(_without(name, box))
+    if tests.kind != "stdin" and language not in (None, "python"):
+        raise ValueError(
+            f"language={language!r}, and the ground truth has tests of a function ({tests.kind}), which call Python; "
+            "expected tests of standard input and output; unset language, or leave the row out"
+        )
     if tests.kind != "stdin" and name != "python":
-        source = ""  # the tests call Python
+        source = ""  # the tests call Python: code in another language fails them
     elif tests.kind != "stdin":
         source = _completed(source, tests)
     limits = Limits(seconds=seconds, cpu_seconds=seconds, memory_bytes=int(memory_mb * 2**20))
@@ -205,7 +212,13 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits) -> list[t
     _, mark, verdict = ran.stdout.decode(errors="replace").rpartition(f"\n{word}")
     if not mark:
         return [(False, f"{ran.end}: {_last(ran)}")] * len(tests.cases)
-    return [(bool(ok), str(why)) for ok, why in json.loads(verdict)]
+    found = [(bool(ok), str(why)) for ok, why in json.loads(verdict)]
+    if any(whet_peer.NO_PYTEST in why for _, why in found):
+        raise SandboxError(
+            f"{whet_peer.NO_PYTEST} ({box.name}), and the ground truth is a pytest file; expected an interpreter that "
+            "has it; name one in reward.kwargs.python, or install pytest for the service"
+        )
+    return found
 
 
 def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Suite:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from whet.options import Share
 from whet.registry import register_reward
-from whet.rewards.result import number_text
+from whet.rewards.result import after_thought, is_repeated, number_text
 
 # A minus sign directly after a digit, letter or bracket subtracts: "16-3" ends in 3.
 _NUMBER = re.compile(
@@ -26,16 +26,17 @@ _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[
 def compute_score(
     solution_str: str,
     ground_truth: str | int | float,
+    prompt_str: str = "",
     *,
     method: Literal["flexible", "strict"] = "flexible",
     format_score: Share = 0.0,
 ) -> dict[str, float | str | None]:
     """1 where the answer is the number of the ground truth, `format_score` where it is another number, else 0.
 
-    `strict` reads the number after the last `####`, `flexible` the last number of the text. Commas, `$` and a trailing
-    dot do not matter, and 72.0 equals 72. A number inside a fraction, power or root does not count, nor the first of
-    several after `####`. `ground_truth` is the number, or a solution as published, which ends in `#### n`. `pred` is
-    the number found.
+    `strict` reads the number after the last `####`, `flexible` the last number, both in the text after the last
+    `</think>`. Commas, `$` and a trailing dot do not matter, and 72.0 equals 72. A number inside a fraction, power or
+    root does not count, nor the first of several after `####`, nor one of the prompt, repeated. `ground_truth` is the
+    number, or a solution as published, which ends in `#### n`. `pred` is the number found.
     Raises: ValueError for a ground truth without a number, and for an unknown method.
     """
     if method not in ("flexible", "strict"):
@@ -43,7 +44,8 @@ def compute_score(
     truth = last_number(str(ground_truth).rpartition(_MARK)[2])
     if truth is None:
         raise ValueError(f"the ground truth {ground_truth!r} has no number")
-    found = _number_after_mark(solution_str) if method == "strict" else last_number(solution_str)
+    text = after_thought(solution_str)
+    found = _number_after_mark(text) if method == "strict" else last_number(text, prompt_str)
     correct = float(found == truth)
     pred = None if found is None else number_text(found)
     return {"reward": correct or (0.0 if found is None else format_score), "accuracy": correct, "pred": pred}
@@ -55,13 +57,15 @@ def _number_after_mark(text: str) -> Decimal | None:
     return _value(match) if match and not _GOES_ON.match(match.string, match.end()) else None
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text; None where there is none, or where it is part of a fraction, power or root."""
+def last_number(text: str, prompt: str = "") -> Decimal | None:
+    """The last number of a text; None where there is none, or where it is part of a fraction, power or root, or of the
+    repeated prompt."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
     start, end = matches[-1].span()
     is_part = text.startswith("^", end) or _PART_OF.search(text[max(0, start - 80) : start])
+    is_part = is_part or (prompt and is_repeated(text, start, prompt))
     return None if is_part else _value(matches[-1])
 
 

@@ -19,7 +19,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, extrac
 from math_verify import LatexExtractionConfig, parse, verify
 
 from whet.registry import register_reward
-from whet.rewards.result import after_thought, number_text
+from whet.rewards.result import after_thought, is_repeated, number_text
 
 # math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
 # deadline math-verify warns on first use, unless these flags say that it already warned.
@@ -38,6 +38,7 @@ NORMALISATIONS = tuple(
         r"(?<!\\)\\[()\[\]]|\\?\$|(?<![\w}])[€£¥₹](?=\s?[\d.])|(?<=\d)\s?[€£¥₹]": "",
         r"^[\s*_`\"“”,;:=~≈]+|(?:(?<!\\)[\s*_`\"“”.,;:])+$": "",
         r"(?<=\d),\s?\\!\s?(?=\d{3}(?!\d))": ",",
+        r"^(?![a-zA-Z]\s?=)([^=<>]*[^=<>,!\s])\s?=\s?([a-zA-Z])$": r"\2 = \1",
         r"^[a-zA-Z]\s?=\s?(?=-?\d{1,3}(?:,\d{3})+$)": "",
         rf"(?<![\w.,^{{\\])(\d{{1,3}}){_GROUP}(?:{_GROUP})?(?:{_GROUP})?(?![\w,])": r"\1\2\3\4",
         r"(?<!\\)\\[,;: ]|~": " ",
@@ -65,7 +66,36 @@ _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _PLACES = 6  # to which math-verify rounds numbers that are not whole
-_UNEVALUATED = re.compile(rf"(?:{_NUMBER.pattern})(?:\s?(?:[-+*×·]|\\times|\\cdot)\s?(?:{_NUMBER.pattern}))+")
+# A sum, difference or product: "17+25", "41-(-1)", "7\cdot(5+1)", but not "1.5 \times 10^{3}".
+_LETTER = r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])"
+_UNEVALUATED = re.compile(
+    rf"(?:[\d)}}!]|{_LETTER})\s?[-+]\s?[-+]?(?:[\d({{.\\]|{_LETTER})"
+    r"|(?:[*×·]|\\times|\\cdot|(?<=\d)\s?x(?=\s?\d))(?!\s?\{?10\}?\s?\^)|[\d)]\s?\((?=\s?[-\d])|\)\s?\d"
+)
+_SIDES = re.compile(r"(?<![<>!])=")
+_TEXT = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s?\{"
+# Text behind an answer that is a remark or another answer, not a unit: "42 \text{ is wrong}", "42 \text{ (43)}".
+_REMARK = re.compile(
+    rf"[\w)}}\]]\s*{_TEXT}"
+    r"[^{}]*(?:(?<![a-zA-Z^])\d|[,;:?!]|(?<![a-z])\(|\b(?:not?|nor|or|and|but|is|was|wrong|maybe)\b)[^{}]*\}\s*$",
+    re.IGNORECASE,
+)
+_UNIT_LAST = re.compile(rf"(?:{_TEXT}[\s~]*|[\d}}]\s?)([a-zA-Z]+)\.?\s?\}}?(?:\^\s?\{{?\d\}}?)?$")
+_UNITS = {
+    word: number
+    for number, words in enumerate(
+        (
+            *("m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre"),
+            *("in inch", "ft foot feet", "yd yard", "mi mile", "g gram", "kg kilogram", "mg milligram", "s sec second"),
+            *("min minute", "h hr hour", "day", "week", "month", "year", "dollar", "cent", "degree", "rad radian"),
+            *("l liter litre", "ml milliliter millilitre"),
+        )
+    )
+    for word in words.split()
+}
+_LESS = r"\s?(<=?|≤|\\leq?(?![a-z])|\\leqslant|\\lt(?![a-z]))\s?"
+_CHAIN = re.compile(rf"([^<>=,]+?){_LESS}[a-zA-Z]{_LESS}([^<>=,]+)")  # 1 < x \le 2
+_INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
@@ -74,24 +104,26 @@ _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\
     aliases=("math_verify",),
     examples=((r"So \boxed{\frac12}.", "0.5", 1.0), ("The answer is 2/3.", "3", 0.0)),
 )
-def compute_score(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
+def compute_score(
+    solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
+) -> dict[str, float | str | None]:
     """1 where the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
 
     The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
-    content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression. An
-    expression is read whole: "2/3" is not 3, and "5 or 6" is the set of both. Adjacent boxes are joined where the truth
-    has several values. Both are normalised first (docs/rewards.md has the list). `ground_truth` may be boxed. `pred` is
-    the answer's `vote`.
+    content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression,
+    unless it belongs to the prompt, repeated. An expression is read whole: "2/3" is not 3, and "5 or 6" is the set of
+    both. Adjacent boxes are joined where the truth has several values. Both are normalised first (docs/rewards.md has
+    the list). `ground_truth` may be boxed. `pred` is the answer's `vote`.
     """
     truth = extract_boxes(str(ground_truth), joined=True)
     truth = str(ground_truth) if truth is None else truth
-    answer = extract_answer(solution_str, truth)
+    answer = extract_answer(solution_str, truth, prompt_str)
     if answer is None:
         return {"reward": 0.0, "pred": None}
     return {"reward": float(is_equal(answer, truth)), "pred": vote(answer)}
 
 
-def extract_answer(text: str, truth: str = "") -> str | None:
+def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
     """Returns the answer as written, without its box; None where the text has none.
 
     Adjacent boxes are one answer where the truth has several values and the last box has one."""
@@ -108,7 +140,9 @@ def extract_answer(text: str, truth: str = "") -> str | None:
         if sentence and sentence[0]:
             start, first = next(find_expressions(rest), (sentence.end() + 1, ""))
             return first if start <= sentence.end() else sentence[0]
-    return last_expression(text)
+    found = last_expression(text)
+    start = text.rfind(found) if found and prompt else -1
+    return None if start >= 0 and is_repeated(text, start, prompt) else found
 
 
 def extract_boxes(text: str, *, joined: bool = False) -> str | None:
@@ -127,7 +161,7 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 def is_equal(answer: str, truth: str) -> bool:
     """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify. A sum,
-    difference or product of numbers that is not worked out is not equal to a number.
+    difference or product that is not worked out is not equal to a number, nor is a list, or an equation of others.
 
     There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
     one, other = vote(answer), vote(truth)
@@ -136,13 +170,43 @@ def is_equal(answer: str, truth: str) -> bool:
     if _is_number(other):
         if _is_number(one):
             return round(Decimal(one), _PLACES) == round(Decimal(other), _PLACES)
-        if _UNEVALUATED.fullmatch(normalise(answer)):
-            return False  # the question again, as in "17 + 25"
+        if not _may_be_number(answer, one, Decimal(other)):
+            return False
+    elif _INTERVAL.fullmatch(other) and (chain := _CHAIN.fullmatch(one)):
+        left, right = ("[" if chain[2] not in ("<", "\\lt") else "("), ("]" if chain[3] not in ("<", "\\lt") else ")")
+        answer = f"{left}{chain[1]}, {chain[4]}{right}"
+    if (_REMARK.search(normalise(answer)) and not _REMARK.search(truth)) or len({*_units(answer, truth)}) > 1:
+        return False
     units = not _VARIABLE_LAST.search(normalise(truth))
     parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
     if parsed_truth is None or parsed_answer is None:
         return False
     return bool(verify(parsed_truth, parsed_answer, timeout_seconds=None))
+
+
+def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
+    """Tells whether an answer that is no number as it stands may have the value `truth`: 42.0 cm, 84/2, x = 42, but not
+    the question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
+    sides = [vote(side) for side in _SIDES.split(normalise(answer)) if side.strip()]
+    numbers = [round(Decimal(side), _PLACES) for side in sides if _is_number(side)] if len(sides) > 1 else []
+    if numbers:
+        return {*numbers} == {round(truth, _PLACES)}
+    parts = key.split(",")
+    is_list = (key.startswith("[") and key.endswith("]")) or (len(parts) > 1 and len({*parts}) == 1)
+    plain = re.sub(
+        rf"{_TEXT}[^{{}}]*\}}|\\[dt]?frac|\{{(?=[\d.]+\}})|(?<=[\d.])\}}(?=\s?[-+*×·\\])",
+        "",
+        sides[-1] if sides else "",
+    )
+    return not is_list and not _UNEVALUATED.search(plain)
+
+
+def _units(*answers: str) -> Iterator[int]:
+    """The numbers in `_UNITS` of the units that stand last in answers."""
+    for answer in answers:
+        if found := _UNIT_LAST.search(answer.strip()):
+            word = found[1].lower()
+            yield from [_UNITS[each] for each in (word, word[:-1], word[:-2]) if each in _UNITS][:1]
 
 
 def _is_number(key: str) -> bool:

@@ -12,12 +12,14 @@ from whet.rewards.shaping import has_format
 
 
 @register_reward("math_dapo", aliases=("aime",), examples=((r"So \boxed{7}", "7", 1.0), ("Answer: 8", "7", -1.0)))
-def math_dapo(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
+def math_dapo(
+    solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
+) -> dict[str, float | str | None]:
     """1 where `math` finds the answer correct, else -1; the accuracy stays 1 and 0. `pred` is that of `math`.
 
     DAPO (arXiv:2503.14476) adds a penalty for length, which is `algorithm.overlong`.
     """
-    found = math.compute_score(solution_str, ground_truth)
+    found = math.compute_score(solution_str, ground_truth, prompt_str)
     correct = float(found["reward"] == 1.0)
     return {"reward": 2 * correct - 1, "acc": correct, "pred": found["pred"]}
 
@@ -30,6 +32,7 @@ def math_dapo(solution_str: str, ground_truth: str | int | float) -> dict[str, f
 def geo3k(
     solution_str: str,
     ground_truth: str | int | float,
+    prompt_str: str = "",
     *,
     format_weight: Share = 0.1,
     style: Literal["answer", "boxed"] = "boxed",
@@ -38,7 +41,7 @@ def geo3k(
 
     The parts are `format`, and `pred` of `math`. `geo3k` wants a `\\boxed{}` after the thought, `r1v` an `<answer>`.
     """
-    found = math.compute_score(solution_str, ground_truth)
+    found = math.compute_score(solution_str, ground_truth, prompt_str)
     correct, shaped = float(found["reward"] == 1.0), float(has_format(solution_str, style))
     reward = (1 - format_weight) * correct + format_weight * shaped
     return {"reward": reward, "accuracy": correct, "format": shaped, "pred": found["pred"]}

@@ -21,6 +21,7 @@ from whet.types import Failure, Outcome, RewardResult
 REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
 EXTRACTED_KEY = "pred"  # as in verl
+QUOTED = 40  # characters that are no coincidence
 CLOSED = "the reward pool is closed"
 
 
@@ -81,6 +82,14 @@ def number_text(value: Decimal) -> str:
 def after_thought(text: str) -> str:
     """The text after the last `</think>`, which is the answer; the whole text where there is none."""
     return text.rpartition("</think>")[2]
+
+
+def is_repeated(text: str, start: int, prompt: str) -> bool:
+    """Tells whether what begins at `start` belongs to a repetition of the prompt at the end of a text, which is no
+    answer: it stands behind `QUOTED` characters of the prompt, or in the whole prompt (of two words or more)."""
+    before, prompt = text[max(0, start - QUOTED) : start + 1], prompt.strip()
+    is_whole = " " in prompt and text.rstrip().endswith(prompt) and start >= len(text.rstrip()) - len(prompt)
+    return is_whole or (start >= QUOTED and before in prompt)
 
 
 def failure(message: str, *, timed_out: bool = False) -> Failure:

@@ -128,7 +128,7 @@ class Rollouts:
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
-        self.failures = FailureWatch()
+        self.failures, self.verdicts = FailureWatch(), FailureWatch()  # of what is sampled, of the policy as a judge
         self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
         self._kept_some = True
         self._before: Mapping[str, Any] | None = None  # state of the prompts before a step that is not trained yet

@@ -108,14 +108,18 @@ class LocalSandbox:
         return until_late(lambda given: self._run(replace(job, stdin=given), program.language), inputs)
 
     def _run(self, job: Job, language: str) -> Ran:
-        """Raises: SandboxError where there is no such command."""
+        """Raises: SandboxError where the command is not there or cannot start."""
         ran = self.run_job(job)
-        if ran.code == 127 and ran.stderr.startswith(b"FileNotFoundError"):
-            raise SandboxError(
-                f"language {language!r}: {job.argv[0]} is not there for programs in the sandbox ({self.name}); "
-                f"expected it in {self._environment['PATH']}; install it, name its folder in paths, or leave "
-                "rows of that language out"
-            )
+        if ran.code == 127 and not job.argv[0].startswith("./"):  # a program may end so too; an empty one does not
+            empty = self.run_job(replace(job, files=dict.fromkeys(job.files, b""), stdin=b""))
+            if empty.code == 127:
+                said = empty.stderr.decode(errors="replace").strip()
+                why = "is not there" if said.startswith("FileNotFoundError") else f"does not start ({said[-200:]})"
+                raise SandboxError(
+                    f"language {language!r}: {job.argv[0]} {why} for programs in the sandbox ({self.name}); expected "
+                    f"it in {self._environment['PATH']}; install it, name its folder in paths, or leave rows of that "
+                    "language out"
+                )
         return ran
 
     def run_job(self, job: Job) -> Ran:

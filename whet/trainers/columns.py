@@ -30,7 +30,7 @@ from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
 from whet.rollout.sampling import uniforms
 from whet.rollout.stream import Rollouts
-from whet.types import Group, Trajectory
+from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]
 Provider = Callable[[DataProto, "Sources"], Values]
@@ -123,7 +123,20 @@ class ColumnPlan:
                 with metrics.time(f"time/{column.phase}"):
                     batch = batch.with_columns(**{column.name: values() if callable(values) else values})
             left = [column for column in left if column not in ready]
-        return batch
+        return self._without_unjudged(batch, metrics) if is_scored and "judge_scores" in batch else batch
+
+    def _without_unjudged(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """The batch, in which trajectories without a verdict, NaN, have failed."""
+        scores, owners = batch["judge_scores"], batch["trajectory_uid"]
+        unjudged = owners[scores.isnan()]
+        failed = torch.isin(owners, unjudged)
+        if not len(unjudged):
+            return batch
+        metrics.sum("failures/reward", len(unjudged))
+        failure = Failure("reward", "the verdict of the policy cannot be read")
+        errors = [failure if is_failed else own for is_failed, own in zip(failed, batch["error"], strict=True)]
+        kept = {name: batch[name] * ~failed[:, None] for name in ("response_mask", "token_level_scores")}
+        return self._without_failed(batch.with_columns(**kept, judge_scores=scores.nan_to_num(0.0), error=errors))
 
     def _without_failed(self, batch: DataProto) -> DataProto:
         """Zeroes the models' columns in rows whose reward failed."""

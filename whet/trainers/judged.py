@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,15 +14,18 @@ from whet.protocol import DataProto
 from whet.rewards.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
 from whet.trainers.hints import text
-from whet.types import Message, Prompt, Trajectory
+from whet.types import Failure, Message, Prompt, Trajectory
 
-log = logging.getLogger(__name__)
+UNREADABLE = (
+    "the policy's verdict has no score where the rubric {rubric} wants one; it ends with {said!r}: use a stronger "
+    "model, another rubric, or llm_judge with an endpoint"
+)
 
 
 @register_provider("judge_scores", shape="B", phase="reward_model")
 def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
     """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
-    other rows, for trajectories that failed, and where the reply cannot be read.   [B]"""
+    other rows and for trajectories that failed. A reply that cannot be read is NaN: that trajectory fails.   [B]"""
     config, rollouts = sources.config, sources.rollouts
     rubric = load_rubric(str(config.reward_model.rubric))
     trajectories = [each for group in sources.groups for each in group.trajectories]
@@ -31,16 +34,22 @@ def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
     params = replace(rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     with rollouts.sampling():
         replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
-    read = [rubric.read(text(reply) or "") for [reply] in replies]
-    if judged and not any(value is not None for value in read):
-        log.warning(
-            "step %d: the policy's verdicts have no score where the rubric %s wants one, so all scores are 0; the "
-            "first ends with %r: use a stronger model, another rubric, or llm_judge with an endpoint",
-            *(sources.step, rubric.name, (text(replies[0][0]) or "")[-80:]),
-        )
-    by_uid = {each.uid: value or 0.0 for each, value in zip(judged, read, strict=True)}
-    scores = torch.tensor([by_uid.get(each.uid, 0.0) for each in trajectories])
-    return scores[batch["trajectory_uid"]] * last_rows(batch)
+    given: dict[str, float] = {}
+    failed: dict[str, Trajectory] = {}
+    for each, [reply] in zip(judged, replies, strict=True):
+        said = text(reply) or ""
+        value = rubric.read(said)
+        given[each.uid] = math.nan if value is None else value
+        if value is None:
+            why = UNREADABLE.format(rubric=rubric.name, said=said[-80:])
+            failed[each.uid] = replace(each, failure=Failure("reward", why))
+    groups = [
+        replace(group, trajectories=tuple(failed.get(each.uid, each) for each in group.trajectories))
+        for group in sources.groups
+    ]
+    rollouts.verdicts.record(groups)
+    scores = torch.tensor([given.get(each.uid, 0.0) for each in trajectories])
+    return torch.where(last_rows(batch).bool(), scores[batch["trajectory_uid"]], 0.0)
 
 
 def _questions(judged: Sequence[Trajectory], rubric: Rubric, sources: Sources) -> list[Prompt]:

@@ -37,6 +37,7 @@ LENGTH = struct.Struct("!Q")
 SHOWN = 300  # characters of a message
 MODULE = "solution"
 TESTS = "tests"
+NO_PYTEST = "pytest is not installed in the sandbox's interpreter"
 
 PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice}
 CONTAINERS = {collections.OrderedDict, collections.deque, collections.Counter, decimal.Decimal, fractions.Fraction}
@@ -402,7 +403,7 @@ class Tester:
         try:
             import pytest
         except ImportError as error:
-            raise RuntimeError("pytest is not installed in the sandbox's interpreter") from error
+            raise RuntimeError(NO_PYTEST) from error
         module = types.ModuleType(MODULE)
         vars(module).update(self.names, __all__=list(self.names))
         sys.modules[MODULE] = module
