@@ -49,6 +49,7 @@ class ToolEnvironment:
         self._sessions: list[Session] = []
         self._by_tool: dict[str, Session] = {}
         self._counts = Counter[str]()
+        self._asked = Observation(done=False)  # the last one of the environment inside
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Starts the sessions, then the environment inside."""
@@ -75,7 +76,9 @@ class ToolEnvironment:
             return self._counted(await self._ask("step", answer))
         results = await asyncio.gather(*(self._result(call) for call in answer.tool_calls))
         media = tuple(part for parts in results for part in parts if isinstance(part, Media))
-        return self._counted(Observation(done=False, messages=self._messages(answer.tool_calls, results), media=media))
+        told = self._messages(answer.tool_calls, results)
+        nothing_else: dict[str, Any] = {"reward": 0.0, "rewards": {}, "fields": {}, "context": "append"}
+        return self._counted(replace(self._asked, messages=told, media=media, **nothing_else))  # of the same turn
 
     async def close(self) -> None:
         """Ends the sessions and the environment inside."""
@@ -88,6 +91,7 @@ class ToolEnvironment:
         outcome = await self._inner.call(verb, *arguments)
         if isinstance(outcome, Failure):
             raise RuntimeError(outcome.message)
+        self._asked = outcome
         return outcome
 
     def _counted(self, observation: Observation) -> Observation:
