@@ -124,7 +124,7 @@ def stage_of(stage: StageConfig) -> Stage:
         stage.options,
         seconds=Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
         episode_seconds=stage.episode_seconds,
-        max_processes=stage.max_processes,
+        max_episodes=stage.max_episodes,
         tools=toolbox_of(stage),
     )
 

@@ -26,7 +26,7 @@ Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode
 
 
 class EnvironmentWorker(Worker):
-    """A rank that owns the processes of environments, `environment.max_processes` of them at most."""
+    """A rank that owns the processes of environments, `environment.max_episodes` of them at most."""
 
     def __init__(self, placement: Placement, config: EnvironmentConfig) -> None:
         super().__init__(placement)

@@ -93,8 +93,8 @@ class Duel:
         from whet.environments.protocol import Observation
         from whet.types import Message
         player, told = ("white", "black")[self.number % 2], (Message("user", f"Number {self.number}?"),)
-        return Observation(False, told, 0.5 * self.number, {"asked": 1.0}, context=("append", "replace")[self.number % 2],
-            state_key=str(self.number), max_tokens=50, player=player, is_trained=player == "white")
+        where = {"player": player, "state_key": str(self.number), "context": ("append", "replace")[self.number % 2]}
+        return Observation(False, told, 0.5 * self.number, {"asked": 1.0}, is_trained=player == "white", **where)
     def step(self, answer):
         self.number += 1
         from whet.environments.protocol import Observation
@@ -287,12 +287,13 @@ def test_the_result_of_a_call_belongs_to_the_player_that_called(tokenizer: PreTr
     trajectory = episode(tokenizer, config, ["one", call, "three", "four"])
     who = [(turn.player, turn.is_trained, turn.state_key, turn.reward) for turn in trajectory.turns]
     assert who == [
-        ("white", True, "0", 0.5), ("black", False, "1", 0.0), ("black", False, "1", 1.0 - 1.0), ("white", True, "2", 1.0)
-    ]  # fmt: skip
+        ("white", True, "0", 0.5),
+        ("black", False, "1", 0.0),
+        ("black", False, "1", 1.0 - 1.0),
+        ("white", True, "2", 1.0),
+    ]
     black, result = (str(tokenizer.decode(list(trajectory.turns[at].context_ids))) for at in (1, 2))
-    between = (
-        "<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    between = "<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert result == black + call + between
     assert trajectory.fields["asked"] == 1.0
 
