@@ -92,6 +92,48 @@ def test_play_of_a_game_shows_rewards_and_numbers(
     )
 
 
+MANAGER = """
+import asyncio
+from whet.environments.protocol import Observation
+from whet.types import Message
+
+class Manager:
+    def reset(self, prompt, seed):
+        return Observation(False, (Message("user", "Plan."),))
+
+    async def step(self, answer, context):
+        asked = (context.run(f"Do {each}.", "worker", ground_truth="6") for each in answer.text.split())
+        told = " ".join(f"{each.text}:{each.reward:g}:{each.num_turns}" for each in await asyncio.gather(*asked))
+        return Observation(True, (Message("user", told),), reward=1.0)
+
+class Two:
+    def reset(self, prompt, seed):
+        self.left = 2 if prompt.ground_truth == "6" else 0
+        return Observation(False)
+
+    def step(self, answer):
+        self.left -= 1
+        return Observation(self.left == 0, reward=0.5)
+"""
+
+
+def test_the_player_plays_sub_agents_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "manager.py").write_text(MANAGER)
+    at = f"{tmp_path}/manager.py"
+    typed(monkeypatch, "a b", "first", "second")
+    end = "\nreward 0\nworker: the episode is over: 1 turns, sum of rewards 0\n"
+    last = "\nreward 1\nthe episode is over: 1 turns, sum of rewards 1\n"
+    assert printed(capsys, "play", f"{at}:Manager") == (
+        f"Plan.\n> a b\nto worker: Do a.\nworker> first{end}to worker: Do b.\nworker> second{end}"
+        f"first:0:1 second:0:1{last}"
+    )
+    typed(monkeypatch, "a", "x", "y")
+    out = printed(capsys, "play", f"{at}:Manager", "--agent", f"worker={at}:Two")
+    assert out.endswith(f"worker: the episode is over: 2 turns, sum of rewards 1\ny:1:2{last}")
+
+
 def test_play_tells_of_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     typed(monkeypatch, "")
     out = printed(capsys, "play", f"{BROKEN}:ReadsTheFirstLetter", status=1)
