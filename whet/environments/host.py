@@ -23,10 +23,10 @@ from itertools import count
 from typing import Any
 
 from whet.environments.protocol import Answer, Observation
-from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
+from whet.environments.running import PROBE, EnvironmentSpec, Outcome, Running, at_once
 from whet.environments.tools.environment import ToolSpec
 from whet.environments.tools.toolbox import Toolbox
-from whet.errors import describe
+from whet.errors import ConfigError, describe
 from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.user_code import pickle_code
 from whet.registry import ENVIRONMENTS
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 Result = tuple[str, Outcome]  # of `start` or `step`: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
 MAX_PROCESSES = 256
+REFUSED = f"{ConfigError.__module__}.{ConfigError.__name__}: "  # at the start of a failure
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ class EnvironmentHost(ABC):
         """Waits for results, up to `timeout_seconds`.  Returns those since the last call."""
         results, self._results = self._results, []
         return results
+
+    def refusal(self) -> str:
+        """Makes an environment once.  Returns why it refuses its options; "" where it does not, or fails otherwise, as
+        it may for one prompt."""
+        self.start(PROBE.uid, PROBE, 0)
+        while not (results := self.poll(POLL_SECONDS)):
+            pass
+        self.close(PROBE.uid)
+        message = next(getattr(outcome, "message", "") for _, outcome in results)
+        return message.removeprefix(REFUSED).rpartition(" (")[0] if message.startswith(REFUSED) else ""  # no line
 
     def _forget(self, uid: str) -> None:
         self._results = [result for result in self._results if result[0] != uid]

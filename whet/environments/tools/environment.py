@@ -38,7 +38,14 @@ class ToolSpec:
             open_source(entry, f"environment.tools[{number}]", limits.start_seconds, known)
             for number, (entry, known) in enumerate(zip(self.entries, self.known, strict=True))
         ]
-        return lambda prompt: ToolEnvironment(Running(make), sources, limits, self.role)
+
+        def made(prompt: Prompt) -> ToolEnvironment:
+            inside = make(prompt)
+            inner = Running(lambda _: inside)
+            inner.take(inside)  # to be closed also where a session does not start
+            return ToolEnvironment(inner, sources, limits, self.role)
+
+        return made
 
 
 class ToolEnvironment:
