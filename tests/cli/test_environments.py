@@ -65,6 +65,9 @@ def test_show_prints_description_and_options(capsys: pytest.CaptureFixture[str])
     out = printed(capsys, "show", "whet_environments.frozen_lake:FrozenLake")
     assert "FrozenLake on a random map: 1 at the goal" in out
     assert "environment.options.ice             0.75 (a number >= 0 and <= 1)\n" in out
+    if "sokoban" not in ENVIRONMENTS.names():
+        said = printed(capsys, "play", "sokoban", status=2)
+        assert "Known: calculator, gymnasium, single_turn; others come with a package of games: pip install -e " in said
     assert "no environment is called 'calculater'; did you mean 'calculator'?" in printed(
         capsys, "show", "calculater", status=2
     )

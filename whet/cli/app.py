@@ -29,10 +29,10 @@ from whet.cli.show import show
 from whet.cli.train import quickstart, sft, train, train_reward
 from whet.cli.view import view
 from whet.errors import RegistryError, WhetError, exit_error
-from whet.registry import installed_commands, load_target
+from whet.registry import GAMES, installed_commands, load_target
 from whet.threads import yield_soon
 
-COME_WITH = {"play": "it comes with a package of games: pip install -e ./examples/environments"}
+COME_WITH = {"play": f"it comes with {GAMES}"}
 START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import pickle
 import time
 import weakref
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 Result = tuple[str, Outcome]  # of `start` or `step`: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
 MAX_PROCESSES = 256
+MAX_STARTS = 2 * (os.cpu_count() or 1)  # sessions that start at a time where each has a process, such as an MCP server
 REFUSED = f"{ConfigError.__module__}.{ConfigError.__name__}: "  # at the start of a failure
 
 
@@ -125,7 +127,8 @@ def open_host(
         return InlineHost(spec, asyncio.Runner().run, max_episodes)
     is_shared = bool(entry.marks.get("shared")) and tools is None
     most = max_episodes if max_episodes or is_shared else MAX_PROCESSES
-    return ProcessHost(code, deadlines or Deadlines(), most, is_shared=is_shared)
+    starts = MAX_STARTS if tools is not None and tools.has_processes else None
+    return ProcessHost(code, deadlines or Deadlines(), most, is_shared=is_shared, max_starts=starts)
 
 
 class InlineHost(EnvironmentHost):
@@ -191,12 +194,21 @@ class _Call:
 
 
 class ProcessHost(EnvironmentHost):
-    """A host with a process for each episode, or with one for all, and at most `max_episodes` at a time: later ones
-    wait. When a shared process ends, the episode whose call was running fails; the others are replayed.
+    """A host with a process for each episode, or with one for all, and at most `max_episodes` at a time, of which
+    `max_starts` are in their reset: later ones wait. When a shared process ends, the episode whose call was running
+    fails; the others are replayed.
 
     One thread owns it. Waits: only in `poll`."""
 
-    def __init__(self, code: bytes, deadlines: Deadlines, max_episodes: int | None, *, is_shared: bool) -> None:
+    def __init__(
+        self,
+        code: bytes,
+        deadlines: Deadlines,
+        max_episodes: int | None,
+        *,
+        is_shared: bool,
+        max_starts: int | None = None,
+    ) -> None:
         super().__init__()
         argument = pickle.dumps((code, is_shared))
         self._children = Children(
@@ -206,6 +218,8 @@ class ProcessHost(EnvironmentHost):
         self._deadlines, self._is_shared = deadlines, is_shared
         self._most = max_episodes or math.inf
         self._taken: dict[int, Callee] = {}  # the places: a process by number of the episode, until it has closed
+        self._starting = set[int]()  # of them, those in their reset
+        self._most_starts = max_starts or math.inf
         self._numbers = count(1)
         self._open: dict[str, _Episode] = {}
         self._queue: deque[_Episode] = deque()
@@ -257,8 +271,9 @@ class ProcessHost(EnvironmentHost):
 
     def _assign_processes(self) -> None:
         """Assigns processes to waiting episodes, up to the maximum, and repeats the calls of an interrupted episode."""
-        while self._queue and len(self._taken) < self._most:
+        while self._queue and len(self._taken) < self._most and len(self._starting) < self._most_starts:
             episode = self._queue.popleft()
+            self._starting.add(episode.number)
             shared = next(iter(self._children.running), None) if self._is_shared else None
             episode.child = self._taken[episode.number] = shared or self._children.start()
             steps = [("step", turn) for turn in episode.turns]
@@ -288,11 +303,15 @@ class ProcessHost(EnvironmentHost):
             self._handle_end(event)
             return
         call, outcome = event.task, event.value
+        if call.verb == "reset":
+            self._starting.discard(call.episode.number)
+            self._assign_processes()
         if call.verb == "close":
             _note_close(call.episode.uid, outcome)
             if not self._is_shared:
                 self._children.kill(event.child)
             self._taken.pop(call.episode.number, None)
+            self._starting.discard(call.episode.number)
             self._assign_processes()
         elif call.is_awaited:
             self._add_result(call.episode, call.episode.failure or outcome)
@@ -306,6 +325,7 @@ class ProcessHost(EnvironmentHost):
             what = f"{running.verb} took longer than {self._deadlines.of(running.verb):g} s; its process was killed"
         failure = Failure("environment", what, timed_out=ended.is_late)
         self._taken = {number: child for number, child in self._taken.items() if child is not ended.child}
+        self._starting &= self._taken.keys()
         if running is not None and running.verb == "close":
             _note_close(running.episode.uid, failure)
         again = list[_Episode]()
