@@ -44,4 +44,4 @@ class EnvironmentConfig(StageConfig):
     @property
     def label(self) -> str:
         """The name in metrics: the registered one, or that of the class."""
-        return self.name.rpartition(":")[2]
+        return ENVIRONMENTS[self.name].name.rpartition(":")[2]
