@@ -66,10 +66,10 @@ class Plan:
 PLANS = {
     "calculator_quickstart": Plan("0123456789+-*/=<>:. abcdefghijklmnopqrstuvwxyz", noise=0.7, warm_up_steps=300),
     "nim_self_play": Plan(
-        "0123456789abcdefghijk>", 1.0, 150, "val/env/Nim/right", "share of winning moves", has_few_states=True
+        "0123456789abcdefghijk>", 1.0, 150, "val/env/nim/right", "share of winning moves", has_few_states=True
     ),
     "nim_one_side": Plan(
-        "0123456789abcdefghijk>", 1.0, 150, "val/env/Nim/right", "share of winning moves", has_few_states=True
+        "0123456789abcdefghijk>", 1.0, 150, "val/env/nim/right", "share of winning moves", has_few_states=True
     ),
     "number_game": Plan(
         "123456789ryg>", noise=0.9, warm_up_steps=150, metric="val/reward", label="share of right cards"

@@ -14,6 +14,7 @@ from whet.errors import ConfigError, RegistryError
 from whet.registry import (
     ADV_ESTIMATORS,
     AGGREGATIONS,
+    ENVIRONMENTS,
     KINDS,
     KL_FORMS,
     POLICY_LOSSES,
@@ -180,13 +181,16 @@ def test_functions_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert KL_FORMS["my_module:once"].columns == ("log_probs",)
 
 
-def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.py").write_text("def something():\n    pass\n")
     with pytest.raises(RegistryError, match=r"missing.py does not exist"):
         KL_FORMS[f"{tmp_path}/missing.py:f"]
     with pytest.raises(RegistryError, match="has no 'f'; it has something"):
         KL_FORMS[f"{tmp_path}/empty.py:f"]
-    with pytest.raises(RegistryError, match="no module 'no_such_package' on the Python path"):
+    monkeypatch.setitem(sys.modules, "whet_environments", None)
+    with pytest.raises(RegistryError, match=r"no module 'whet_environments.* comes with a package of games: "):
+        ENVIRONMENTS["whet_environments.sokoban:Sokoban"]
+    with pytest.raises(RegistryError, match="no module 'no_such_package' on the Python path; set PYTHONPATH"):
         KL_FORMS["no_such_package.inside:f"]
 
 

@@ -8,6 +8,7 @@ WhetError
 ├── RegistryError (LookupError)  an unknown name or path of a function; an unsupported signature
 ├── RewardError (RuntimeError)   a reward function of unknown form, or with an unusable result
 ├── ModelError (RuntimeError)    a model folder, tokenizer or weight that is unusable
+├── EnvError (ValueError)        an environment that refuses its options, or lacks a program or package
 ├── EngineError (RuntimeError)   a training or rollout engine that cannot continue
 ├── WeightSyncError (RuntimeError) weights of the rollout that differ from those of the trainer
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
@@ -58,6 +59,10 @@ class RewardError(WhetError, RuntimeError):
 
 class ModelError(WhetError, RuntimeError):
     """A model folder, tokenizer or weight that is unusable."""
+
+
+class EnvError(WhetError, ValueError):
+    """An environment that refuses its options, or lacks a program or package."""
 
 
 class EngineError(WhetError, RuntimeError):

@@ -38,6 +38,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 
 # Parameter names of verl's form that differ from whet's column names.
+GAMES = "a package of games: pip install -e ./examples/environments"
 FOREIGN_COLUMNS = {
     "index": "uid",
     "old_log_prob": "old_log_probs",
@@ -186,8 +187,9 @@ class Registry:
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
         near = difflib.get_close_matches(reference, self.names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        more = f"; others come with {GAMES}" if self.kind == "environment" and not self._installed else ""
         raise RegistryError(
-            f"no {self.kind} is called {reference!r}; {hint}Known: {', '.join(self.names())}; "
+            f"no {self.kind} is called {reference!r}; {hint}Known: {', '.join(self.names())}{more}; "
             "or name a function as package.module:function or path/file.py:function"
         )
 
@@ -319,7 +321,9 @@ def _load_module(location: str, target: str) -> Any:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
-            raise RegistryError(f"{target!r}: no module {error.name!r} on the Python path; set PYTHONPATH") from error
+            way = f"it comes with {GAMES}; or " if error.name.startswith("whet_environments") else ""
+            what = f"{target!r}: no module {error.name!r} on the Python path; {way}set PYTHONPATH"
+            raise RegistryError(what) from error
         raise
 
 

@@ -65,6 +65,9 @@ def test_show_prints_description_and_options(capsys: pytest.CaptureFixture[str])
     out = printed(capsys, "show", "whet_environments.frozen_lake:FrozenLake")
     assert "FrozenLake on a random map: 1 at the goal" in out
     assert "environment.options.ice             0.75 (a number >= 0 and <= 1)\n" in out
+    if "sokoban" not in ENVIRONMENTS.names():
+        said = printed(capsys, "play", "sokoban", status=2)
+        assert "Known: calculator, gymnasium, single_turn; others come with a package of games: pip install -e " in said
     assert "no environment is called 'calculater'; did you mean 'calculator'?" in printed(
         capsys, "show", "calculater", status=2
     )
@@ -90,6 +93,48 @@ def test_play_of_a_game_shows_rewards_and_numbers(
     assert "the episode is over: 2 turns, sum of rewards -0.5, success 0.0, right 0.0, score 80.0\n" in printed(
         capsys, *game
     )
+
+
+MANAGER = """
+import asyncio
+from whet.environments.protocol import Observation
+from whet.types import Message
+
+class Manager:
+    def reset(self, prompt, seed):
+        return Observation(False, (Message("user", "Plan."),))
+
+    async def step(self, answer, context):
+        asked = (context.run(f"Do {each}.", "worker", ground_truth="6") for each in answer.text.split())
+        told = " ".join(f"{each.text}:{each.reward:g}:{each.num_turns}" for each in await asyncio.gather(*asked))
+        return Observation(True, (Message("user", told),), reward=1.0)
+
+class Two:
+    def reset(self, prompt, seed):
+        self.left = 2 if prompt.ground_truth == "6" else 0
+        return Observation(False)
+
+    def step(self, answer):
+        self.left -= 1
+        return Observation(self.left == 0, reward=0.5)
+"""
+
+
+def test_the_player_plays_sub_agents_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "manager.py").write_text(MANAGER)
+    at = f"{tmp_path}/manager.py"
+    typed(monkeypatch, "a b", "first", "second")
+    end = "\nreward 0\nworker: the episode is over: 1 turns, sum of rewards 0\n"
+    last = "\nreward 1\nthe episode is over: 1 turns, sum of rewards 1\n"
+    assert printed(capsys, "play", f"{at}:Manager") == (
+        f"Plan.\n> a b\nto worker: Do a.\nworker> first{end}to worker: Do b.\nworker> second{end}"
+        f"first:0:1 second:0:1{last}"
+    )
+    typed(monkeypatch, "a", "x", "y")
+    out = printed(capsys, "play", f"{at}:Manager", "--agent", f"worker={at}:Two")
+    assert out.endswith(f"worker: the episode is over: 2 turns, sum of rewards 1\ny:1:2{last}")
 
 
 def test_play_tells_of_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,12 @@ ONE: dict[str, Any] = {
     "failure": None,
     "steps": [
         {"observation": [{"role": "user", "content": "2*3="}], "action": "<calc>2*3</calc>", "reward": 0.0},
-        {"observation": [{"role": "tool", "content": "6"}], "action": "6", "reward": 0.5},
+        {
+            "observation": [{"role": "tool", "content": "6"}],
+            "action": "6",
+            "reward": 0.5,
+            "end": [{"role": "user", "content": "Right."}],
+        },
     ],
 }
 FAILED: dict[str, Any] = {
@@ -69,6 +74,7 @@ def test_a_trajectory_is_shown_with_turns_media_reward_and_why(run: Path, capsys
         "response (turn 1)  <calc>2*3</calc>",
         "tool (turn 2)  6",
         "response (turn 2, reward 0.5)  6",
+        "user (end)  Right.",
         "reward 1.5 (exact 1, format 0.5)  9 tokens, 2 turns, weights of step 3",
         "why  cut off: data.max_response_length; read '6', expected '6'",
         "",

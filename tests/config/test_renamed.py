@@ -53,6 +53,16 @@ def test_what_the_command_line_says_wins_over_an_old_name_in_a_recipe(tmp_path: 
     assert old.rollout.engine.name == "native"
 
 
+def test_a_limit_of_processes_is_one_of_episodes(tmp_path: Path) -> None:
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text("environment: {max_processes: 5, agents: {a: {max_processes: 7}, b: {max_processes: 256}}}\n")
+    environment = load_config(TrainConfig, recipe, checked=False).config.environment
+    assert environment.max_episodes == 5
+    assert [each.max_episodes for each in environment.agents.values()] == [7, None]
+    given = load_config(TrainConfig, recipe, ["environment.max_processes=256"], checked=False).config
+    assert given.environment.max_episodes == 256
+
+
 def test_the_folder_of_an_older_run_is_read(caplog: pytest.LogCaptureFixture) -> None:
     def read(schema: type[TrainConfig | SFTConfig], **values: Any) -> Any:
         rename(schema, values)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from whet.environments.forms import Context
 from whet.environments.protocol import Answer, Observation
 from whet.types import Message, Prompt
 
@@ -71,6 +73,21 @@ class RightAndAsync(Right):
     async def close(self) -> None:  # type: ignore[override]
         """Counts."""
         super().close()
+
+
+class RightAndDelegates(Right):
+    """The same with sub-agents, in two rounds of a step and in reset."""
+
+    async def reset(self, prompt: Prompt, seed: int, context: Context) -> Observation:  # type: ignore[override]
+        """Draws the number."""
+        await context.run(f"Seed {seed}.", "worker")
+        return super().reset(prompt, seed)
+
+    async def step(self, answer: Answer, context: Context) -> Observation:  # type: ignore[override]
+        """Ends in the third round."""
+        results = await asyncio.gather(context.run("one", "worker"), context.run("two", "worker"))
+        assert [result.num_turns for result in results] == [1, 1] and (await context.run("three", "other")).text
+        return super().step(answer)
 
 
 class RightAndShort:
@@ -270,6 +287,16 @@ class ChangesThePrompt(Right):
         """Notes the seed."""
         prompt.extra_info["seed"] = seed  # type: ignore[index]
         return super().reset(prompt, seed)
+
+
+@caught_by("starts")
+class GivesTasksForEver(Right):
+    """Never ends its reset."""
+
+    async def reset(self, prompt: Prompt, seed: int, context: Context) -> Observation:  # type: ignore[override]
+        """Asks."""
+        while True:
+            await context.run("?", "worker")
 
 
 @caught_by("restores")

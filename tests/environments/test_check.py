@@ -47,10 +47,13 @@ def test_there_are_faults_for_all_that_can_fail() -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["Right", pytest.param("RightAndAsync", marks=SLOW), "RightAndShort"])
-def test_a_sound_environment_passes(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["Right", pytest.param("RightAndAsync", marks=SLOW), "RightAndDelegates", "RightAndShort"]
+)
+def test_a_sound_environment_passes(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     findings = found(f"{FILE}:{name}", seconds=10.0)
     assert tuple(findings) == NAMES and not failed(findings), findings
+    assert "Task was destroyed" not in capfd.readouterr().err
     is_short = name == "RightAndShort"
     assert (findings["close"].is_ok, findings["another seed"].is_ok) == ((None, None) if is_short else (True, True))
     assert findings["after the end"].what == ("stays at the end" if is_short else "raises")

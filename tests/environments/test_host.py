@@ -227,7 +227,7 @@ def test_draws_are_those_of_the_seed(opened: Callable[..., EnvironmentHost]) -> 
 
 
 def test_episodes_beyond_the_limit_wait_for_a_place(opened: Callable[..., EnvironmentHost]) -> None:
-    host = opened("Short", max_processes=2)
+    host = opened("Short", max_episodes=2)
     for uid in "abcd":
         host.start(uid, PROMPT, 0)
     assert wait_for(host, 2).keys() == {"a", "b"}
@@ -239,6 +239,36 @@ def test_episodes_beyond_the_limit_wait_for_a_place(opened: Callable[..., Enviro
     assert isinstance(wait_for(host, 1)["c"], Failure)
     host.start("a", PROMPT, 0)  # its id is free again
     assert wait_for(host, 1).keys() == {"a"}
+
+
+def test_the_limit_of_episodes_holds_in_one_process_and_in_none(
+    opened: Callable[..., EnvironmentHost], tmp_path: Path
+) -> None:
+    shared = opened("Shared", {"log": str(tmp_path / "closed")}, max_episodes=2)
+    for uid in "abcd":
+        shared.start(uid, PROMPT, ord(uid))
+    assert wait_for(shared, 2).keys() == {"a", "b"}
+    assert shared.poll(0.3) == []
+    shared.close("c")  # it never had a place
+    shared.step("b", Answer("die"))  # the place of a is that of its replay
+    assert wait_for(shared, 2).keys() == {"b", "d"}
+    assert told(shared, "a", "add 1") == "1"
+    shared.start("e", PROMPT, ord("e"))
+    assert shared.poll(0.3) == []
+    shared.close("a")
+    assert wait_for(shared, 1).keys() == {"e"}
+    shared.shutdown()
+    assert (tmp_path / "closed").read_text().split() == [str(ord(uid)) for uid in "ade"]
+
+    inline = open_host("calculator", max_episodes=2)
+    for uid in "abcd":
+        inline.start(uid, PROMPT, 0)
+    assert [uid for uid, _ in inline.poll(0.0)] == ["a", "b"]
+    inline.close("c")
+    assert inline.poll(0.0) == []
+    inline.close("a")
+    inline.step("b", Answer("42"))
+    assert inline.poll(0.0) == [("d", Observation(done=False)), ("b", Observation(done=True))]
 
 
 def test_an_episode_may_be_closed_at_any_time(opened: Callable[..., EnvironmentHost]) -> None:

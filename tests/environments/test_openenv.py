@@ -237,13 +237,13 @@ def test_a_served_environment_says_the_same_to_openenv(lake: str) -> None:
 @pytest.mark.slow
 def test_sessions_are_limited_and_freed(lake: str) -> None:
     async def begun(number: int) -> OpenEnv:
-        client = OpenEnv(url=lake)
+        client = OpenEnv(url=lake, start_seconds=1.0)
         await client.reset(PROMPT, number)
         return client
 
     async def crowd() -> None:
         clients = [await begun(number) for number in range(3)]
-        with pytest.raises(RuntimeError, match="answered reset with CAPACITY_REACHED"):
+        with pytest.raises(RuntimeError, match=r"answered reset with CAPACITY_REACHED: .*; asked for 1 s: lower env"):
             await begun(3)
         await clients.pop().close()
         for _ in range(20):
@@ -258,6 +258,23 @@ def test_sessions_are_limited_and_freed(lake: str) -> None:
             await client.close()
 
     asyncio.run(crowd())
+
+
+@needs_openenv
+@pytest.mark.slow
+def test_more_episodes_than_the_server_has_room_for_wait(lake: str) -> None:
+    host = open_host(CLIENT, {"url": lake}, deadlines=Deadlines(60.0, 30.0, 5.0))
+    try:
+        for uid in "abcdef":
+            host.start(uid, PROMPT, 3)
+        begun = dict[str, Outcome]()
+        while len(begun) < 6:
+            for uid, outcome in host.poll(60.0):
+                begun[uid] = outcome
+                host.close(uid)
+        assert list(begun.values()) == [in_process(3)[0]] * 6
+    finally:
+        host.shutdown()
 
 
 def serving(name: str) -> dict[str, str]:

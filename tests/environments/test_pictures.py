@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_a_screen_that_shows_another_game_is_an_error(monkeypatch: pytest.Monkey
     game.tap(*at.NEXT)
     with pytest.raises(DeviceError, match=r"the screen \(drawn\) shows 'Round 2 of 10.*the game has 'Round 1 of 10"):
         game.picture()
+
+
+@pytest.mark.parametrize("kind", [NumberGameScreen, TreeGameScreen])
+def test_a_copy_of_a_drawn_game_goes_on_alike(kind: type[Any]) -> None:
+    game = kind()
+    game.reset(PROMPT, 3)
+    game.step(Answer(game.best()))
+    copied = copy.deepcopy(game)
+    for _ in range(3):
+        answer = Answer(game.best())
+        one, two = game.step(answer), copied.step(answer)
+        assert (one.state_key, one.reward, image_of(one).tobytes()) == (
+            two.state_key,
+            two.reward,
+            image_of(two).tobytes(),
+        )
 
 
 @pytest.mark.parametrize(("kind", "plain"), [(NumberGameScreen, NumberGame), (TreeGameScreen, TreeGame)])

@@ -440,6 +440,9 @@ def test_trls_form_of_conversations():
     assert rewards(
         lambda completions: [len(c) for c in completions], [RewardItem("s", "5", "5", trajectory=turns)]
     ) == [1]
+    ended = {**turns, "limit": None}  # the environment spoke last
+    of_chat = [RewardItem("s", "5", "5", trajectory=ended, messages=(Message("user", "?"),))]
+    assert rewards(lambda completions: [float(c[-1]["role"] == "assistant") for c in completions], of_chat) == [1.0]
     several = RewardItem("s", "5", "5", trajectory=turns, messages=(Message("user", "?"),))
     assert rewards(lambda completions: [len(c) for c in completions], [several]) == [2]
 

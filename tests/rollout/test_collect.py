@@ -116,6 +116,17 @@ class Shows:
         return Observation(done=False, messages=(Message("user", "gone"),), media=(image(picture(28)),))
 
 
+class Ends:
+    """Tells the result with a picture."""
+
+    def __init__(self, prompt):
+        pass
+
+    def step(self, answer):
+        parts = [{"type": "image"}, {"type": "text", "text": "Right."}]
+        return Observation(done=True, messages=(Message("user", parts),), media=(image(picture(28)),))
+
+
 class Over:
     async def reset(self, prompt, seed):
         return Observation(done=True)
@@ -204,6 +215,21 @@ def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrai
     asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")  # the environment reads all of it
     assert answer.messages[:2] == (asked, told)
     assert second.context_ids == tuple(tokenizer.encode(rendered(tokenizer, *prompt.messages, asked, told)))
+
+
+def test_what_the_environment_says_at_the_end_is_kept_as_text(
+    tokenizer: PreTrainedTokenizerBase, environments: str
+) -> None:
+    collector = Collector(Scripted(tokenizer, "4"), tokenizer, stage=Stage(f"{environments}:Ends"))
+    collector.codecs[""].read = lambda observation: observation  # type: ignore[method-assign]  # as for a model that sees
+    try:
+        ended = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
+    finally:
+        collector.close()
+    assert ended.messages == (Message("assistant", "4"), Message("user", "Right."))
+    assert ended.to_dict()["messages"][-1] == {"role": "user", "content": "Right."} and ended.failure is None
+    [step] = readable(ended, tokenizer)["steps"]
+    assert step == {"observation": [], "action": "4", "reward": 0.0, "end": [{"role": "user", "content": "Right."}]}
 
 
 def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_it(

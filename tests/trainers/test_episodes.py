@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whet_environments.number_game import NumberGame
 
-from whet.config import TrainConfig
+from examples.search_qa import write
+from whet.config import TrainConfig, load_config
+from whet.environments.protocol import Answer
+from whet.keyed import key
+from whet.models.init import init_model
 from whet.trainers.build import train
+from whet.types import Prompt
 
 pytestmark = pytest.mark.slow
 MakeConfig = Callable[..., TrainConfig]
@@ -42,8 +48,52 @@ def test_engines_agree(train_config: MakeConfig, additions: list[dict[str, Any]]
     native = lines(train_config, additions, tmp_path / "native", **game)
     plain = lines(train_config, additions, tmp_path / "hf", **game, **{"rollout.engine.name": "hf"})
     assert len(native) == 3 and all(line["episode/turns"] == 3.0 for line in native)
-    for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "env/NumberGame/right"):
+    for name in ("critic/score/mean", "response_length/mean", "actor/grad_norm", "env/number_game/right"):
         assert [line[name] for line in plain] == pytest.approx([line[name] for line in native], rel=1e-4)
+
+
+def test_rollouts_show_every_turn(train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The same game, played by hand with the actions of the file, says the same."""
+    lines(train_config, additions, tmp_path / "run")
+    options: dict[str, Any] = GAME["environment"]["options"]  # type: ignore[index]
+    shown = set[float]()
+    for number in (1, 2, 3):
+        for line in (tmp_path / "run" / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines():
+            record, prompt = json.loads(line), json.loads(line)["uid"].rpartition(":")[0]
+            game = NumberGame(**options)
+            seen = game.reset(Prompt(prompt, 0, (), (1,), "", None), key(0, "environment", "rollout", number, prompt))
+            assert len(record["steps"]) == record["turns"] == 3
+            for step in record["steps"]:
+                assert step["observation"] == [message.to_dict() for message in seen.messages]
+                assert step["state"] == seen.state_key
+                seen = game.step(Answer(step["action"]))
+                assert step["reward"] == seen.reward
+                shown.add(step["reward"])
+            assert seen.done and step["end"] == [message.to_dict() for message in seen.messages]
+    assert len(shown) > 1
+
+
+def test_two_steps_of_the_recipe_of_search_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = init_model(tmp_path / "model", "qwen2.5", "nano", num_layers=1, max_position_embeddings=2048)
+    write(tmp_path, 0, 20, 4)
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "model.path": str(model),
+        "data.train_files": ["train.jsonl"],
+        "data.val_files": ["held_out.jsonl"],
+        "data.train_batch_size": 2,
+        "data.max_response_length": 96,
+        "rollout.n": 2,
+        "trainer.total_steps": 2,
+        "trainer.run_dir": str(tmp_path / "run"),
+    }
+    train(load_config(TrainConfig, "search_qa", values).config)
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in found if "actor/grad_norm" in line]
+    assert [line["step"] for line in trained] == [1, 2]
+    assert all("failures/tool" not in line and line["tools/calls"] >= 0.0 for line in trained)
+    [record, *_] = map(json.loads, (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines())
+    assert '"name": "search"' in record["prompt"] and record["ground_truth"]
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])

@@ -15,7 +15,7 @@ import torch
 import whet
 from whet import serialization
 from whet.config import TrainConfig
-from whet.errors import ConfigError, RewardError
+from whet.errors import ConfigError, EnvError, RewardError
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
@@ -530,6 +530,39 @@ def test_a_dry_run_builds_everything_and_writes_nothing(
     assert run.history == [] and not (tmp_path / "run").exists()
     assert "2 steps of 4 prompts x 4 responses; roles actor, critic, ref, rollout; " in caplog.text
     assert "4 to 4 prompt tokens" in caplog.text and "its ground truth: " in caplog.text
+
+
+REFUSED = [
+    (
+        "whet_environments.sokoban:Sokoban",
+        {"boxes": 20},
+        "boxes=20 do not fit into rows=4 x columns=4: boxes, targets ",
+    ),
+    ("gymnasium", {"env_id": "NoSuch-v0"}, "environment.options.env_id=NoSuch-v0 is refused by gymnasium: "),
+    (
+        "whet_environments.browser.environment:Browser",
+        {"chromium": "/nowhere"},
+        "no Chromium was found: environment.options.chromium='/nowhere'; expected ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "said"), REFUSED, ids=["sokoban", "gymnasium", "browser"])
+def test_an_environment_that_refuses_its_options_is_named_before_a_model_is_loaded(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, said: str
+) -> None:
+    pytest.importorskip("playwright" if "browser" in name else "gymnasium" if name == "gymnasium" else "json")
+    monkeypatch.setattr("whet.trainers.build.launch_roles", None)
+    for is_dry in (True, False):
+        config = train_config({"environment.name": name, "environment.options": options})
+        with pytest.raises(EnvError) as raised:
+            train(config, reward=length, data=additions, dry_run=is_dry)
+        given = f"environment.name={name} cannot be made with environment.options={options}: "
+        assert str(raised.value).startswith(given + said), raised.value
+    tools = {"tools": ["calculator"], "tool_parser": "hermes", "tool_role": "user"}
+    agents = {"a": {"name": name, "options": options, **tools}}
+    with pytest.raises(EnvError, match=r"environment\.agents\.a\.name="):
+        train(train_config({"environment.agents": agents}), reward=length, data=additions)
 
 
 # ---- the same again

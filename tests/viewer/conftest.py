@@ -48,7 +48,7 @@ def two_turns() -> tuple[dict[str, Any], dict[str, Any]]:
     observation = {"role": "tool", "content": [{"type": "text", "text": "it is"}, {"type": "image"}]}
     steps = [
         {"observation": [], "action": "look", "reward": 0.0},
-        {"observation": [observation], "action": "four", "reward": 1.0},
+        {"observation": [observation], "action": "four", "reward": 1.0, "end": [{"role": "user", "content": "Right."}]},
     ]
     tokens = {
         "uid": "0:1:0",

@@ -109,7 +109,7 @@ def test_turns_show_tools_and_images_that_the_run_keeps(page: Any) -> None:
     open_trajectory(page, 1, 2)
     page.keyboard.press("v")
     page.wait_for_selector(".block.tool img")
-    assert texts(page, ".block header") == ["prompt", "turn 1", "tool", "turn 2 reward 1"]
+    assert texts(page, ".block header") == ["prompt", "turn 1", "tool", "turn 2 reward 1", "user"]
     assert page.locator(".block.tool img").get_attribute("src").endswith(DIGEST)
     sync_api.expect(page.locator(".block.tool img")).to_have_js_property("naturalWidth", 4)
 

@@ -35,7 +35,7 @@ from whet.cli.view import view
 from whet.errors import RegistryError, WhetError, exit_error
 from whet.threads import yield_soon
 
-COME_WITH = {"play": "it comes with a package of games: pip install -e ./examples/environments"}
+COME_WITH = {"play": f"it comes with {registry.GAMES}"}
 START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
 
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,10 +18,9 @@ from whet.cli.serve import read_options
 from whet.registry import ENVIRONMENTS
 
 if TYPE_CHECKING:
-    from whet.environments.protocol import Observation
-    from whet.types import Failure, Prompt
-
-    Call = Callable[..., Awaitable[Observation | Failure]]
+    from whet.environments.protocol import Result, Task
+    from whet.environments.running import Running
+    from whet.types import Prompt
 
 environments = typer.Typer(help="List environments; show, play or check one.")
 Name = Annotated[str, typer.Argument(help="a name that `whet env list` prints, or path/file.py:Class")]
@@ -58,54 +58,81 @@ def show(name: Name) -> None:
 
 
 @environments.command(cls=Command)
-def play(name: Name, option: Options = None, seed: Seed = 0, prompt: PromptText = "", ground_truth: Truth = "") -> None:
-    """Play an episode in the terminal: each line of the input is an answer; the end of the input ends the episode."""
+def play(
+    name: Name,
+    option: Options = None,
+    seed: Seed = 0,
+    prompt: PromptText = "",
+    ground_truth: Truth = "",
+    agent: Annotated[
+        list[str] | None,
+        typer.Option(metavar="AGENT=NAME", help="environment of a sub-agent, else one turn; may be repeated"),
+    ] = None,
+) -> None:
+    """Play an episode in the terminal: each line of the input is an answer; the end of the input ends the episode.
+
+    You also play the sub-agents, whose turns are asked for by their names."""
     import asyncio
 
-    from whet.environments.running import EnvironmentSpec, Running
-
     options = ENVIRONMENTS[name].resolve_options(read_options(option or []), "--option")
-    running = Running(EnvironmentSpec(name, options).load())
-    with asyncio.Runner() as runner:
-        try:
-            is_failed = runner.run(_play(running.call, _prompt(prompt, ground_truth), seed))
-        finally:
-            runner.run(running.call("close"))
-    if is_failed:
+    agents = read_options(agent or [], "--agent")
+    if asyncio.run(_play("", name, options, _prompt(prompt, ground_truth), seed, agents)).failure is not None:
         raise typer.Exit(1)
 
 
-async def _play(call: Call, prompt: Prompt, seed: int) -> bool:
-    """Plays until the end.  Returns whether the environment failed."""
-    from whet.environments.protocol import Answer
+async def _play(
+    agent: str, name: str, options: Mapping[str, Any], prompt: Prompt, seed: int, agents: Mapping[str, str]
+) -> Result:
+    """Plays until the end; `agent` is the sub-agent, if any."""
+    from whet.environments.running import EnvironmentSpec, Running
+
+    running = Running(EnvironmentSpec(name, options).load())
+    try:
+        return await _turns(running, agent, prompt, seed, agents)
+    finally:
+        await running.call("close")
+
+
+async def _turns(running: Running, agent: str, prompt: Prompt, seed: int, agents: Mapping[str, str]) -> Result:
+    from whet.environments.protocol import Answer, Result
     from whet.types import Failure
 
-    outcome, num_turns, sums = await call("reset", prompt, seed), 0, dict[str, float]()
-    if prompt.messages[0].content:
-        typer.echo(prompt.messages[0].content)
+    async def of_task(task: Task) -> Result:
+        given = replace(prompt, messages=task.messages, ground_truth=task.ground_truth, extra_info=task.extra_info)
+        return await _play(task.agent, agents.get(task.agent, "single_turn"), {}, given, seed, agents)
+
+    outcome, answers, sums = await running.call("reset", prompt, seed), list[str](), dict[str, float]()
+    for message in prompt.messages:
+        if message.content:
+            typer.echo(f"{agent and f'to {agent}: '}{message.content}")
     player = ""
     while True:
         if isinstance(outcome, Failure):
             typer.echo(f"the environment failed: {outcome.message}")
-            return True
+            return Result("", 0.0, len(answers), failure=outcome.message)
+        if outcome.tasks:
+            results = [await of_task(task) for task in outcome.tasks]
+            outcome = await running.call("step", Answer("", results=tuple(results)))
+            continue
         for message in outcome.messages:
             typer.echo(message.content)
-        if num_turns:
+        if answers:
             for paid, reward in outcome.rewards.items() or [(player, outcome.reward)]:
                 sums[paid] = sums.get(paid, 0.0) + reward
                 typer.echo(f"reward{paid and f' of {paid}'} {reward:g}")
         if outcome.done or outcome.truncated:
             break
         player = outcome.player
-        if (answer := _read_answer(f"{player}> ")) is None:
+        if (answer := _read_answer(f"{' '.join(filter(None, (agent, player)))}> ")) is None:
             typer.echo("\nthe input ended")
             break
-        outcome, num_turns = await call("step", Answer(answer)), num_turns + 1
+        answers.append(answer)
+        outcome = await running.call("step", Answer(answer))
     end = "the episode is over" if outcome.done else "a limit ended the episode" if outcome.truncated else "not over"
     numbers = "".join(f", {key} {value}" for key, value in outcome.fields.items())
     total = ", ".join(f"{paid and f'{paid} '}{value:g}" for paid, value in sums.items()) or "0"
-    typer.echo(f"{end}: {num_turns} turns, sum of rewards {total}{numbers}")
-    return False
+    typer.echo(f"{agent and f'{agent}: '}{end}: {len(answers)} turns, sum of rewards {total}{numbers}")
+    return Result(answers[-1] if answers else "", sum(sums.values()), len(answers), outcome.fields)
 
 
 def _read_answer(shown: str) -> str | None:

@@ -96,7 +96,7 @@ def serve_sandbox(
     run(box, host, port, concurrency or os.cpu_count() or 1)
 
 
-def read_options(words: list[str]) -> dict[str, Any]:
+def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
     """Reads options, each value read as YAML.  Raises: ConfigError."""
     import yaml
 
@@ -106,9 +106,9 @@ def read_options(words: list[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"--option {word} has no value; expected --option KEY=VALUE")
+            raise ConfigError(f"{name} {word} has no value; expected {name} KEY=VALUE")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--option {word} cannot be read: {error}") from error
+            raise ConfigError(f"{name} {word} cannot be read: {error}") from error
     return options

@@ -86,6 +86,8 @@ def _answer(row: Record) -> Iterator[RenderableType]:
         who = each.get("agent") or each.get("player") or "response"
         paid = f", reward {each['reward']:g}" if each.get("reward") else ""
         yield _named(f"{who} (turn {turn}{paid})", each.get("action"), "cyan")
+        for message in each.get("end") or ():
+            yield _named(f"{message.get('name') or message.get('role')} (end)", message.get("content"), "magenta")
     if not steps:
         yield _named("response", row.get("response"), "cyan")
     yield _reward(row)

@@ -26,7 +26,9 @@ class StageConfig(ToolsConfig):
     max_episode_tokens: PositiveInt | None = key(
         None, "most tokens that the model writes in an episode; unset: no limit"
     )
-    max_processes: PositiveInt = key(256, "most episodes with a process of their own at a time; later ones wait")
+    max_episodes: PositiveInt | None = key(
+        None, "most episodes at a time, later ones wait; unset: 256 where each has a process of its own, else no limit"
+    )
     reset_seconds: PositiveFloat = key(120.0, "deadline of the environment's reset, in seconds")
     step_seconds: PositiveFloat = key(60.0, "deadline of one step of the environment, in seconds")
     episode_seconds: PositiveFloat = key(3600.0, "deadline of an episode, in seconds")
@@ -42,4 +44,4 @@ class EnvironmentConfig(StageConfig):
     @property
     def label(self) -> str:
         """The name in metrics: the registered one, or that of the class."""
-        return self.name.rpartition(":")[2]
+        return ENVIRONMENTS[self.name].name.rpartition(":")[2]

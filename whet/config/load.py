@@ -35,10 +35,12 @@ _FSDP = {
     "sequence_parallel_size": 1,
     "tensor_parallel_size": 1,
 }
-# The new name of each key and its old default. An engine option with that default is dropped: other engines lack it.
+# The new name of each key and its old default. An engine option with that default is dropped: other engines lack it;
+# so is an old limit of processes, which did not hold for environments without a process of their own.
 RENAMED: Mapping[str, tuple[str, Any]] = {
     "rollout.name": ("rollout.engine.name", "native"),
     "rollout.kv_cache_bytes": ("rollout.engine.options.kv_cache_bytes", 2**30),
+    "environment.max_processes": ("environment.max_episodes", 256),
     "rollout.compile": ("rollout.engine.options.compile", False),
     **{
         f"{role}engine.{name}": (f"{role}engine.options.{name}", default)
@@ -180,7 +182,7 @@ def rename(
 
     A key without a source comes from the folder of an older run and gives no warning."""
     sources = {} if sources is None else sources
-    for old, (new, default) in RENAMED.items():
+    for old, (new, default) in (RENAMED | _of_agents(values)).items():
         *sections, name = old.split(".")
         place: Any = values
         for each in sections:
@@ -192,7 +194,7 @@ def rename(
             log.warning(
                 "%s (%s) is now called %s: rename it, the next version will not know the old name", old, source, new
             )
-        is_idle = ".options." in new and value == default and source not in strong
+        is_idle = (".options." in new or new.endswith(".max_episodes")) and value == default and source not in strong
         if is_idle or sources.get(new) in strong:
             continue
         *sections, name = new.split(".")
@@ -202,3 +204,11 @@ def rename(
         place[name] = value
         if source is not None:
             sources[new] = f"alias {old} ({source})"
+
+
+def _of_agents(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """`RENAMED` for the sections of sub-agents."""
+    environment = values.get("environment")
+    agents = environment.get("agents") if isinstance(environment, dict) else None
+    sections = [f"environment.agents.{name}" for name in agents] if isinstance(agents, dict) else []
+    return {f"{each}.max_processes": (f"{each}.max_episodes", 256) for each in sections}

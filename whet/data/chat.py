@@ -22,7 +22,7 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESPONSE, _THOUGHT = "whet-probe-response", "whet-probe-thought"
 MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, for which a tokenizer needs seconds and a gigabyte
 SANITIZE = "sanitize_control_tokens"  # the option's name in transformers
-DESCRIBED = "described_tools"  # an option of whet: text that tells the tools, at the end of the system message
+DESCRIBED = "described_tools"  # an option of whet: text that tells the tools, in the system message or the first
 _OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>")  # sampled in the place of the end that the template writes
 _SYSTEM_TOOLS = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")  # Phi's way to the tools
 _MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; those of the template have none
@@ -46,12 +46,21 @@ def render_chat(
     try:
         with bounded():
             told = _told(messages, options, template)
-            dicts = as_text(tokenizer, [message.to_dict() for message in told], options)
-            return cast(str, tokenizer.apply_chat_template(dicts, **_of_template(options)))
+            try:
+                return _rendered(tokenizer, told, options)
+            except Exception:
+                if DESCRIBED not in options or len(told) < 2:
+                    raise
+                return _rendered(tokenizer, _without_system(told), options)  # such as Gemma's first templates
     except Exception as error:  # the template is other people's code
         raise DataError(
             f"the chat template cannot render messages of roles ({roles(messages)}): {cause(error)}"
         ) from error
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    dicts = as_text(tokenizer, [message.to_dict() for message in messages], options)
+    return cast(str, tokenizer.apply_chat_template(dicts, **_of_template(options)))
 
 
 def encode_marked_chat(
@@ -261,6 +270,14 @@ def _told(messages: Sequence[Message], options: Mapping[str, Any], template: str
     own, rest = (str(messages[0].content), messages[1:]) if has_system else ("", messages)
     text = "\n\n".join(part for part in (own, str(options.get(DESCRIBED, ""))) if part)
     return [Message("system", text, fields), *rest]
+
+
+def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages with the text of the system message at the start of the next one."""
+    system, first, *rest = messages
+    text, own = f"{system.content}\n\n", first.content
+    content = text + own if isinstance(own, str) else [{"type": "text", "text": text}, *own]
+    return [Message(first.role, content, first.fields), *rest]
 
 
 def roles(messages: Sequence[Message]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from whet.environments.protocol import Answer, Closes, Observation
+from whet.environments.protocol import Answer, Closes, Observation, Result
 from whet.environments.running import EnvironmentSpec, Running
 from whet.errors import describe
 from whet.keyed import key
@@ -266,6 +266,7 @@ class _Played:
     plan: Plan
     seed: int
     transcript: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)  # tasks since the last observation
     faults: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
     characters: int = 0
@@ -282,7 +283,7 @@ class _Played:
 
     async def begin(self) -> None:
         """Resets."""
-        self._note("starts", await self.running.call("reset", self.prompt, self.seed))
+        await self.call("starts", "reset", self.prompt, self.seed)
 
     async def turn(self) -> None:
         """Plays an answer, drawn by seed and number of the turn."""
@@ -292,7 +293,19 @@ class _Played:
             self.environment.choices() if isinstance(self.environment, Offers) else ORDINARY
         )
         draws = random.Random(key(self.plan.seed, "check", self.seed, len(self.transcript)))
-        self._note("answers", await self.running.call("step", Answer(draws.choice(list(offered)))))
+        await self.call("answers", "step", Answer(draws.choice(list(offered))))
+
+    async def call(self, name: str, *arguments: Any) -> Observation | Failure:
+        """Notes what a call returns, for the check of that name; tasks for sub-agents get a result at once."""
+        outcome, rounds = await self.running.call(*arguments), 0
+        while isinstance(outcome, Observation) and outcome.tasks and rounds < self.plan.max_turns:
+            self.asked += [str(task) for task in outcome.tasks]
+            results = (Result("yes", 0.0, 1),) * len(outcome.tasks)
+            outcome, rounds = await self.running.call("step", Answer("", results=results)), rounds + 1
+        if isinstance(outcome, Observation) and outcome.tasks:
+            outcome = Failure("environment", f"it gave tasks {rounds} times in one {arguments[0]}")
+        self._note(name, outcome)
+        return outcome
 
     async def end(self) -> None:
         """Closes."""
@@ -303,7 +316,7 @@ class _Played:
             told = outcome.message
             at = "rewards" if "Observation.reward" in told else "observations" if "Observation" in told else name
             self.faults[at] = f"{'reset' if name == 'starts' else 'step'} raised {told}"
-            self.transcript.append(told)
+            self.transcript.append(f"{told}{self.asked or ''}")
             self.is_over = True
             return
         try:
@@ -315,8 +328,9 @@ class _Played:
         ends = (outcome.done, outcome.truncated)
         paid = f" {sorted(outcome.rewards.items())}" if outcome.rewards else ""
         self.transcript.append(
-            f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers}{paid}"
+            f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers}{paid}{self.asked or ''}"
         )
+        self.asked = []
         self.characters = max(self.characters, sum(map(len, texts)))
         self.rewards += [outcome.reward, *outcome.rewards.values()]
         self.is_over = any(ends)
@@ -359,7 +373,7 @@ async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
         why = "an episode failed" if played.faults else f"no episode ended within {plan.max_turns} turns"
         return {"is_ok": None, "what": f"not checked: {why}"}
     for _ in range(2):
-        outcome = await played.running.call("step", Answer(ORDINARY[0]))
+        outcome = await played.call("answers", "step", Answer(ORDINARY[0]))
         if isinstance(outcome, Observation) and (
             outcome.reward or outcome.rewards or not (outcome.done or outcome.truncated)
         ):
@@ -420,7 +434,7 @@ async def _answer(make: Callable[[Prompt], Any], plan: Plan, text: str) -> Found
     await played.begin()
     for _ in range(2):
         if not played.is_over:
-            played._note("answers", await played.running.call("step", Answer(text)))
+            await played.call("answers", "step", Answer(text))
     await played.end()
     return {"fault": next((f"{name}: {what}" for name, what in played.faults.items()), "")}
 

@@ -47,6 +47,8 @@ class Gymnasium:
                 f"environment.options.env_id={env_id} needs a package that is absent ({str(error).partition('. ')[0]}):"
             )
             raise ConfigError(f"{what} pip install {absent}, or put its folder on PYTHONPATH") from error
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"environment.options.env_id={env_id} is refused by gymnasium: {error}") from error
         count = getattr(self.env.action_space, "n", None)
         if count is None:
             raise ConfigError(

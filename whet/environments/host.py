@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import pickle
 import time
 import weakref
@@ -22,10 +24,10 @@ from itertools import count
 from typing import Any
 
 from whet.environments.protocol import Answer, Observation
-from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
+from whet.environments.running import PROBE, EnvironmentSpec, Outcome, Running, at_once
 from whet.environments.tools.environment import ToolSpec
 from whet.environments.tools.toolbox import Toolbox
-from whet.errors import describe
+from whet.errors import ConfigError, describe
 from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.user_code import pickle_code
 from whet.registry import ENVIRONMENTS
@@ -35,6 +37,9 @@ log = logging.getLogger(__name__)
 
 Result = tuple[str, Outcome]  # of `start` or `step`: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
+MAX_PROCESSES = 256
+MAX_STARTS = 2 * (os.cpu_count() or 1)  # sessions that start at a time where each has a process, such as an MCP server
+REFUSED = f"{ConfigError.__module__}.{ConfigError.__name__}: "  # at the start of a failure
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,16 @@ class EnvironmentHost(ABC):
         results, self._results = self._results, []
         return results
 
+    def refusal(self) -> str:
+        """Makes an environment once.  Returns why it refuses its options; "" where it does not, or fails otherwise, as
+        it may for one prompt."""
+        self.start(PROBE.uid, PROBE, 0)
+        while not (results := self.poll(POLL_SECONDS)):
+            pass
+        self.close(PROBE.uid)
+        message = next(getattr(outcome, "message", "") for _, outcome in results)
+        return message.removeprefix(REFUSED).rpartition(" (")[0] if message.startswith(REFUSED) else ""  # no line
+
     def _forget(self, uid: str) -> None:
         self._results = [result for result in self._results if result[0] != uid]
 
@@ -87,10 +102,10 @@ def open_host(
     *,
     tools: Toolbox | None = None,
     deadlines: Deadlines | None = None,
-    max_processes: int = 256,
+    max_episodes: int | None = None,
 ) -> EnvironmentHost:
     """Opens the host of one environment, a registered name or a path, with tools around it. Open it before a model is
-    loaded.
+    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` with a process of their own, others unlimited.
 
     Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
@@ -99,7 +114,7 @@ def open_host(
     inner = EnvironmentSpec(target, resolved)
     spec = inner if tools is None else tools.around(inner)
     if tools is None and entry.marks.get("pure"):
-        return InlineHost(spec, at_once)
+        return InlineHost(spec, at_once, max_episodes)
     try:
         code = pickle_code(spec, target)
     except Exception as error:  # pickling an object that the class holds may raise anything
@@ -109,22 +124,32 @@ def open_host(
             environment,
             describe(error),
         )
-        return InlineHost(spec, asyncio.Runner().run)
+        return InlineHost(spec, asyncio.Runner().run, max_episodes)
     is_shared = bool(entry.marks.get("shared")) and tools is None
-    return ProcessHost(code, deadlines or Deadlines(), max_processes, is_shared=is_shared)
+    most = max_episodes if max_episodes or is_shared else MAX_PROCESSES
+    starts = MAX_STARTS if tools is not None and tools.has_processes else None
+    return ProcessHost(code, deadlines or Deadlines(), most, is_shared=is_shared, max_starts=starts)
 
 
 class InlineHost(EnvironmentHost):
-    """A host in the caller's thread: each result is ready when the call returns."""
+    """A host in the caller's thread: each result is ready when the call returns, or a place is free."""
 
     def __init__(
-        self, spec: EnvironmentSpec | ToolSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome]
+        self,
+        spec: EnvironmentSpec | ToolSpec,
+        run: Callable[[Coroutine[Any, Any, Outcome]], Outcome],
+        max_episodes: int | None = None,
     ) -> None:
         super().__init__()
         self._make, self._run = spec.load(), run
+        self._most = max_episodes or math.inf
         self._open: dict[str, Running] = {}
+        self._queue: dict[str, tuple[Prompt, int]] = {}
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
+        if len(self._open) >= self._most:
+            self._queue[uid] = prompt, seed
+            return
         self._open[uid] = Running(self._make)
         self._results.append((uid, self._run(self._open[uid].call("reset", prompt, seed))))
 
@@ -132,13 +157,16 @@ class InlineHost(EnvironmentHost):
         self._results.append((uid, self._run(self._open[uid].call("step", answer))))
 
     def close(self, uid: str) -> None:
+        self._queue.pop(uid, None)
         if (running := self._open.pop(uid, None)) is not None:
             self._forget(uid)
             if running.needs_close:
                 _note_close(uid, self._run(running.call("close")))
+            if self._queue:
+                self.start(first := next(iter(self._queue)), *self._queue.pop(first))
 
     def shutdown(self) -> None:
-        for uid in list(self._open):
+        for uid in [*self._queue, *self._open]:
             self.close(uid)
 
 
@@ -162,12 +190,21 @@ class _Call:
 
 
 class ProcessHost(EnvironmentHost):
-    """A host with a process for each episode, at most `max_processes` at a time (later episodes wait), or with one
-    process for all. When a shared process ends, the episode whose call was running fails; the others are replayed.
+    """A host with a process for each episode, or with one for all, and at most `max_episodes` at a time, of which
+    `max_starts` are in their reset: later ones wait. When a shared process ends, the episode whose call was running
+    fails; the others are replayed.
 
     One thread owns it. Waits: only in `poll`."""
 
-    def __init__(self, code: bytes, deadlines: Deadlines, max_processes: int, *, is_shared: bool) -> None:
+    def __init__(
+        self,
+        code: bytes,
+        deadlines: Deadlines,
+        max_episodes: int | None,
+        *,
+        is_shared: bool,
+        max_starts: int | None = None,
+    ) -> None:
         super().__init__()
         argument = pickle.dumps((code, is_shared))
         self._children = Children(
@@ -175,7 +212,10 @@ class ProcessHost(EnvironmentHost):
         )
         self._end = weakref.finalize(self, self._children.close)  # at the latest when the interpreter ends
         self._deadlines, self._is_shared = deadlines, is_shared
-        self._max_processes = 1 if is_shared else max_processes
+        self._most = max_episodes or math.inf
+        self._taken: dict[int, Callee] = {}  # the places: a process by number of the episode, until it has closed
+        self._starting = set[int]()  # of them, those in their reset
+        self._most_starts = max_starts or math.inf
         self._numbers = count(1)
         self._open: dict[str, _Episode] = {}
         self._queue: deque[_Episode] = deque()
@@ -222,11 +262,11 @@ class ProcessHost(EnvironmentHost):
 
     def _assign_processes(self) -> None:
         """Assigns processes to waiting episodes, up to the maximum, and repeats the calls of an interrupted episode."""
-        running = self._children.running
-        while self._queue and (self._is_shared or len(running) < self._max_processes):
+        while self._queue and len(self._taken) < self._most and len(self._starting) < self._most_starts:
             episode = self._queue.popleft()
-            shared = next(iter(running), None) if self._is_shared else None
-            episode.child = shared or self._children.start()
+            self._starting.add(episode.number)
+            shared = next(iter(self._children.running), None) if self._is_shared else None
+            episode.child = self._taken[episode.number] = shared or self._children.start()
             steps = [("step", turn) for turn in episode.turns]
             *before, last = [("reset", episode.prompt, episode.seed), *steps]
             for call in before:
@@ -254,11 +294,16 @@ class ProcessHost(EnvironmentHost):
             self._handle_end(event)
             return
         call, outcome = event.task, event.value
+        if call.verb == "reset":
+            self._starting.discard(call.episode.number)
+            self._assign_processes()
         if call.verb == "close":
             _note_close(call.episode.uid, outcome)
             if not self._is_shared:
                 self._children.kill(event.child)
-                self._assign_processes()
+            self._taken.pop(call.episode.number, None)
+            self._starting.discard(call.episode.number)
+            self._assign_processes()
         elif call.is_awaited:
             self._add_result(call.episode, call.episode.failure or outcome)
         elif isinstance(outcome, Failure):
@@ -270,18 +315,22 @@ class ProcessHost(EnvironmentHost):
         if running is not None and ended.is_late:
             what = f"{running.verb} took longer than {self._deadlines.of(running.verb):g} s; its process was killed"
         failure = Failure("environment", what, timed_out=ended.is_late)
+        self._taken = {number: child for number, child in self._taken.items() if child is not ended.child}
+        self._starting &= self._taken.keys()
         if running is not None and running.verb == "close":
             _note_close(running.episode.uid, failure)
+        again = list[_Episode]()
         for episode in [episode for episode in self._open.values() if episode.child is ended.child]:
             episode.child = None
             if self._is_shared and (running is None or episode is not running.episode):
-                self._queue.append(episode)
+                again.append(episode)
                 continue
             episode.failure = failure
             if episode.is_awaited:
                 self._add_result(episode, failure)
-        if self._queue and self._is_shared:
-            log.warning("%s; %d other episodes begin again, with their seeds and turns", what, len(self._queue))
+        if again:
+            log.warning("%s; %d other episodes begin again, with their seeds and turns", what, len(again))
+            self._queue.extendleft(reversed(again))
         self._assign_processes()
 
 

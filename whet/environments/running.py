@@ -22,10 +22,11 @@ from whet.errors import ToolError, describe
 from whet.processes.frames import BrokenMessageError
 from whet.processes.template import Caller, Serve
 from whet.registry import ENVIRONMENTS
-from whet.types import Failure, Prompt
+from whet.types import Failure, Message, Prompt
 
 log = logging.getLogger(__name__)
 Outcome = Observation | Failure
+PROBE = Prompt("probe", 0, (Message("user", ""),), (0,), "probe", None)  # its episode makes the environment, no more
 _FORMS: dict[type, Form] = {}  # by class
 
 
@@ -81,6 +82,8 @@ class Running:
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
         self._environment = self._make(prompt)
+        if prompt == PROBE:
+            return GOES_ON
         form = _form(self._environment)
         if form.resets is None:
             return GOES_ON

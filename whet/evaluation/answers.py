@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def _shown(media: Media) -> Record:
 
 
 def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
-    """The turns of an episode: what was read, what was written, and what the environment said of it."""
+    """The turns of an episode: what was read, what was written, the reward and the state."""
     steps = []
     for turn in trajectory.turns:
         step: Record = {
@@ -107,6 +108,9 @@ def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[R
         }
         named = {"state": turn.state_key, "agent": turn.agent, "player": turn.player}
         steps.append({**step, **{name: value for name, value in named.items() if value}})
+    end = [*takewhile(lambda message: message.role != "assistant", reversed(trajectory.messages))]
+    if steps and end:  # after the last turn
+        steps[-1]["end"] = [message.to_dict() for message in reversed(end)]
     return steps
 
 

@@ -274,7 +274,11 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
 
     def completion(item: RewardItem) -> Any:
         is_chat = bool(item.messages) if as_chat is None else as_chat
-        return _trajectory(item)["messages"] if is_chat else item.solution_str
+        found = _trajectory(item)
+        messages = list(found["messages"])
+        while found.get("limit", "") in (None, "environment") and messages and messages[-1]["role"] != "assistant":
+            messages.pop()  # what the environment said at the end
+        return messages if is_chat else item.solution_str
 
     def prompt(item: RewardItem) -> Any:
         is_chat = bool(item.messages) if as_chat is None else as_chat

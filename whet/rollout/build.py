@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from whet.config.environment import EnvironmentConfig
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, StageConfig, TrainConfig
 from whet.data.chat import template_text
 from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
-from whet.errors import ConfigError
+from whet.errors import ConfigError, EnvError
 from whet.models.folder import split_adapters
 from whet.models.load import load_policy
 from whet.models.vision.load import vision_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.constraints import bad_word_ids
-from whet.rollout.episode import Limits
+from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import ChecksAhead
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 from whet.types import Limit
@@ -117,6 +119,22 @@ def build_collector(
     )
 
 
+def open_environments(environment: EnvironmentConfig) -> dict[str, EnvironmentHost]:
+    """Opens the hosts of an environment and of its sub-agents, by name.
+
+    Raises: as `stage_of`; EnvError where one refuses its options, which only its constructor knows."""
+    hosts = dict[str, EnvironmentHost]()
+    with ExitStack() as undo:
+        for agent, stage in {MAIN: environment, **environment.agents}.items():
+            hosts[agent] = stage_of(stage).open()
+            undo.callback(hosts[agent].shutdown)
+            if refusal := hosts[agent].refusal():
+                at = f"environment.agents.{agent}" if agent else "environment"
+                raise EnvError(f"{at}.name={stage.name} cannot be made with {at}.options={stage.options}: {refusal}")
+        undo.pop_all()
+    return hosts
+
+
 def stage_of(stage: StageConfig) -> Stage:
     """The stage of an environment without limits of its episodes.  Raises: ConfigError, ToolError."""
     return Stage(
@@ -124,7 +142,7 @@ def stage_of(stage: StageConfig) -> Stage:
         stage.options,
         seconds=Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
         episode_seconds=stage.episode_seconds,
-        max_processes=stage.max_processes,
+        max_episodes=stage.max_episodes,
         tools=toolbox_of(stage),
     )
 

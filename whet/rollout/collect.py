@@ -97,7 +97,7 @@ class Stage:
     limits: Limits = field(default_factory=Limits)
     seconds: Deadlines = field(default_factory=Deadlines)  # of its calls
     episode_seconds: float = 3600.0
-    max_processes: int = 256
+    max_episodes: int | None = None
     tools: Toolbox | None = None  # with their parser
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # with the tools (`with_tools`)
 
@@ -108,7 +108,7 @@ class Stage:
             self.options,
             tools=self.tools,
             deadlines=self.seconds,
-            max_processes=self.max_processes,
+            max_episodes=self.max_episodes,
         )
 
 

@@ -190,6 +190,7 @@ class Episode:
         if observation.done or observation.truncated:
             if not self.turns:
                 return self._end(Failure("environment", "reset ended the episode before its first response"))
+            self.messages += [Message(each.role, _text(each), each.fields) for each in observation.messages]
             return self._end(limit="environment" if observation.truncated else None)
         if self._last and self._last_turn.finish_reason == "length" and self._turn_limit is None:
             return self._end(limit="length")
@@ -387,6 +388,12 @@ class Episode:
             limit=limit,
         )
         return [Close(self.id), Score(trajectory, self.id)]
+
+
+def _text(message: Message) -> str:
+    """The text of a message, without its images and videos."""
+    content = message.content
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 def joined(first: Completion, rest: Completion) -> Completion:

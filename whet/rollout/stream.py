@@ -331,18 +331,18 @@ def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None
 class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
 
-    A batch is bad where all of its trajectories failed, or more than half in the environment. As long as there was no
-    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do."""
+    A batch is bad where all of its trajectories failed, or more than half in the environment or its tools. As long as
+    there was no other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do."""
 
     def __init__(self) -> None:
         self._left = 1
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Raises: RewardError, SandboxError or EngineError, by where the first failure arose."""
+        """Raises: RewardError, SandboxError, ToolError or EngineError, by where the first failure arose."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
-        of_environment = [(uid, failure) for uid, failure in failures if failure.source == "environment"]
+        of_environment = [(uid, failure) for uid, failure in failures if failure.source in ("environment", "tool")]
         if failures and len(failures) == len(trajectories):
             found = f"all {len(trajectories)} trajectories failed, so there is nothing to learn from"
             self._count(found, failures[0])

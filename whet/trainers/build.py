@@ -27,13 +27,14 @@ from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
+from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
 from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of
-from whet.rollout.build import build_collector, check_engine, sampling_params
+from whet.rollout.build import build_collector, check_engine, open_environments, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
@@ -148,6 +149,7 @@ def build(
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         if "console" in config.trainer.logger and not dry_run:
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
+        hosts = _environments(config, undo)
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         if REWARD in roles:
@@ -161,7 +163,7 @@ def build(
             tokenizer=tokenizer,
             roles=roles,
             weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
-            rollouts=_rollouts(config, tokenizer, loader, roles, scorer, stop_ids, total_steps),
+            rollouts=_rollouts(config, tokenizer, loader, roles, scorer, stop_ids, total_steps, hosts),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -252,6 +254,14 @@ def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward:
         yield WorkerSpec(ENVIRONMENT, EnvironmentWorker, (config.environment,))
 
 
+def _environments(config: TrainConfig, undo: ExitStack) -> Mapping[str, EnvironmentHost] | None:
+    """The environments' hosts in this process; None where a pool has them."""
+    hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment)
+    for host in (hosts or {}).values():
+        undo.callback(host.shutdown)
+    return hosts
+
+
 def _rollouts(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -260,8 +270,9 @@ def _rollouts(
     scorer: Scorer | None,
     stop_ids: tuple[int, ...],
     total_steps: int,
+    hosts: Mapping[str, EnvironmentHost] | None,
 ) -> Rollouts:
-    ranks, hosts = roles["rollout"], None
+    ranks = roles["rollout"]
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
     engine = Replicas(ranks, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)

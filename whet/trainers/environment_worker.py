@@ -14,7 +14,7 @@ from whet.controller.worker import Placement, Worker
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
-from whet.rollout.build import stage_of
+from whet.rollout.build import open_environments
 from whet.rollout.collect import SHORT_SECONDS
 from whet.rollout.episode import MAIN
 from whet.rollout.replicas import GATHER_SECONDS
@@ -26,12 +26,11 @@ Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode
 
 
 class EnvironmentWorker(Worker):
-    """A rank that owns the processes of environments, `environment.max_processes` of them at most."""
+    """A rank that owns the processes of environments, `environment.max_episodes` of them at most."""
 
     def __init__(self, placement: Placement, config: EnvironmentConfig) -> None:
         super().__init__(placement)
-        stages = {MAIN: config, **config.agents}
-        self._hosts = {agent: stage_of(stage).open() for agent, stage in stages.items()}
+        self._hosts = open_environments(config)
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, calls: Sequence[Call], timeout_seconds: float) -> list[tuple[str, Result]]:

@@ -38,11 +38,16 @@ MOST_READ = 20_000  # characters of an answer
 MOST_TOLD = 240  # characters of the output of a server that failed; a message of a failure has room for few
 FENCED = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 POLL_SECONDS = 0.1
+FULL_SECONDS = 0.5  # between two requests to a server without room
 Schema = Mapping[str, Any]
 
 
 class RefusedError(ValueError):
     """An answer that is no action of the environment."""
+
+
+class FullError(RuntimeError):
+    """A server without room for another session."""
 
 
 @register_environment("openenv", shared=True)
@@ -54,7 +59,8 @@ class OpenEnv:
     object. An answer that gives no action costs `format_penalty` and is told why. An observation is read from `show`,
     a field or a text such as `{board}, {lives} lives`; without it from its only field with text, or else as JSON;
     numbers in it become fields. `reset` are arguments of the reset beside the seed; a row of the data set may have more
-    of them in a field `reset`. Every message has a deadline; a server that is lost fails the episode.
+    of them in a field `reset`. Every message has a deadline; a server that is lost fails the episode. One without room
+    for another session is asked again for `start_seconds`.
     """
 
     def __init__(
@@ -86,14 +92,23 @@ class OpenEnv:
         """Opens a session and begins.  Raises: ConnectionError, TimeoutError, RuntimeError for a server's error."""
         url = self.url or await server_url(self.command or "", self.start_seconds)
         self.schemas = await read_schemas(url, self.connect_seconds)
-        self.socket = await connect(url, self.connect_seconds)
         given = {"seed": seed % 2**31, **self.given, **(prompt.extra_info.get("reset") or {})}
         if self._is_whet:
             messages = [asdict(message) for message in prompt.messages]
             own = {"messages": messages, "ground_truth": prompt.ground_truth, "extra_info": dict(prompt.extra_info)}
             given = {**given, "seed": seed, **own}
-        self.is_over = False
-        return self._read(await self._asked("reset", given))
+        self.is_over, until = False, time.monotonic() + self.start_seconds
+        while True:
+            self.socket = await connect(url, self.connect_seconds)
+            try:
+                return self._read(await self._asked("reset", given))
+            except FullError as full:
+                await self.close()
+                if time.monotonic() > until:
+                    raise FullError(
+                        f"{full}; asked for {self.start_seconds:g} s: lower environment.max_episodes"
+                    ) from None
+                await asyncio.sleep(FULL_SECONDS)
 
     async def step(self, answer: Answer) -> Observation:
         """Sends an action.  Raises: RuntimeError after the end or for an error of the server, ConnectionError,
@@ -147,7 +162,8 @@ class OpenEnv:
             found = reply.get("data", {})
             if kind == "step" and found.get("code") == "VALIDATION_ERROR":
                 raise RefusedError(_why(found.get("errors", ())))
-            raise RuntimeError(f"the OpenEnv server answered {kind} with {found.get('code')}: {found.get('message')}")
+            error = FullError if found.get("code") == "CAPACITY_REACHED" else RuntimeError
+            raise error(f"the OpenEnv server answered {kind} with {found.get('code')}: {found.get('message')}")
         data = reply.get("data")
         if not isinstance(data, Mapping) or not isinstance(data.get("observation"), Mapping):
             raise RuntimeError(f"the OpenEnv server answered {kind} with {str(reply)[:200]}; expected an observation")

@@ -204,7 +204,7 @@ class Served(Environment[WhetAction, WhetObservation, State]):
 
 def make_app(name: str, options: Mapping[str, Any], *, max_sessions: int, step_seconds: float) -> tuple[Any, Pump]:
     """The FastAPI application of an environment, and the thread that plays it.  Raises: RegistryError, ConfigError."""
-    pump = Pump(open_host(name, options, deadlines=Deadlines(step=step_seconds), max_processes=max_sessions))
+    pump = Pump(open_host(name, options, deadlines=Deadlines(step=step_seconds), max_episodes=max_sessions))
     uids = itertools.count(1)
     app = create_fastapi_app(
         lambda: Served(pump, name, uids), WhetAction, WhetObservation, max_concurrent_envs=max_sessions

@@ -53,7 +53,7 @@ def episode(
     collector = Collector(
         Says(tokenizer, turns, end),  # type: ignore[arg-type]
         tokenizer,
-        stage=Stage(tools=parsed, chat_template_kwargs=options),
+        stage=Stage(config.name, tools=parsed, chat_template_kwargs=options),
         deadline_seconds=60.0,
     )
     try:

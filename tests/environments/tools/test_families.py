@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +124,11 @@ GEMMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 
+# Gemma's first templates refuse a system message.
+REFUSES_SYSTEM = (
+    "{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}"
+)
+
 # The tools are a field of the system message; any role is written as it is.
 PHI = """\
 {%- for message in messages %}
@@ -204,6 +209,14 @@ def gemma_results(*results: str) -> str:
     return f"\n<start_of_turn>user\n{shown}<end_of_turn>\n<start_of_turn>model\n"
 
 
+GEMMA_FAMILY = Family(
+    GEMMA,
+    ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+    "<end_of_turn>",
+    f"<bos><start_of_turn>user\n{described([SCHEMA])}\n\n{ASKED}<end_of_turn>\n<start_of_turn>model\n",
+    (f"{TAGGED}{TAGGED_TWO}", gemma_results("3", "7"), TAGGED, gemma_results("3"), "It is 3."),
+    role="user",
+)
 FAMILIES = {
     "Qwen2.5": Family(
         QWEN25,
@@ -264,14 +277,8 @@ FAMILIES = {
             " It is 3.",
         ),
     ),
-    "Gemma": Family(
-        GEMMA,
-        ("<bos>", "<start_of_turn>", "<end_of_turn>"),
-        "<end_of_turn>",
-        f"<bos><start_of_turn>user\n{described([SCHEMA])}\n\n{ASKED}<end_of_turn>\n<start_of_turn>model\n",
-        (f"{TAGGED}{TAGGED_TWO}", gemma_results("3", "7"), TAGGED, gemma_results("3"), "It is 3."),
-        role="user",
-    ),
+    "Gemma": GEMMA_FAMILY,
+    "Gemma 2": replace(GEMMA_FAMILY, template=REFUSES_SYSTEM + GEMMA),
     "gpt-oss": Family(
         GPT_OSS,
         ("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),

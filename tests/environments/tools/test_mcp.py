@@ -50,6 +50,31 @@ def result(host: EnvironmentHost, uid: str) -> Observation | Failure:
     raise TimeoutError
 
 
+SLOW_START = ["-c", "echo start >> {log}; sleep 1; exec {python} {server}"]
+
+
+@pytest.mark.slow
+def test_sessions_with_processes_start_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once would share the processor, and pass the deadline of their start together."""
+    monkeypatch.setattr("whet.environments.host.MAX_STARTS", 2)
+    log = tmp_path / "log"
+    words = [each.format(log=log, python=sys.executable, server=SERVER) for each in SLOW_START]
+    config = EnvironmentConfig(tools=[{"mcp": {"command": ["sh", *words]}}])
+    host = open_host("single_turn", tools=toolbox_of(config), deadlines=Deadlines(reset=60.0))
+    log.write_text("")
+    try:
+        for uid in "abcdef":
+            host.start(uid, PROMPT, 0)
+        begun = dict[str, Observation | Failure]()
+        until = time.monotonic() + 120.0
+        while len(begun) < 6 and time.monotonic() < until:
+            begun |= host.poll(0.2)
+            assert len(log.read_text().split()) <= len(begun) + 2
+        assert list(begun.values()) == [next(iter(begun.values()))] * 6 and isinstance(begun["a"], Observation)
+    finally:
+        host.shutdown()
+
+
 def started(host: EnvironmentHost, uid: str) -> None:
     host.start(uid, PROMPT, 0)
     found = result(host, uid)

@@ -82,6 +82,23 @@ class Refuses:
         if answer == "again":
             return Observation(False, (Message("user", "And?"),), reward=0.5, fields={"asked": 1.0})
         return Observation(True, reward=len(answer))
+
+class Duel:
+    """White, black and white say a number; black is not trained."""
+    def __init__(self, prompt): pass
+    def reset(self, prompt, seed):
+        self.number = 0
+        return self.ask()
+    def ask(self):
+        from whet.environments.protocol import Observation
+        from whet.types import Message
+        player, told = ("white", "black")[self.number % 2], (Message("user", f"Number {self.number}?"),)
+        where = {"player": player, "state_key": str(self.number), "context": ("append", "replace")[self.number % 2]}
+        return Observation(False, told, 0.5 * self.number, {"asked": 1.0}, is_trained=player == "white", **where)
+    def step(self, answer):
+        self.number += 1
+        from whet.environments.protocol import Observation
+        return Observation(True, rewards={"white": 1.0, "black": -1.0}) if self.number == 3 else self.ask()
 '''  # noqa: W291
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
 
@@ -262,6 +279,23 @@ TURNS = [
 @pytest.fixture
 def tokenizer(qwen25_folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(qwen25_folder)
+
+
+def test_the_result_of_a_call_belongs_to_the_player_that_called(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    config = EnvironmentConfig(name=f"{file}:Duel", tools=[f"{file}:add"])
+    trajectory = episode(tokenizer, config, ["one", call, "three", "four"])
+    who = [(turn.player, turn.is_trained, turn.state_key, turn.reward) for turn in trajectory.turns]
+    assert who == [
+        ("white", True, "0", 0.5),
+        ("black", False, "1", 0.0),
+        ("black", False, "1", 1.0 - 1.0),
+        ("white", True, "2", 1.0),
+    ]
+    black, result = (str(tokenizer.decode(list(trajectory.turns[at].context_ids))) for at in (1, 2))
+    between = "<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert result == black + call + between
+    assert trajectory.fields["asked"] == 1.0
 
 
 def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokenizerBase, file: str) -> None:

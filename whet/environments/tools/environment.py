@@ -38,7 +38,14 @@ class ToolSpec:
             open_source(entry, f"environment.tools[{number}]", limits.start_seconds, known)
             for number, (entry, known) in enumerate(zip(self.entries, self.known, strict=True))
         ]
-        return lambda prompt: ToolEnvironment(Running(make), sources, limits, self.role)
+
+        def made(prompt: Prompt) -> ToolEnvironment:
+            inside = make(prompt)
+            inner = Running(lambda _: inside)
+            inner.take(inside)  # to be closed also where a session does not start
+            return ToolEnvironment(inner, sources, limits, self.role)
+
+        return made
 
 
 class ToolEnvironment:
@@ -49,6 +56,7 @@ class ToolEnvironment:
         self._sessions: list[Session] = []
         self._by_tool: dict[str, Session] = {}
         self._counts = Counter[str]()
+        self._asked = Observation(done=False)  # the last one of the environment inside
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Starts the sessions, then the environment inside."""
@@ -75,7 +83,9 @@ class ToolEnvironment:
             return self._counted(await self._ask("step", answer))
         results = await asyncio.gather(*(self._result(call) for call in answer.tool_calls))
         media = tuple(part for parts in results for part in parts if isinstance(part, Media))
-        return self._counted(Observation(done=False, messages=self._messages(answer.tool_calls, results), media=media))
+        told = self._messages(answer.tool_calls, results)
+        nothing_else: dict[str, Any] = {"reward": 0.0, "rewards": {}, "fields": {}, "context": "append"}
+        return self._counted(replace(self._asked, messages=told, media=media, **nothing_else))  # of the same turn
 
     async def close(self) -> None:
         """Ends the sessions and the environment inside."""
@@ -88,6 +98,7 @@ class ToolEnvironment:
         outcome = await self._inner.call(verb, *arguments)
         if isinstance(outcome, Failure):
             raise RuntimeError(outcome.message)
+        self._asked = outcome
         return outcome
 
     def _counted(self, observation: Observation) -> Observation:

@@ -177,9 +177,11 @@ export class TrajectoriesTab {
     const pictures = (record.media ?? []).slice();
     const count = record.steps.flatMap((step) => step.observation ?? []).flatMap((message) => (Array.isArray(message.content) ? message.content : [])).filter((part) => part.type !== "text").length;
     pictures.splice(0, pictures.length - count);
+    const read = (messages) => (messages ?? []).map((message) => block(message.role === "tool" ? "tool" : "environment", [message.role, message.name].filter(Boolean).join(" "), content(message.content, (part) => this.media(pictures.splice(0, 1), run))));
     return [prompt(record), record.steps.map((step, at) => [
-      (step.observation ?? []).map((message) => block(message.role === "tool" ? "tool" : "environment", [message.role, message.name].filter(Boolean).join(" "), content(message.content, (part) => this.media(pictures.splice(0, 1), run)))),
-      block("policy", [`turn ${at + 1}`, step.agent, step.player].filter(Boolean).join(" · "), step.action, step.reward ? `reward ${number(step.reward)}` : "")])];
+      read(step.observation),
+      block("policy", [`turn ${at + 1}`, step.agent, step.player].filter(Boolean).join(" · "), step.action, step.reward ? `reward ${number(step.reward)}` : ""),
+      read(step.end)])];
   }
 
   media(all, run) {

@@ -32,6 +32,10 @@ class PageRandom(random.Random):
         super().__init__(seed)
         self._state = seed % 2**32
 
+    def __reduce__(self) -> tuple[type[PageRandom], tuple[int]]:
+        """For copies of a game: the state is a seed."""
+        return PageRandom, (self._state,)
+
     def random(self) -> float:
         """A number in [0, 1)."""
         self._state = (self._state + 0x6D2B79F5) % 2**32
