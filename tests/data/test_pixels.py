@@ -201,7 +201,9 @@ def test_half_a_film_is_refused(tmp_path: Path, name: str, options: dict[str, st
     for whole in (content, content + bytes(100) if name != "a.gif" else content):  # as some programs pad them
         assert len(video_header(io.BytesIO(whole)).seconds) == 8
     for share in (0.6, 0.9, 0.99):
-        with pytest.raises(DataError, match=r"it cannot be read as a video: " + ("" if name == "a.gif" else "it is cut")):
+        with pytest.raises(
+            DataError, match=r"it cannot be read as a video: " + ("" if name == "a.gif" else "it is cut")
+        ):
             video_header(io.BytesIO(content[: int(len(content) * share)]))
 
 

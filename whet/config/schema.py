@@ -80,6 +80,8 @@ class RowsConfig(Section):
 class MediaRowsConfig(RowsConfig):
     """Data sets of which rows may have images and videos, for models that read them."""
 
+    image_key: str = key("images", "field with the images of a row; `images` is also read from `image`")
+    video_key: str = key("videos", "field with the videos of a row; `videos` is also read from `video`, one video")
     image_dir: str | None = key(None, "folder of relative paths of images; unset: the folder of the data file")
     min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the processor's")
     max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the processor's")
