@@ -48,6 +48,7 @@ class ModelConfig(Section):
     freeze: list[str] = key(
         [], "weights that are not trained: model.embed_tokens.*, model.layers.[0-3].*, vision (the tower), ..."
     )
+    media_cache_gib: PositiveFloat = key(1.0, "memory of each process for pixel values of images and videos, in GiB")
     allow_pickle: bool = key(False, "load weights stored as pickles, which can run code")
     trust_remote_code: bool = key(False, "run Python code from the folder of the model or tokenizer")
 
