@@ -333,6 +333,7 @@ def test_what_is_wrong_with_rows(
     [
         ("a tag without its image, or an image without its tag", ["fine.png"], 2),
         ("an image that is truncated or none at all", ["a.png"], 1),
+        ("a video that is truncated", ["a.mp4"], 1),
         ("a decompression bomb", ["b.png"], 1),
         ("an animation as an image", ["a.gif"], 1),
         ("a URL", ["https://example.com/a.png"], 1),
@@ -347,7 +348,12 @@ def test_what_is_wrong_with_images(
     Path("b.png").write_bytes(encoded(picture(9000, 9000)))
     frames = [picture(colour=(40 * number, 0, 0)) for number in range(6)]
     Path("a.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    rows = [{"prompt": "<image>", "images": ["fine.png"]}, {"prompt": "<image>" * tags, "images": images}]
+    if images == ["a.mp4"]:
+        Path("a.mp4").write_bytes(
+            b"\0\0\0\x10ftypisom" + bytes(4) + (29481 - 16).to_bytes(4, "big") + b"mdat" + bytes(14716)
+        )
+    kind = "video" if images == ["a.mp4"] else "image"
+    rows = [{"prompt": "<image>", "images": ["fine.png"]}, {"prompt": f"<{kind}>" * tags, f"{kind}s": images}]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(WhetError) as raised:
         load_prompts(DataConfig(train_files=["rows.jsonl"]), seeing(copy.deepcopy(tokenizer)))

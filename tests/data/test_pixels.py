@@ -134,12 +134,19 @@ def test_arrays_become_images() -> None:
     assert from_array(np.full((2, 3, 4), 9, np.uint8)).mode == "RGBA"
 
 
-def film(path: Path, num_frames: int = 8, rate: int = 4, size: tuple[int, int] = (64, 32)) -> Path:
+def film(
+    path: Path,
+    num_frames: int = 8,
+    rate: int = 4,
+    size: tuple[int, int] = (64, 32),
+    options: dict[str, str] | None = None,
+) -> Path:
     """A film whose frames grow brighter."""
     av = pytest.importorskip("av")
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("mpeg4", rate=rate)
+    with av.open(str(path), "w", options=options or {}) as out:
+        stream = out.add_stream("libvpx" if path.suffix == ".webm" else "mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt, stream.bit_rate = *size, "yuv420p", 2_000_000
+        out.start_encoding()
         for number in range(num_frames):
             frame = av.VideoFrame.from_image(picture(*size, colour=(number * 30,) * 3))
             out.mux(stream.encode(frame))
@@ -178,3 +185,35 @@ def test_films_without_pictures_are_refused(tmp_path: Path) -> None:
             video_header(io.BytesIO(content))
     with pytest.raises(DataError, match=r"only 1 of 2 frames can be decoded"):
         video_pixels(io.BytesIO(whole), (2, 200))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("a.mp4", {"movflags": "faststart"}), ("a.mkv", {}), ("a.webm", {}), ("a.avi", {}), ("a.gif", {})],
+)
+def test_half_a_film_is_refused(tmp_path: Path, name: str, options: dict[str, str]) -> None:
+    if name == "a.gif":
+        frames = [Image.fromarray(np.random.default_rng(at).integers(0, 256, (32, 64, 3), np.uint8)) for at in range(8)]
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+    else:
+        film(tmp_path / name, options=options)
+    content = (tmp_path / name).read_bytes()
+    for whole in (content, content + bytes(100) if name != "a.gif" else content):  # as some programs pad them
+        assert len(video_header(io.BytesIO(whole)).seconds) == 8
+    for share in (0.6, 0.9, 0.99):
+        with pytest.raises(
+            DataError, match=r"it cannot be read as a video: " + ("" if name == "a.gif" else "it is cut")
+        ):
+            video_header(io.BytesIO(content[: int(len(content) * share)]))
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
+def test_a_film_without_frames_says_so(tmp_path: Path, name: str) -> None:
+    content = film(tmp_path / name, num_frames=0).read_bytes()
+    with pytest.raises(DataError, match=r"it is a video without frames; replace it, or drop the row"):
+        video_header(io.BytesIO(content))
+
+
+def test_a_film_of_unknown_length_is_read(tmp_path: Path) -> None:
+    content = film(tmp_path / "a.mkv", options={"live": "1"}).read_bytes()  # written to a pipe, as browsers do
+    assert len(video_header(io.BytesIO(content)).seconds) == 8

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.seeing import IMAGE, encoded, picture
 from whet.config.schema import DataConfig, PreferenceDataConfig, SupervisedDataConfig
+from whet.config.sources import read_sources
 from whet.data.load import load_examples, load_pairs, load_prompts
-from whet.data.media import image
+from whet.data.media import MediaLimits, MediaReader, image
 from whet.errors import DataError
 from whet.types import Message, Prompt
 
@@ -49,6 +50,7 @@ FORMS: list[Mapping[str, Any]] = [
         "prompt": [{"role": "user", "content": "A <image>B<image> C"}],
         "images": [{"bytes": WIDE}, {"bytes": TALL}],
     },  # verl
+    {"prompt": "A <image>B<image> C", "images": [{"image": WIDE}, {"image": {"bytes": TALL}, "max_pixels": None}]},
     {"prompt": "A <image>B<image> C", "multi_modal_data": {"image": [WIDE, TALL]}},
     {"prompt": user(part("A <image>B<image> C")), "images": [WIDE, TALL]},
     {"prompt": user(part("A "), {"type": "image"}, part("B"), {"type": "image"}, part(" C")), "images": [WIDE, TALL]},
@@ -260,3 +262,96 @@ def test_pairs_with_media_are_refused(sighted: PreTrainedTokenizerBase) -> None:
     ):
         with pytest.raises(DataError, match=r"row 0: .*, but preference pairs have only text"):
             load_pairs(data, sighted, rows=[row])
+
+
+BIG = encoded(picture(112, 112))  # 16 tokens
+LIMITED: list[Mapping[str, Any]] = [
+    {"prompt": "<image><image>", "images": [{"image": BIG, "max_pixels": 3136}, BIG]},
+    {"prompt": "<image><image>", "images": [{"bytes": BIG, "path": None, "max_pixels": 3136.0}, {"image": BIG}]},
+    {"prompt": user({"type": "image", "image": BIG, "max_pixels": 3136}, {"type": "image", "image": BIG})},
+    {
+        "prompt": user(
+            {"type": "image_url", "image_url": {"bytes": BIG, "max_pixels": 3136}},
+            {"type": "image", "image": BIG, "max_pixels": None},
+        )
+    },
+]
+
+
+@pytest.mark.parametrize("row", LIMITED)
+def test_an_image_has_limits_of_its_own(sighted: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> None:
+    [prompt] = prompts(sighted, [row])
+    assert [each.tokens.count for each in prompt.media if each.tokens] == [4, 16]
+    assert len({each.digest for each in prompt.media}) == 2  # the same bytes, read in two sizes
+    [whole] = prompts(sighted, [{"prompt": "<image>", "images": [BIG]}], max_pixels=3136)
+    assert whole.media[0].digest == prompt.media[0].digest
+    [raised] = prompts(sighted, [row], max_pixels=784, min_pixels=28)
+    assert [each.tokens.count for each in raised.media if each.tokens] == [4, 1]
+
+
+def test_a_video_has_limits_of_its_own(sighted: PreTrainedTokenizerBase) -> None:
+    frames = [encoded(picture(56, 56, (each, 0, 0))) for each in range(12)]
+    videos = [frames, {"video": frames}, {"video": frames, "max_frames": 4}, {"video": frames, "fps": 1}]
+    videos += [{"video": [{"image": each} for each in frames], "max_pixels": 784, "fps": 0.5}]
+    [prompt] = prompts(sighted, [{"prompt": "<video>" * 5, "videos": videos}], max_frames=8)
+    assert [len(each.frames) for each in prompt.media] == [8, 8, 4, 8, 8]
+    assert [each.tokens.grids[0] for each in prompt.media if each.tokens] == [(4, 2, 2)] * 2 + [
+        (2, 2, 2),
+        (4, 2, 2),
+        (4, 1, 1),
+    ]
+    seconds = sighted.vision.seconds  # type: ignore[attr-defined]
+    assert sorted(each[-1] for each in seconds) == [4.5, 5.0, 5.0, 10.0, 20.0]
+
+
+def test_limits_of_the_data_give_way_to_those_of_an_item(sighted: PreTrainedTokenizerBase) -> None:
+    reader = MediaReader(MediaLimits(min_pixels=6000, max_pixels=9000), sighted.vision)  # type: ignore[attr-defined]
+    assert reader._for({"max_pixels": 3136}).limits == MediaLimits(min_pixels=3136, max_pixels=3136)
+    assert reader._for({"min_pixels": 10_000}).limits == MediaLimits(min_pixels=10_000, max_pixels=10_000)
+    assert reader._for({"min_pixels": 1, "max_pixels": None}).limits == MediaLimits(min_pixels=1, max_pixels=9000)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"image": BIG, "max_pixels": "many"}, r"its max_pixels is 'many'; expected a number above 0"),
+        ({"image": BIG, "min_pixels": 0}, r"its min_pixels is 0; expected a number above 0"),
+        ({"image": BIG, "min_pixels": True}, r"its min_pixels is True; expected a number above 0"),
+        ({"image": BIG, "min_pixels": 9, "max_pixels": 8}, r"its min_pixels is 9, over its max_pixels 8"),
+        ({"image": BIG, "resized_height": 28}, r"it has resized_height, which whet does not read; .*min_pixels"),
+    ],
+)
+def test_limits_that_cannot_be_followed_are_errors(
+    sighted: PreTrainedTokenizerBase, item: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match="row 0: the image .*: " + message):
+        prompts(sighted, [{"prompt": "<image>", "images": [item]}])
+    with pytest.raises(DataError, match="row 0: .*: " + message):
+        prompts(sighted, [{"prompt": user({"type": "image", **item})}])
+    with pytest.raises(DataError, match="row 0: .*(give the limits of a frame to the whole video|" + message + ")"):
+        prompts(sighted, [{"prompt": "<video>", "videos": [[item, item]]}])
+
+
+def test_fields_of_media_have_any_name(
+    sighted: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = {"image_key": "pictures", "video_key": "films"}
+    row = {"prompt": "<image><video>", "pictures": [WIDE], "films": [FILM], "images": "a caption", "level": 3}
+    [prompt] = prompts(sighted, [row], **keys)
+    assert [(each.kind, each.tokens.count) for each in prompt.media if each.tokens] == [("image", 2), ("video", 2)]
+    assert prompt.extra_info == {"level": 3}
+    with pytest.raises(DataError, match="it has 0 images, and its text has 1 places"):
+        prompts(sighted, [{"prompt": "<image>", "images": [WIDE]}], **keys)
+    with pytest.raises(DataError, match="it has a field 'pictures', but the model reads only text"):
+        prompts(tokenizer, [{"prompt": "two", "pictures": [WIDE]}], **keys)
+    own = {"path": "own.jsonl", **keys}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jsonl").write_text("{}")
+    assert read_sources("data.train_files", [own], DataConfig())[0].fields == keys
+    [example] = load_examples(
+        SupervisedDataConfig(train_files=["unused"], **keys), sighted, rows=[{**row, "response": "two"}]
+    ).items
+    assert len(example.media) == 2

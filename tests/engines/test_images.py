@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,12 @@ from whet.engines.single import SingleEngine
 from whet.errors import EngineError
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
+from whet.models.vision import base
+from whet.models.vision.cache import BoundedCache
 from whet.models.vision.load import vision_of
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams, generate
+from whet.types import Media
 
 OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 PADDED = suite.Variant(False, 10**6)
@@ -119,3 +123,29 @@ def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
 def test_a_text_model_refuses_rows_with_images(folder: Path, model_folder: Path) -> None:
     with pytest.raises(EngineError, match=r"has images, and .* reads text"):
         engine(model_folder, PADDED).forward(pictures.batch_of_rows(folder), frozenset({"log_probs"}))
+
+
+def test_a_batch_larger_than_the_cache_of_pixels_is_prepared_once_a_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = BoundedCache(2**30, base.PIXELS._size, 2)
+    monkeypatch.setattr(base, "PIXELS", cache)
+    built, made = engine(folder, suite.Variant(True, 200), media_cache_gib=400_000 / 2**30), Counter[str]()
+    vision = vision_of(built.model)
+    assert vision is not None
+    own = vision._pixels
+
+    def counted(media: Media) -> base.Pixels:
+        made[media.digest] += 1
+        return own(media)
+
+    monkeypatch.setattr(vision, "_pixels", counted)
+    batch = pictures.batch_of_rows(folder, 24)
+    shown = {each.digest for name in ("media", "response_media") for row in batch[name] for each in row}
+    for _ in range(2):
+        made.clear()
+        built.forward(batch, frozenset({"log_probs"}))
+        assert cache.held_bytes <= 400_000 == cache.limit_bytes
+        assert set(made.values()) == {1}
+        assert len(shown - set(made)) <= 5  # which the pass before has left
+    assert len(shown) > 12

@@ -47,6 +47,7 @@ class ModelConfig(Section):
     freeze: list[str] = key(
         [], "weights that are not trained: model.embed_tokens.*, model.layers.[0-3].*, vision (the tower), ..."
     )
+    media_cache_gib: PositiveFloat = key(1.0, "memory of each process for pixel values of images and videos, in GiB")
     allow_pickle: bool = key(False, "load weights stored as pickles, which can run code")
     trust_remote_code: bool = key(False, "run Python code from the folder of the model or tokenizer")
 
@@ -79,6 +80,8 @@ class RowsConfig(Section):
 class MediaRowsConfig(RowsConfig):
     """Data sets of which rows may have images and videos, for models that read them."""
 
+    image_key: str = key("images", "field with the images of a row; `images` is also read from `image`")
+    video_key: str = key("videos", "field with the videos of a row; `videos` is also read from `video`, one video")
     image_dir: str | None = key(None, "folder of relative paths of images; unset: the folder of the data file")
     min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the processor's")
     max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the processor's")

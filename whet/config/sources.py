@@ -20,7 +20,7 @@ ENTRY_KEYS = ("path", "weight", "config", "split", "filter", "options")
 # Keys of the data section that an entry may override for its own rows.
 OWN_KEYS = (
     *("prompt_key", "answer_key", "response_key", "messages_key"),
-    *("data_source", "system_prompt", "format_prompt"),
+    *("data_source", "system_prompt", "format_prompt", "image_key", "video_key"),
 )
 _NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 from urllib.parse import unquote, unquote_to_bytes, urlparse
@@ -35,6 +36,10 @@ Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 Encoded = str | bytes  # a path, or the bytes of a file
 URL_SECONDS, URL_BYTES = 30.0, 64 * 2**20  # for one media
+# Limits of an object's own, as in {"image": PATH, "max_pixels": 65536}, by the field of MediaLimits that they replace.
+OWN_LIMITS = {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "video_fps", "max_frames": "max_frames"}
+UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "video_start", "video_end")
+CONTENT = ("bytes", "path", "url", "image", "video")  # fields of an object, the first that it has
 _writing = threading.Lock()  # two threads may store the same bytes
 
 
@@ -101,23 +106,47 @@ class MediaReader:
         """Finds, checks, identifies and measures an image or video, of which only the header is decoded.
 
         `value`: a path, the bytes of a file, a data: URI, {"bytes": , "path": }, a PIL image, an array, a Media; of a
-        video also a list of frames; an http(s) URL where data.allow_media_urls is set. Raises: DataError."""
+        video also a list of frames; an http(s) URL where data.allow_media_urls is set; {"image": or "video": any of
+        these}, with limits of its own (`OWN_LIMITS`). Raises: DataError."""
         if self.vision is None or kind not in self.vision.kinds:
             reads = "text" if self.vision is None else f"text and {' and '.join(sorted(self.vision.kinds))}s"
             raise DataError(f"it has a {kind}, but the model reads only {reads}; exclude such rows (data.filter)")
         try:
-            source = self._source(kind, value)
-            if kind == "video":
-                return self._video(source)
-            if isinstance(source, tuple):
-                raise DataError("it is a list; expected one image")
-            with opened(source) as file:
-                header = image_header(file)
-            digest = self._digest(kind, source)
-            media = Media(kind, digest, self._stored(digest, source, header.suffix))
-            return self._measured(media, header, ())
+            content, own = unwrapped(value)
+            return self._for(own)._read(kind, content)
         except DataError as error:
             raise DataError(f"the {kind} {_name(value)}: {error}") from error
+
+    def _for(self, own: Mapping[str, Any]) -> MediaReader:
+        """The reader within the limits that an object gives itself.  Raises: DataError."""
+        given = {name: number for name, number in own.items() if number is not None}
+        for name, number in given.items():
+            if name in UNREAD:
+                raise DataError(f"it has {name}, which whet does not read; remove it, or give {', '.join(OWN_LIMITS)}")
+            if isinstance(number, bool) or not isinstance(number, Real) or not number > 0:
+                raise DataError(f"its {name} is {number!r}; expected a number above 0")
+        if not given:
+            return self
+        values = {OWN_LIMITS[name]: float(each) if name == "fps" else int(each) for name, each in given.items()}
+        limits = replace(self.limits, **values)  # type: ignore[arg-type]
+        if (low := limits.min_pixels) is not None and (high := limits.max_pixels) is not None and low > high:
+            if {"min_pixels", "max_pixels"} <= given.keys():
+                raise DataError(f"its min_pixels is {low}, over its max_pixels {high}; raise one of them")
+            both = high if "max_pixels" in given else low
+            limits = replace(limits, min_pixels=both, max_pixels=both)
+        return MediaReader(limits, self.vision, self.folder)
+
+    def _read(self, kind: Kind, value: Any) -> Media:
+        source = self._source(kind, value)
+        if kind == "video":
+            return self._video(source)
+        if isinstance(source, tuple):
+            raise DataError("it is a list; expected one image")
+        with opened(source) as file:
+            header = image_header(file)
+        digest = self._digest(kind, source)
+        media = Media(kind, digest, self._stored(digest, source, header.suffix))
+        return self._measured(media, header, ())
 
     def _video(self, source: Encoded | tuple[Encoded, ...]) -> Media:
         if not isinstance(source, tuple):
@@ -155,13 +184,9 @@ class MediaReader:
             if value.kind != kind:
                 raise DataError(f"it is a Media of the kind {value.kind!r}; expected {kind!r}")
             value = value.source
-        if isinstance(value, Mapping):
-            found = [value[name] for name in ("bytes", "path", "url") if value.get(name) is not None]
-            if not found:
-                raise DataError(
-                    f"it is an object with {', '.join(map(str, value)) or 'nothing'}; expected bytes or path"
-                )
-            value = found[0]
+        value, own = unwrapped(value)
+        if own:
+            raise DataError(f"a part of it has {next(iter(own))}; give the limits of a frame to the whole video")
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if isinstance(value, str | Path):
@@ -214,6 +239,18 @@ class MediaReader:
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror}; free space, or move the run") from error
         return str(path)
+
+
+def unwrapped(value: Any) -> tuple[Any, dict[str, Any]]:
+    """The content of an object {"image": , "max_pixels": }, and limits in it.  Raises: DataError."""
+    limits: dict[str, Any] = {}
+    while isinstance(value, Mapping):
+        limits = {name: value[name] for name in (*OWN_LIMITS, *UNREAD) if value.get(name) is not None} | limits
+        found = [value[name] for name in CONTENT if value.get(name) is not None]
+        if not found:
+            raise DataError(f"it is an object with {', '.join(map(str, value)) or 'nothing'}; expected bytes or path")
+        value = found[0]
+    return value, limits
 
 
 def image(value: Any) -> Media:
@@ -284,7 +321,7 @@ def _fetched(url: str) -> bytes:
 def _name(value: Any) -> str:
     """The name of a value in an error."""
     if isinstance(value, Mapping):
-        found = [value[key] for key in ("path", "url", "bytes") if value.get(key) is not None]
+        found = [value[key] for key in ("path", "url", *CONTENT) if value.get(key) is not None]
         return _name(found[0]) if found else "(an object)"
     if isinstance(value, Media):
         return _name(value.source)

@@ -25,7 +25,9 @@ MAX_ASPECT = 200  # as Qwen's processors
 # No playlist, which would name other files and servers.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,h264,hevc,ivf"
 ORIENTATION = 0x0112  # the EXIF tag
+BOXES = frozenset(b"ftyp styp mdat moov moof free skip wide uuid sidx mfra meta pdin".split())  # of MP4
 FRAME_SECONDS = 0.1  # of an animation that does not say it, as browsers take it
+NO_FRAMES = "it is a video without frames; replace it, or drop the row"
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
     except Image.DecompressionBombError as error:
         raise DataError(f"it is too large, expected at most {MAX_PIXELS:,} pixels; {SMALLER} ({error})") from error
     except Exception as error:  # Pillow's readers raise whatever a damaged file leads to
-        raise _unreadable(error) from error
+        raise _unreadable(error, "video" if formats is ANIMATIONS else "image") from error
 
 
 def _film_header(file: IO[bytes]) -> Header:
@@ -236,10 +238,11 @@ def _film_header(file: IO[bytes]) -> Header:
         stream = container.streams.video[0]
         rate, form = float(stream.average_rate or stream.guessed_rate or 25), str(container.format.name)
         count = sum(packet.size > 0 and not packet.is_discard for packet in container.demux(stream))
-        container.seek(0)
-        first = next(iter(container.decode(video=0)), None)
-        if first is None or not count:
-            raise DataError("it is a video without frames; replace it, or drop the row")
+        if count:
+            container.seek(0)
+        first = next(iter(container.decode(video=0)), None) if count else None
+        if first is None:
+            raise DataError(NO_FRAMES)
         width, height = _checked(*_upright(first).size)
     suffix = {"mov": ".mp4", "matroska": ".mkv"}.get(form.split(",")[0], f".{form.split(',')[0]}")
     return Header(height, width, suffix, tuple(number / rate for number in range(count)))
@@ -259,9 +262,16 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
         raise DataError(
             "it is no GIF, WebP or APNG, and other videos need PyAV; install it: pip install 'whet[video]'"
         ) from error
+    announced, length = _announced_bytes(file), file.seek(0, io.SEEK_END)
+    if announced > length:
+        raise _unreadable(
+            f"it is cut off, with {length:,} of the {announced:,} bytes that its header announces", "video"
+        )
     file.seek(0)
     try:
         with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
+            if not container.streams:
+                raise DataError(NO_FRAMES)
             if not container.streams.video:
                 raise DataError("it has no video stream, only sound or text; replace it, or drop the row")
             video = container.streams.video[0].codec_context
@@ -270,11 +280,43 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
             yield container
     except DataError:
         raise
+    except EOFError as error:  # behind the header
+        raise DataError(NO_FRAMES) from error
     except Exception as error:  # FFmpeg's readers raise whatever a damaged file leads to
         raise _unreadable(error, "video") from error
 
 
-def _unreadable(error: Exception, kind: str = "image") -> DataError:
+def _announced_bytes(file: IO[bytes]) -> int:
+    """The length of a whole MP4, AVI or Matroska file by its headers; 0 where these do not say it."""
+    file.seek(0)
+    start = file.read(64)
+    if start[:4] == b"RIFF":
+        return int.from_bytes(start[4:8], "little") % 0xFFFFFFFF + 8
+    if start[:4] == b"\x1aE\xdf\xa3":  # EBML, whose sizes begin with as many zeros as bytes follow
+        place, size = _ebml_size(start, 4)
+        place, size = _ebml_size(start, place + size + 4)  # of the segment
+        return place + size
+    place = file.seek(0)
+    while (box := file.read(16))[4:8] in BOXES:
+        size = int.from_bytes(box[:4], "big")
+        size = int.from_bytes(box[8:], "big") if size == 1 else size
+        if size < 8:  # 0: up to the end
+            break
+        place += size
+        file.seek(place)
+    return place
+
+
+def _ebml_size(content: bytes, place: int) -> tuple[int, int]:
+    """The place behind a size, and the size; 0 where it is unknown, as in a file written to a pipe."""
+    first = content[place] if place < len(content) else 0xFF
+    length = 9 - first.bit_length()
+    bits = 7 * length
+    size = int.from_bytes(content[place : place + length], "big") & ((1 << bits) - 1)
+    return place + length, 0 if size == (1 << bits) - 1 else size
+
+
+def _unreadable(error: Exception | str, kind: str = "image") -> DataError:
     found = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
     return DataError(
         f"it cannot be read as {'an' if kind == 'image' else 'a'} {kind}: {found}; replace it, or drop the row"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.media import KINDS, Kind, MediaReader
+from whet.data.media import KINDS, OWN_LIMITS, UNREAD, Kind, MediaReader
 from whet.errors import DataError
 from whet.types import Media, Message
 
@@ -22,14 +22,15 @@ THREADS = 4  # that read files side by side
 Value = tuple[Kind, Any]  # an image or a video in a form that MediaReader.read takes
 
 
-def values_of(row: Mapping[str, Any]) -> list[Value]:
-    """The images, then the videos in the fields of a row: `images` or `image`, or `multi_modal_data.image`."""
+def values_of(row: Mapping[str, Any], keys: Mapping[Kind, str]) -> list[Value]:
+    """The images, then the videos in the fields of a row; `images` is also `image`, or `multi_modal_data.image`."""
     nested = row.get("multi_modal_data") or {}
     found: list[Value] = []
     for kind in KINDS:
         plural, single = FIELDS[kind]
-        value = next((each[name] for each in (row, nested) for name in (plural, single) if has(each, name)), None)
-        is_one = value is not None and (kind == "video" and not has(row, plural) and has(row, single))
+        names = (plural, single) if keys[kind] == plural else (keys[kind],)
+        value = next((each[name] for each in (row, nested) for name in names if has(each, name)), None)
+        is_one = kind == "video" and single in names[1:] and not has(row, plural) and has(row, single)
         is_list = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
         each_value = [value] if is_one or not is_list else value
         found += [(kind, each) for each in each_value or () if each is not None]
@@ -86,10 +87,11 @@ def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
     for part in parts:
         form = str(part.get("type"))
         if form in OBJECTS:
-            value = next(
-                (part[name] for name in (form, OBJECTS[form], "url", "path", "bytes") if has(part, name)), None
-            )
-            yield {"type": OBJECTS[form], "value": value}
+            names = (form, OBJECTS[form], "url", "path", "bytes")
+            value = next((part[name] for name in names if has(part, name)), None)
+            limits = {name: part[name] for name in (*OWN_LIMITS, *UNREAD) if has(part, name)}
+            is_limited = value is not None and limits
+            yield {"type": OBJECTS[form], "value": {OBJECTS[form]: value, **limits} if is_limited else value}
         elif "audio" in form:
             raise DataError(f"message {number} has a part of type {form!r}, but whet reads images and videos only")
         elif form == "text" and not has_objects and message.role != "assistant":

@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.config.schema import PreferenceDataConfig
 from whet.data.chat import encode_texts, roles
-from whet.data.prompts import PromptFormat, at_row, check_media, find_field, read_messages
+from whet.data.prompts import PromptFormat, at_row, find_field, read_messages
 from whet.data.supervised import encode_conversation, encode_response
 from whet.errors import DataError
 
@@ -58,7 +58,7 @@ def build_pairs(
     num_equal = num_long = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
-            check_media(row, reason=_NO_MEDIA)
+            prompt_format.refuse_media(row, reason=_NO_MEDIA)
             fields = [
                 find_field(row, data[name], f"data.{name}", COMMON[name]) for name in ("chosen_key", "rejected_key")
             ]
@@ -96,10 +96,10 @@ def _encode(
     """The ids of a prompt and a response, up to the token that ends it: the last that a policy would sample."""
     response, has_prompt = row[field], row.get(data.prompt_key) is not None
     prompt = prompt_format.messages(row, data.prompt_key) if has_prompt else ()
-    check_media({}, prompt, _NO_MEDIA)
+    prompt_format.refuse_media({}, prompt, _NO_MEDIA)
     if not isinstance(response, str):
         messages = [*prompt, *read_messages(row, field, "text, or ")]
-        check_media({}, messages, _NO_MEDIA)
+        prompt_format.refuse_media({}, messages, _NO_MEDIA)
         if messages[-1].role != "assistant":
             raise DataError(
                 f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)}); "

@@ -39,6 +39,7 @@ _NO_MEDIA = (
     "(data.filter)"
 )
 _MEDIA = ("image", "video", "audio")
+_MEDIA_KEYS: dict[Kind, str] = {kind: plural for kind, (plural, _) in FIELDS.items()}
 _MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
 
 
@@ -59,8 +60,9 @@ class PromptFormat:
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reader: MediaReader | None = None,
+        media_keys: Mapping[Kind, str] = _MEDIA_KEYS,
     ) -> None:
-        """`reader` reads images and videos; without one a row that has some is refused."""
+        """`reader` reads images and videos, in the fields `media_keys`; without one a row that has some is refused."""
         if system_prompt is not None and not apply_chat_template:
             raise ConfigError(
                 "data.system_prompt needs a template, but data.apply_chat_template is false; unset one key"
@@ -69,7 +71,7 @@ class PromptFormat:
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
-        self.reader = reader
+        self.reader, self.media_keys = reader, media_keys
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     @classmethod
@@ -91,6 +93,7 @@ class PromptFormat:
             apply_chat_template=data.apply_chat_template,
             chat_template_kwargs=data.chat_template_kwargs,
             reader=None if vision is None else MediaReader(MediaLimits.of(data, beside), vision, media_folder),
+            media_keys={"image": data.image_key, "video": data.video_key},
         )
 
     def messages(self, row: Mapping[str, Any], field: str) -> tuple[Message, ...]:
@@ -117,16 +120,31 @@ class PromptFormat:
             return tuple(messages)
         return (Message("system", self.system_prompt), *messages)
 
+    @property
+    def media_fields(self) -> tuple[str, ...]:
+        """Fields of a row that may hold media."""
+        return (*_MEDIA_FIELDS, *self.media_keys.values())
+
+    def refuse_media(self, row: Mapping[str, Any], messages: Sequence[Message] = (), reason: str = _NO_MEDIA) -> None:
+        """Checks that a row has no media.  Raises: DataError for images, videos or audio, with the reason."""
+        for name in self.media_fields:
+            if has(row, name):
+                raise DataError(f"it has a field {name!r}, {reason}")
+        for number, message in enumerate(messages):
+            parts = message.content if isinstance(message.content, list) else []
+            if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
+                raise DataError(f"message {number} has a part of type {kinds[0]!r}, {reason}")
+
     def place(self, row: Mapping[str, Any], messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
         """Makes parts of the tags in the messages of a row; returns them with its images and videos, in order.
 
         Raises: DataError where the model reads only text, and where tags and media are not as many."""
         if self.reader is None:
-            check_media(row, messages)
+            self.refuse_media(row, messages)
             return tuple(messages), []
         if has(row, "audio") or has(row, "audios"):
             raise DataError("it has a field of audio, but whet reads images and videos only; exclude such rows")
-        placed, values = place(messages, values_of(row))
+        placed, values = place(messages, values_of(row, self.media_keys))
         limit = self.reader.limits.limit_images
         if limit is not None and len(values) > limit:
             raise DataError(
@@ -227,7 +245,7 @@ def build_prompts(
                 token_ids=tuple(token_ids),
                 data_source=str(row.get(data.data_source_key) or data.data_source or "unknown"),
                 ground_truth=ground_truth(row, data.answer_key) if with_answers else None,
-                extra_info=_extra_info(row, {*used, *_MEDIA_FIELDS} if media else used),
+                extra_info=_extra_info(row, {*used, *prompt_format.media_fields} if media else used),
                 media=media,
                 is_text=isinstance(row[find_field(row, data.prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)], str),
             )
@@ -261,17 +279,6 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
             *(len(too_long), len(whole), limit, max(len(prompt.token_ids) for prompt in too_long)),
         )
     return kept
-
-
-def check_media(row: Mapping[str, Any], messages: Sequence[Message] = (), reason: str = _NO_MEDIA) -> None:
-    """Checks that a row has no media.  Raises: DataError for images, videos or audio, with the reason."""
-    for name in _MEDIA_FIELDS:
-        if has(row, name):
-            raise DataError(f"it has a field {name!r}, {reason}")
-    for number, message in enumerate(messages):
-        parts = message.content if isinstance(message.content, list) else []
-        if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
-            raise DataError(f"message {number} has a part of type {kinds[0]!r}, {reason}")
 
 
 def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Message]:
@@ -318,7 +325,7 @@ def _encoded(
             for index, row in zip(places, chunk, strict=True):
                 with at_row(index):
                     if prompt_format.reader is None:
-                        check_media(row)
+                        prompt_format.refuse_media(row)
                     field = find_field(row, prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)
                     messages, own = prompt_format.place(row, prompt_format.messages(row, field))
                     conversations.append(messages)
@@ -332,7 +339,7 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
     """The prompt with ids, and its media measured, from its messages.  Raises: DataError if it is empty."""
     with at_row(prompt.index):
         fields = [(cast(Kind, each.kind), each) for each in prompt.media]
-        row = {FIELDS[kind][0]: [each for own, each in fields if own == kind] for kind, _ in fields}
+        row = {prompt_format.media_keys[kind]: [each for own, each in fields if own == kind] for kind, _ in fields}
         messages, media = prompt_format.with_media(row, prompt.messages)
     ids = prompt_format.encode([messages], [prompt.index], [media])[0] if messages else []
     if not ids:

@@ -11,7 +11,7 @@ from typing import Any
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
 from whet.data.placeholders import expanded, num_whole
-from whet.data.prompts import PromptFormat, at_row, check_media, find_field, read_messages
+from whet.data.prompts import PromptFormat, at_row, find_field, read_messages
 from whet.errors import DataError
 from whet.limits import bounded
 from whet.types import Media, Message
@@ -82,7 +82,7 @@ def _example(row: Mapping[str, Any], prompt_format: PromptFormat, data: Supervis
         conversation = prompt_format.with_media(row, read_messages(row, data.messages_key))
         return encode_conversation(conversation[0], prompt_format, conversation[1])
     if prompt_format.reader is None:
-        check_media(row)
+        prompt_format.refuse_media(row)
     field = find_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
     response = row[find_field(row, data.response_key, "data.response_key")]
     messages, media = prompt_format.with_media(row, prompt_format.messages(row, field))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Engine(ABC):
     @torch.no_grad()
     def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
-        columns = _columns(self.model, batch)
+        columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         self.model.eval()
@@ -107,7 +108,7 @@ class Engine(ABC):
 
         Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite
         (`skipped_updates` of the run, `skipped_in_a_row`)."""
-        columns = _columns(self.model, batch)
+        columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
         counts = self.begin(columns, objective)
         metrics = Metrics()
         if counts is None:
@@ -230,7 +231,8 @@ class Engine(ABC):
         """Clips the gradient.  Returns its norm before that, the same on every rank."""
 
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
-        """Rows by micro-batch; one without rows is a pass that counts for nothing, beside ranks that have more."""
+        """Rows by micro-batch, whose media are decoded from now on; one without rows is a pass that counts for nothing,
+        beside ranks that have more."""
         if not len(columns["response_mask"]):  # more ranks than rows
             return []
         counted = columns["response_mask"].bool().any(1)
@@ -240,9 +242,16 @@ class Engine(ABC):
             prompt_width = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
             prompt_lengths = columns["attention_mask"][:, :prompt_width].sum(1)
             prompts = list(zip(same_prompt(columns).tolist(), prompt_lengths.tolist(), strict=True))
-        return micro_batches(
+        passes = micro_batches(
             lengths, self.max_tokens_per_micro_batch, packing=settings.packing, block=block, prompts=prompts
         )
+        if (vision := vision_of(self.model)) is not None:
+            fields = [columns[name] for name in (MEDIA, LATER_MEDIA) if name in columns]
+            by_pass = [
+                dict.fromkeys(each for row in rows for field in fields for each in field[row]) for rows in passes
+            ]
+            vision.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
+        return passes
 
     def _move(self, device: torch.device, *, weights: bool) -> None:
         if self.device == HOST:
@@ -298,15 +307,6 @@ def narrow_weights(model: nn.Module) -> None:
     """Weights in bfloat16, and all else, such as the frequencies of rotary positions, as it was."""
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16)
-
-
-def _columns(model: nn.Module, batch: DataProto) -> Columns:
-    """The columns of a batch, whose media are decoded from now on."""
-    columns: dict[str, Any] = {**batch.tensors(), **batch.non_tensor_batch}
-    vision = vision_of(model)
-    if vision is not None:
-        vision.prefetch(each for name in (MEDIA, LATER_MEDIA) for row in columns.get(name, ()) for each in row)
-    return columns
 
 
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:

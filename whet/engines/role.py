@@ -23,6 +23,7 @@ from whet.models.load import (
 )
 from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings
+from whet.models.vision.base import keep_pixels
 
 # By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
@@ -61,6 +62,7 @@ class RoleSettings:
     gradient_checkpointing: bool = False
     adapter_path: str | None = None  # merged first
     allow_pickle: bool = False
+    media_cache_gib: float = 1.0
     trust_remote_code: bool = False
     lora: LoraSettings | None = None  # unset: the whole model is trained
     freeze: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ class RoleSettings:
     def _prepared(self, model: TrainedModel) -> TrainedModel:
         """The same module: what is trained of it is marked, and how its layers run is set."""
         freeze(model, self.freeze)
+        keep_pixels(self.media_cache_gib)
         if self.lora is not None:
             add_adapter(body_of(model), self.lora, self.seed, torch_dtype(self.dtype))
         if self.gradient_checkpointing:

@@ -20,6 +20,7 @@ from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError, EnvError
 from whet.models.folder import split_adapters
 from whet.models.load import load_policy
+from whet.models.vision.base import keep_pixels
 from whet.models.vision.load import vision_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
@@ -42,6 +43,7 @@ def rollout_engine(
     one of its own from the folder of `model`. Only stop strings make it load a tokenizer. Of
     `num_devices` that it computes on, `device` is the first."""
     entry = ROLLOUT_ENGINES[config.engine.name]
+    keep_pixels(model.media_cache_gib)
     given = {
         "dtype": dtype,
         "max_batch_size": config.max_batch_size,

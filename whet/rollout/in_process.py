@@ -150,7 +150,7 @@ class InProcessEngine(ABC, Generic[L]):
         if len(self.unfinished) >= MAX_UNFINISHED:
             return False
         if request.media:
-            self._readable(request).prefetch(request.media)
+            self._readable(request).prefetch(request.media, self.policy.require())
         if not request.prompt_ids or request.params.max_new_tokens <= len(request.sampled_ids):
             raise EngineError(
                 f"request {request.uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens="

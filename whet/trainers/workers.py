@@ -204,6 +204,7 @@ def settings_of(
         max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
         adapter_path=model.lora.path if path is None else None,
         allow_pickle=model.allow_pickle,
+        media_cache_gib=model.media_cache_gib,
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import pickle
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,82 @@ def test_pixels_are_prepared_ahead_and_features_kept_for_one_version(folder_of: 
     assert vision.features(model, media[:1], version=1)[0] is first[0]
     assert (vision.features(model, media[:1], version=2)[0].hidden - first[0].hidden).abs().max() > 1e-4
     assert len(pickle.dumps(vision)) < 20_000
+
+
+class Made:
+    """Makes values of a size, and counts how often each was made."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.count: Counter[Hashable] = Counter()
+        self.size = size
+        self.most = 0  # bytes held at the time
+
+    def job(self, cache: BoundedCache[bytes], key: Hashable) -> tuple[Hashable, Callable[[], bytes]]:
+        def make() -> bytes:
+            self.count[key] += 1
+            self.most = max(self.most, cache.held_bytes)
+            return bytes(self.size)
+
+        return key, make
+
+
+@pytest.mark.parametrize("limit", [35, 100, 10_000])
+def test_every_value_of_a_batch_larger_than_the_cache_is_made_once(limit: int) -> None:
+    cache: BoundedCache[bytes] = BoundedCache(limit, len, num_threads=2)
+    for step in range(3):  # the second finds the end of the first
+        made = Made()
+        jobs = [made.job(cache, key) for key in range(60)]
+        cache.prefetch([job for job in jobs for _ in range(2)])
+        for key, make in jobs:
+            for _ in range(2):  # as for rows of two micro-batches
+                assert cache.get(key, make) == bytes(10)
+        assert cache.held_bytes <= limit and made.most <= limit
+        expected = 0 if limit == 10_000 and step else 1
+        assert {made.count[key] for key in range(60)} <= {0, 1}
+        assert {made.count[key] for key in range(50)} == {expected}
+
+
+def test_work_goes_on_ahead_of_the_reader() -> None:
+    cache: BoundedCache[bytes] = BoundedCache(80, len, num_threads=1)
+    made = Made()
+    jobs = [made.job(cache, key) for key in range(9)]
+    cache.prefetch(jobs)
+    _settled(cache)
+    assert sorted(made.count) == [0, 1, 2, 3]
+    assert cache.get(*jobs[0]) == bytes(10)
+    _settled(cache)
+    assert sorted(made.count) == [0, 1, 2, 3, 4]
+    before = cache.misses
+    assert [cache.get(*job) for job in jobs] == [bytes(10)] * 9
+    assert cache.misses <= before + 1  # the first, which went when the fifth came
+
+
+def test_values_that_nobody_reads_do_not_keep_others_out() -> None:
+    cache: BoundedCache[bytes] = BoundedCache(80, len, num_threads=1)
+    made = Made()
+    cache.prefetch([made.job(cache, f"aborted {key}") for key in range(9)])
+    jobs = [made.job(cache, key) for key in range(6)]
+    cache.prefetch(jobs)
+    _settled(cache)
+    assert made.count[0] == 0
+    assert cache.get(*jobs[0]) == bytes(10)
+    _settled(cache)
+    assert [made.count[key] for key in range(6)] == [1, 1, 1, 1, 1, 0] and made.count["aborted 8"] == 0
+    assert [cache.get(*job) for job in jobs[1:]] == [bytes(10)] * 5
+    assert made.count["aborted 8"] == 0 and set(made.count.values()) == {1}
+
+
+def test_a_value_over_the_limit_is_made_once_and_not_kept() -> None:
+    cache: BoundedCache[bytes] = BoundedCache(5, len, num_threads=2)
+    made = Made()
+    jobs = [made.job(cache, key) for key in range(4)]
+    cache.prefetch(jobs)
+    assert [cache.get(*job) for job in jobs] == [bytes(10)] * 4
+    assert set(made.count.values()) == {1} and cache.held_bytes == 0
+
+
+def _settled(cache: BoundedCache[bytes]) -> None:
+    until = time.monotonic() + 20
+    while cache._coming and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not cache._coming

@@ -21,7 +21,7 @@ from whet.models.vision.cache import BoundedCache
 from whet.types import Media, MediaTokens
 
 Pixels = dict[str, torch.Tensor]  # the outputs of an image processor for one media
-PIXEL_CACHE_BYTES, FEATURE_CACHE_BYTES = 2**30, 2**30
+FEATURE_CACHE_BYTES = 2**30
 PIXEL_THREADS = 2
 BOTH_WAYS = (
     "in {} the tokens of an image attend to each other in both directions, and whet's attention is causal; train and "
@@ -125,8 +125,13 @@ class Vision(ABC):
         """The outputs of the processor for a measured media, decoded where they are not cached. Raises: DataError."""
         return PIXELS.get(self._pixels_key(media), lambda: self._pixels(media))
 
-    def prefetch(self, media: Iterable[Media]) -> None:
-        """Decodes and prepares media in threads, ahead of `pixels`."""
+    def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
+        """Decodes and prepares media in threads, ahead of passes and in their order, each as often as passes read it;
+        none of which the frozen tower of `model` holds features."""
+        version = None if model is None else self.frozen_version(model)
+        if version is not None and model is not None:
+            held = _cache_of(body_of(model), version)
+            media = [each for each in dict.fromkeys(media) if held.find(each.digest) is None]
         PIXELS.prefetch((self._pixels_key(each), lambda each=each: self._pixels(each)) for each in media)  # type: ignore[misc]
 
     def encode(self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None) -> dict[str, Any]:
@@ -228,7 +233,11 @@ class Vision(ABC):
         return self.identity, media.digest, media.tokens.size
 
     def _fresh(self, model: PreTrainedModel, media: Sequence[Media]) -> list[Features]:
-        return self._encoded(model, [(each.kind, self.pixels(each)) for each in media]) if media else []
+        if not media:
+            return []
+        by_key = {self._pixels_key(each): each for each in media}
+        pixels = {key: self.pixels(by_key[key]) for key in PIXELS.in_order(by_key)}
+        return self._encoded(model, [(each.kind, pixels[self._pixels_key(each)]) for each in media])
 
     def _encoded(self, model: PreTrainedModel, pixels: Sequence[tuple[str, Pixels]]) -> list[Features]:
         body = body_of(model)
@@ -239,10 +248,15 @@ class Vision(ABC):
 
 
 PIXELS: BoundedCache[Pixels] = BoundedCache(
-    PIXEL_CACHE_BYTES, lambda pixels: sum(each.nbytes for each in pixels.values()), PIXEL_THREADS
+    2**30, lambda pixels: sum(each.nbytes for each in pixels.values()), PIXEL_THREADS
 )
 _FROZEN: WeakKeyDictionary[nn.Module, tuple[Hashable, Hashable]] = WeakKeyDictionary()  # state, fingerprint
 _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]] = WeakKeyDictionary()
+
+
+def keep_pixels(gib: float) -> None:
+    """Sets the memory of pixel values that this process keeps."""
+    PIXELS.limit_bytes = int(gib * 2**30)
 
 
 def _cache_of(body: nn.Module, version: Hashable) -> BoundedCache[Features]:

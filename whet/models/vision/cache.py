@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -15,6 +16,7 @@ Value = TypeVar("Value")
 class BoundedCache(Generic[Value]):
     """Values by key; the least recently used ones go when more than `limit_bytes` are held. Safe for threads.
 
+    Values that are made ahead stay until they are read: as many as fill half of it, the next ones as these are read.
     `hits` and `misses` count the calls of `get` that found a value, finished or on its way, and those that made it.
     """
 
@@ -23,7 +25,11 @@ class BoundedCache(Generic[Value]):
         self.hits = self.misses = self.held_bytes = 0
         self._size, self._num_threads = size, num_threads
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, Callable[[], Value]] = OrderedDict()  # to be made ahead, in order
         self._coming: dict[Hashable, Future[Value]] = {}
+        self._ahead: dict[Hashable, int] = {}  # sizes of values that wait for their reader
+        self._reads: Counter[Hashable] = Counter()  # that are still announced
+        self._ahead_bytes = self._largest_bytes = 0
         self._lock = Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -38,44 +44,122 @@ class BoundedCache(Generic[Value]):
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of `key`, which `make` gives where it is neither held nor on its way.  Raises: what `make` does."""
         with self._lock:
-            coming = self._coming.get(key)
-            found = key in self._values
-            self.hits, self.misses = self.hits + (found or coming is not None), self.misses + (not found and not coming)
-            if found:
+            coming, found = self._coming.get(key), self._values.get(key)
+            is_missing = found is None and coming is None
+            self.hits, self.misses = self.hits + (not is_missing), self.misses + is_missing
+            if is_missing and key in self._waiting:
+                self._pass_over(key)
+            self._waiting.pop(key, None)
+            if found is not None:
                 self._values.move_to_end(key)
-                return self._values[key]
-        return coming.result() if coming is not None else self.put(key, make())
+            if coming is None:
+                self._read(key)
+        if coming is None:
+            return self.put(key, make()) if found is None else found
+        value = coming.result()
+        with self._lock:
+            self._read(key)
+        return value
+
+    def in_order(self, keys: Iterable[Hashable]) -> list[Hashable]:
+        """The keys in the order in which `prefetch` was asked for them."""
+        with self._lock:
+            place = {key: place for place, key in enumerate((*self._ahead, *self._coming, *self._waiting))}
+        return sorted(keys, key=lambda key: place.get(key, -1))
 
     def put(self, key: Hashable, value: Value) -> Value:
         """Holds a value, unless it is larger than the limit.  Returns it."""
-        size = self._size(value)
         with self._lock:
-            if key not in self._values and size <= self.limit_bytes:
-                self._values[key] = value
-                self.held_bytes += size
-                while self.held_bytes > self.limit_bytes:
-                    self.held_bytes -= self._size(self._values.popitem(last=False)[1])
+            if self._size(value) <= self.limit_bytes:
+                self._hold(key, value)
+                self._trim()
         return value
 
     def prefetch(self, jobs: Iterable[tuple[Hashable, Callable[[], Value]]]) -> None:
-        """Makes values in threads, ahead of `get`. An error is raised by the `get` that meets it, or is met again."""
+        """Makes values in threads, ahead of `get`, in the order in which it will ask for them; a key is there as often
+        as it will be asked for. An error is raised by the `get` that meets it, or is met again."""
+        times: Counter[Hashable] = Counter()
         with self._lock:
             for key, make in jobs:
-                if key in self._values or key in self._coming:
-                    continue
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="whet-media")
-                self._coming[key] = self._threads.submit(self._make, key, make)
+                times[key] += 1
+                if key not in self._coming and key not in self._ahead:
+                    self._waiting.setdefault(key, make)
+            for key, number in times.items():
+                self._reads[key] = max(self._reads[key], number)
+            self._top_up()
 
     def clear(self) -> None:
         """Forgets all values."""
         with self._lock:
             self._values.clear()
-            self.held_bytes = 0
+            for each in (self._ahead, self._waiting, self._reads):
+                each.clear()
+            self.held_bytes = self._ahead_bytes = 0
 
     def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         try:
-            return self.put(key, make())
+            value = make()
+            with self._lock:
+                self._keep_ahead(key, value)
+            return value
         finally:
             with self._lock:
                 self._coming.pop(key, None)
+                self._top_up()
+
+    def _top_up(self) -> None:
+        """Begins as many of the waiting values as there is room for."""
+        while self._waiting and self._has_room():
+            key, make = self._waiting.popitem(last=False)
+            if key in self._values:
+                self._keep_ahead(key, self._values[key])
+                continue
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="whet-media")
+            self._coming[key] = self._threads.submit(self._make, key, make)
+
+    def _has_room(self) -> bool:
+        if not self._coming and not self._ahead:
+            return True
+        if not self._largest_bytes:  # nothing says how large they are
+            return False
+        return 2 * (self._ahead_bytes + self._largest_bytes * (len(self._coming) + 1)) <= self.limit_bytes
+
+    def _keep_ahead(self, key: Hashable, value: Value) -> None:
+        self._hold(key, value)
+        self._ahead[key] = size = self._size(value)
+        self._ahead_bytes, self._largest_bytes = self._ahead_bytes + size, max(self._largest_bytes, size)
+        self._trim()
+
+    def _read(self, key: Hashable) -> None:
+        self._reads[key] -= 1
+        if self._reads[key] <= 0:
+            del self._reads[key]
+            self._ahead_bytes -= self._ahead.pop(key, 0)
+        self._trim()
+        self._top_up()
+
+    def _pass_over(self, key: Hashable) -> None:
+        """Lets go of what comes before `key` in the order, since the reader did not ask for it."""
+        gone = [*self._ahead, *takewhile(lambda each: each != key, self._waiting)]
+        for each in gone:
+            self._ahead_bytes -= self._ahead.pop(each, 0)
+            self._waiting.pop(each, None)
+            del self._reads[each]
+
+    def _hold(self, key: Hashable, value: Value) -> None:
+        if key not in self._values:
+            self._values[key] = value
+            self.held_bytes += self._size(value)
+
+    def _trim(self) -> None:
+        """Lets the values go that were used least recently, but none that waits for its reader."""
+        gone, over = [], self.held_bytes - self.limit_bytes
+        for key, value in self._values.items():
+            if over <= 0:
+                break
+            if key not in self._ahead:
+                gone.append(key)
+                over -= self._size(value)
+        for key in gone:
+            self.held_bytes -= self._size(self._values.pop(key))

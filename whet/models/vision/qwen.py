@@ -85,12 +85,12 @@ class QwenVision(Vision):
         return found
 
     def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
-        """`tokens_per_second` times the seconds between two times, as in Qwen2.5-VL's `get_rope_index`."""
+        """`tokens_per_second` times the seconds between two times in float32, as in Qwen2.5-VL's `get_rope_index`."""
         rate = self.config.vision_config.to_dict().get("tokens_per_second")
         if kind == "image" or rate is None or seconds[-1] == seconds[0]:
             return 1.0
-        frames_per_second = round((len(seconds) - 1) / (seconds[-1] - seconds[0]), 6)
-        return float(rate * (self.processor.temporal_patch_size / frames_per_second))
+        apart = (seconds[-1] - seconds[0]) / (len(seconds) - 1)
+        return float(rate * torch.tensor(self.processor.temporal_patch_size * apart))
 
     def _pixels(self, media: Media) -> Pixels:
         assert media.tokens is not None
