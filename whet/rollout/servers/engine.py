@@ -145,7 +145,7 @@ class ServerEngine(ABC):
         longest = max(decoding.lengths.prompts)
         copies = (
             0 if options.get("adapter") else 1 + bool(options["restarts"])
-        )  # the last ones until the next are there
+        )  # both until the new ones are there
         return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, copies)
 
     # -- the server's own words
