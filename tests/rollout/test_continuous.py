@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
@@ -208,9 +209,10 @@ def continuous(
     deadline_seconds: float = 30.0,
     state: dict[str, Any] | None = None,
     version: int = 0,
+    scorer: Any = None,
     **options: Any,
 ) -> Iterator[ContinuousRollouts]:
-    pool = RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
+    pool = scorer or RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
     collector = BackgroundCollector(
         engine or Slow(tokenizer, *answers),
         tokenizer,
@@ -308,6 +310,64 @@ def test_long_responses_are_trained_on_as_often_as_in_a_synchronous_run(tokenize
     synchronous = trained(0)
     assert max(map(max, synchronous)) > 10 * min(map(min, synchronous))
     assert trained(1) == trained(2.5) == synchronous
+
+
+class Late:
+    """Outcomes that are there after a while."""
+
+    def __init__(self, outcomes: Any, seconds: float) -> None:
+        self.outcomes, self.until = outcomes, time.monotonic() + seconds
+
+    def done(self) -> bool:
+        return time.monotonic() >= self.until and self.outcomes.done()
+
+    def result(self) -> Any:
+        return self.outcomes.result()
+
+
+class LateScorer:
+    def __init__(self) -> None:
+        self.pool = RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
+
+    def submit_batch(self, items: Any) -> Late:
+        return Late(self.pool.submit_batch(items), 0.4)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class LateEngine(Slow):
+    """Answers after a while."""
+
+    until = 0.0
+
+    def submit(self, request: Request) -> bool:
+        self.until = time.monotonic() + 0.4
+        return super().submit(request)
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        if time.monotonic() < self.until:
+            time.sleep(0.02)
+            return []
+        return super().poll(timeout_seconds)
+
+
+@pytest.mark.parametrize("part", ["sampling", "rewards", "training"])
+def test_a_run_says_which_part_the_others_waited_for(
+    part: str, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="whet")
+    engine = LateEngine(tokenizer, "4") if part == "sampling" else None
+    with continuous(tokenizer, "4", engine=engine, scorer=LateScorer() if part == "rewards" else None) as of:
+        for step in (1, 2, 3):
+            of.start(2, step=step).result()
+            time.sleep(0.4 if part == "training" else 0.0)
+            of.on_weights(step)
+    [line] = [record.getMessage() for record in caplog.records if "limited the run" in record.getMessage()]
+    assert line.startswith(f"{part} limited the run")
+    seconds = {name: float(number) for name, number in re.findall(r"(\w+) ([\d.]+) s", line)}
+    assert seconds.keys() == {"sampling", "environments", "rewards", "training"}
+    assert seconds[part] > 0.7 and sum(seconds.values()) - seconds[part] < 0.5 * seconds[part]
 
 
 def test_a_validation_runs_beside_the_stream(tokenizer: PreTrainedTokenizerBase) -> None:

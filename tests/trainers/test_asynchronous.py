@@ -17,12 +17,18 @@ from typing import Any
 import pytest
 
 from whet.config import TrainConfig
+from whet.rollout.continuous import ContinuousRollouts
+from whet.trainers import build
 from whet.trainers.build import train
 
 MakeConfig = Callable[..., TrainConfig]
 APART = {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"]}}
 STALE = {"cluster.placement": APART, "algorithm.correction.weight": "importance", "trainer.log_rollouts": 1}
 BATCH, STEPS = 4, 30
+ONLY_AHEAD = {  # metrics of what is sampled ahead, which a synchronous run does not have
+    *("staleness/mean", "staleness/max", "staleness/stale_fraction"),
+    *("rollout/outstanding_groups", "rollout/ready_groups", "rollout/unused_tokens"),
+}
 
 
 def pays_for_sevens(solution_str: str) -> float:
@@ -117,27 +123,65 @@ def until_step(process: subprocess.Popen[str], metrics: Path, step: int) -> bool
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_nothing_is_lost_or_doubled_by_twenty_kills(command: list[str], tmp_path: Path) -> None:
-    draw, metrics, killed, resumed = random.Random(3), tmp_path / "run" / "metrics.jsonl", 0, 0
+    """Of one run, or of several where a run is over before its next kill."""
+    draw, killed, resumed = random.Random(3), 0, 0
     while killed < 20:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        before = lines(metrics)
-        if until_step(process, metrics, min(before + draw.randint(0, 2), STEPS - 1)):
-            time.sleep(draw.random() * 0.3)
-        process.send_signal(signal.SIGKILL)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode in (-signal.SIGKILL, 0), said
-        killed += process.returncode == -signal.SIGKILL
-        resumed += "groups that were sampled ahead go on from the checkpoint" in said
-        if process.returncode == 0:  # the run was over before the signal
-            break
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert killed >= 10 and resumed >= 3, (killed, resumed)
-    check_trained(tmp_path / "run", steps=STEPS, batch=BATCH, rows=20, most=2)
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, STEPS + 1))
+        run_dir = tmp_path / f"killed_after_{killed}"
+        again = [*command, f"trainer.run_dir={run_dir}"]
+        for _ in range(20 - killed):
+            said, was_killed = run_and_kill(again, run_dir / "metrics.jsonl", draw)
+            killed += was_killed
+            resumed += "groups that were sampled ahead go on from the checkpoint" in said
+            if not was_killed:
+                break
+        done = subprocess.run(again, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        check_trained(run_dir, steps=STEPS, batch=BATCH, rows=20, most=2)
+        steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, STEPS + 1))
+    assert resumed >= 5, (killed, resumed)
+
+
+def run_and_kill(command: list[str], metrics: Path, draw: random.Random) -> tuple[str, bool]:
+    """Starts a run and kills it within its next steps.  Returns its output, and False where it was over before."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if until_step(process, metrics, min(lines(metrics) + draw.randint(0, 2), STEPS - 1)):
+        time.sleep(draw.random() * 0.3)
+    process.send_signal(signal.SIGKILL)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGKILL, 0), said
+    return said, process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_without_staleness_the_bits_are_those_of_the_synchronous_run(
+    train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver of asynchronous runs with k = 0, through metrics, rollouts and weights, with a filter and its
+    refills."""
+    keys = {
+        "trainer.total_steps": 4,
+        "trainer.log_rollouts": 1,
+        "trainer.save_freq": 4,
+        "algorithm.filter.name": "dapo",
+        "algorithm.filter.max_refills": 2,
+        "actor.mini_batch_size": 2,
+    }
+
+    def bits(name: str) -> dict[str, bytes]:
+        config = train_config({**keys, "trainer.run_dir": str(tmp_path / name)})
+        run = train(config, reward=pays_for_sevens, data=additions)
+        assert isinstance(run.rollouts, ContinuousRollouts) == (name == "continuous")
+        drawn = [*(run.run_dir / "rollouts").glob("step_*.jsonl"), *run.run_dir.rglob("*.safetensors")]
+        kept = {str(path.relative_to(run.run_dir)): path.read_bytes() for path in drawn}
+        history = [{key: line[key] for key in line.keys() - ONLY_AHEAD} for line in run.history]
+        return {**kept, "metrics": json.dumps(history, sort_keys=True).encode()}
+
+    synchronous = bits("synchronous")
+    monkeypatch.setattr(build, "is_continuous", lambda config: True)
+    assert bits("continuous") == synchronous
 
 
 @pytest.mark.slow

@@ -198,8 +198,9 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
         kept.keep("rollout: weights", size if turns else size // devices, others, on_host=turns)
         if config.rollout.max_staleness > 0:  # gathered while requests are sampled
             kept.keep("rollout: weights that arrive", size // devices, ("rollout",))
-        if planned.keeps_weights:
-            kept.keep("rollout: weights for restarts", size, kept.phases, on_host=True)
+        if planned.host_copies:
+            kept.keep("rollout: weights that are sent", size, ("rollout",), on_host=True)
+            kept.keep("rollout: weights for restarts", size * (planned.host_copies - 1), kept.phases, on_host=True)
     kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
     kept.keep("rollout: logits", sampling_bytes(config, model.config, planned), ("rollout",))
     return planned

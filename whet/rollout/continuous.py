@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
@@ -28,6 +29,12 @@ from whet.types import Group, Prompt, Trajectory
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
 CLOSE_SECONDS = 10.0
+HELP = {  # by the part that limits a run
+    "sampling": "more rollout ranks, or a higher rollout.max_staleness",
+    "environments": "a pool for environments (cluster.placement)",
+    "rewards": "a higher reward.num_workers, or a faster reward function",
+    "training": "more ranks of the actor, or more responses a step (rollout.n)",
+}
 T = TypeVar("T")
 
 
@@ -37,6 +44,8 @@ class BackgroundCollector(Collector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.idle_seconds = 0.0  # in which the engine had nothing to sample
+        self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
+        self.limit_seconds = Counter[str | None]()  # by that part
         self.after_turn: Callable[[], None] = lambda: None
         self._calls = SimpleQueue[Callable[[], None]]()
         self._promises: set[Future[Any]] = set()
@@ -137,28 +146,29 @@ class BackgroundCollector(Collector):
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._serve()
-                began, was_sampling = time.monotonic(), self.driver.is_sampling
-                self.driver.turn(TURN_SECONDS)
+                self._timed(self._serve)
+                self._timed(lambda: self.driver.turn(TURN_SECONDS))
                 self.after_turn()
-                if not was_sampling:
-                    self.idle_seconds += time.monotonic() - began
         except BaseException as error:
             self._error = error
         finally:
             for future in list(self._promises):
                 self._break(future)
 
+    def _timed(self, function: Callable[[], None]) -> None:
+        """Calls a function, and counts its seconds for what limited the run when it began."""
+        began, was_sampling, limit = time.monotonic(), self.driver.is_sampling, self.limit()
+        function()
+        seconds = time.monotonic() - began
+        self.idle_seconds += 0.0 if was_sampling else seconds
+        self.limit_seconds[limit] += seconds
+
     def _serve(self) -> None:
         """Carries out the calls that have come; waits for one where there is nothing else to do."""
-        began = time.monotonic()
         try:
             call = self._calls.get(timeout=TURN_SECONDS if self.driver.is_idle else 0.0)
         except Empty:
             return
-        finally:
-            if self.driver.is_idle:
-                self.idle_seconds += time.monotonic() - began
         call()
         while not self._calls.empty():
             self._calls.get()()
@@ -185,13 +195,12 @@ class ContinuousRollouts(Rollouts):
         observe = self.source.observe
         self.stream = Stream(self.n, batch_size, max_staleness, self.group_filter, observe, last_step=last_step)
         self.conductor = Conductor(self.stream, self.source, self._episodes)
-        self.collector.after_turn = self._take_scores
+        self.collector.after_turn, self.collector.limit = self._take_scores, self._limit
         self._restored: Sequence[Mapping[str, Any]] = ()
         self._scoring: list[tuple[list[Trajectory], Outcomes]] = []
         self._handed_out: Future[HandOut] | None = None  # what the loop waits for
         self._noted = Future[None]()  # the last version
         self._idle_seconds = 0.0  # of the engine, up to the last hand-out
-        self._seconds = {"trainer": 0.0, "rollout": 0.0}  # of waiting, over all steps
 
     def start(self, n: int, *, step: int) -> Sampled[Taken]:
         """Waits for the groups of a step."""
@@ -231,19 +240,22 @@ class ContinuousRollouts(Rollouts):
         self._restored = state.get("stream", ())
 
     def close(self) -> None:
-        """Ends the thread, and the processes of environments and rewards; says which side waited for the other."""
+        """Ends the thread, and the processes of environments and rewards; says which part the others waited for."""
         super().close()
-        waited = self._seconds
-        if not any(waited.values()):
-            return
-        slower, key = ("sampling", "more rollout ranks, or a higher rollout.max_staleness")
-        if waited["rollout"] > waited["trainer"]:
-            slower, key = "training", "more ranks of the actor, or more responses a step (rollout.n)"
-        log.info(
-            "%s limited the run: training waited %.1f s for responses, the rollout engine %.1f s for weights and "
-            "prompts; what would help: %s",
-            *(slower, waited["trainer"], waited["rollout"], key),
-        )
+        seconds = {part: self.collector.limit_seconds[part] for part in HELP}
+        slowest = max(seconds, key=lambda part: seconds[part])
+        if seconds[slowest] > 0:
+            shown = ", ".join(f"{part} {seconds[part]:.1f} s" for part in HELP)
+            log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
+
+    def _limit(self) -> str | None:
+        """The part of the run that the others wait for: what the loop lacks, or the loop where nothing is sampled."""
+        driver, is_asked = self.collector.driver, self._handed_out is not None and not self._handed_out.done()
+        if not is_asked:
+            return None if driver.is_sampling or self._handed_out is None else "training"
+        if driver.is_sampling:
+            return "sampling"
+        return "rewards" if driver.is_idle else "environments"
 
     def _finish(self, function: Callable[[], T]) -> T:
         """Calls a function in the thread, and waits for its result."""
@@ -293,8 +305,6 @@ class ContinuousRollouts(Rollouts):
         metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(found.dropped)))
         idle = self.collector.idle_seconds
         metrics.seconds("time/rollout_idle", idle - self._idle_seconds)
-        self._seconds["rollout"] += idle - self._idle_seconds
-        self._seconds["trainer"] += metrics.timings()["time/rollout"]
         self._idle_seconds = idle
 
     def _snapshot(self) -> dict[str, Any]:

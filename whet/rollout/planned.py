@@ -45,7 +45,7 @@ class RolloutBytes:
     prompt_rows: int  # prompts whose logits exist at once
     prompt_tokens: int  # tokens of prompts that are computed together
     smaller: Mapping[str, Any] = field(default_factory=dict)  # options with which it would take less
-    keeps_weights: bool = False  # once more, on the host
+    host_copies: int = 0  # of the weights, in the host's memory, while new ones are sent
 
 
 @runtime_checkable

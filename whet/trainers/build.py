@@ -276,10 +276,9 @@ def _rollouts(
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
     engine = Replicas(ranks, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
-    is_continuous = config.rollout.max_staleness > 0
-    kind = BackgroundCollector if is_continuous else Collector
+    kind = BackgroundCollector if is_continuous(config) else Collector
     make: Callable[..., Rollouts] = Rollouts
-    if is_continuous:
+    if is_continuous(config):
         staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
         make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=total_steps)
     return make(
@@ -296,6 +295,11 @@ def _rollouts(
         length_stages=config.rollout.length_stages,
         sampling=Modes(ranks).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
+
+
+def is_continuous(config: TrainConfig) -> bool:
+    """Tells whether responses are sampled while models train."""
+    return config.rollout.max_staleness > 0
 
 
 def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:

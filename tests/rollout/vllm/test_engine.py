@@ -471,11 +471,16 @@ def test_a_plan_has_weights_and_cache_of_its_own(train_config: Callable[..., Tra
     memory = plan_memory(setup(train_config({"rollout.engine.name": "vllm", **options})))
     sizes = {item.name: max(item.by_phase.values()) for item in memory.items}
     assert sizes["rollout: KV cache"] == 2**28 and sizes["rollout: weights"] > 0
-    assert sizes["rollout: weights for restarts"] == sizes["rollout: weights"]
+    kept, sent = "rollout: weights for restarts", "rollout: weights that are sent"
+    assert sizes[kept] == sizes[sent] == sizes["rollout: weights"]  # both while new weights come
     options["rollout.engine.options"]["restarts"] = 0
     without = plan_memory(setup(train_config({"rollout.engine.name": "vllm", **options})))
-    assert "rollout: weights for restarts" not in {item.name for item in without.items}
+    assert {kept, sent} & {item.name for item in without.items} == {sent}
     del options["rollout.engine.options"]["restarts"]
+    options["rollout.engine.options"]["adapter"] = True
+    adapted = plan_memory(setup(train_config({"rollout.engine.name": "vllm", "model.lora.rank": 4, **options})))
+    assert not {kept, sent} & {item.name for item in adapted.items}
+    del options["rollout.engine.options"]["adapter"]
     native = plan_memory(setup(train_config({"rollout.engine.name": "native", **options})))
     assert "rollout: weights" not in {item.name for item in native.items}
 

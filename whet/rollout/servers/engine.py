@@ -143,7 +143,8 @@ class ServerEngine(ABC):
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
         longest = max(decoding.lengths.prompts)
-        return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, bool(options["restarts"]))
+        copies = 0 if options.get("adapter") else 1 + bool(options["restarts"])  # both until the new ones are there
+        return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, copies)
 
     # -- the server's own words
 
