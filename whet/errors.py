@@ -25,7 +25,7 @@ A failed rollout is none of these: it is data, in `Trajectory.failure`.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,7 +54,10 @@ class RegistryError(WhetError, LookupError):
 
 
 class RewardError(WhetError, RuntimeError):
-    """A reward function of unknown form, or with an unusable result (the failure of one trajectory is data instead)."""
+    """A reward function of unknown form, or with an unusable result (the failure of one trajectory is data instead).
+    `parts` are numbers to report of a failed call, such as the tokens that a judge used."""
+
+    parts: Mapping[str, float] = {}
 
 
 class ModelError(WhetError, RuntimeError):

@@ -118,6 +118,7 @@ class Failure:
     source: FailureSource
     message: str
     timed_out: bool = False  # a deadline caused the failure: a repeat of the run may differ here
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # numbers of the failed call, such as its cost
 
 
 @dataclass(frozen=True)

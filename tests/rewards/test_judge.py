@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 from whet.errors import ConfigError, RewardError
+from whet.metrics import Metrics
+from whet.registry import REWARDS
 from whet.rewards.judge import client as client_module
 from whet.rewards.judge.client import Answer, Cache, Client, Settings
 from whet.rewards.judge.rubrics import RUBRICS, Rubric, load_rubric
 from whet.rewards.pool import RewardPool
-from whet.types import Failure, Outcome, RewardItem, RewardResult
+from whet.rollout.stream import count_judges
+from whet.types import Failure, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judge_server import Reply, judging
@@ -400,6 +403,52 @@ def test_a_second_judge(combine: str, expected: float, requests: int) -> None:
         [same] = score(judge.address, "x", second_model="m", combine=combine)
         assert isinstance(same, RewardResult) and same.parts["disagreement"] == 0.0
         assert [body.get("seed") for body in judge.bodies[requests:]] in ([None, 1000], [1000, None])
+
+
+def test_a_second_judge_has_an_endpoint_and_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_KEY", "other secret")
+    with judging(["Verdict: yes"]) as judge, judging(["Verdict: no"]) as other:
+        given = {"second_endpoint": other.address, "second_key_variable": "OTHER_KEY"}
+        [outcome] = score(judge.address, "x", second_model="n", **given)
+    assert isinstance(outcome, RewardResult) and outcome.reward == 0.5
+    assert (judge.bodies[0]["model"], other.bodies[0]["model"]) == ("m", "n")
+    assert (judge.keys, other.keys) == ([None], ["Bearer other secret"])
+    with pytest.raises(RewardError, match="endpoint='localhost' is no address"):
+        score(UNREACHABLE, "x", second_endpoint="localhost")
+
+
+def test_tokens_of_failed_calls_count() -> None:
+    with judging(["I like it"]) as judge:
+        [bad] = score(judge.address, "x", retries=2, input_price=10.0)
+    assert isinstance(bad, Failure)
+    assert bad.parts == {"judge_tokens": 330.0, "judge_cost": pytest.approx(3e-3)}
+    with judging(["Verdict: yes"]) as judge, judging(["I like it"]) as other:
+        [bad] = score(judge.address, "x", retries=0, second_endpoint=other.address)
+    assert isinstance(bad, Failure) and bad.parts["judge_tokens"] == 220.0  # of both
+
+
+def test_the_total_of_a_run_counts_failed_calls_too() -> None:
+    def trajectory(**changes: Any) -> Trajectory:
+        return Trajectory("u:0", Prompt("u", 0, (), (1,), "test", None), (), 0, **changes)
+
+    spent: dict[str, float] = {}
+    scored = trajectory(reward=1.0, parts={"chat/judge_tokens": 110.0, "chat/judge_cost": 0.5, "chat/reward": 1.0})
+    failed = trajectory(failure=Failure("reward", "no reply", parts={"judge_tokens": 330.0, "judge_cost": 1.5}))
+    for step in (1, 2):
+        metrics = Metrics()
+        count_judges([scored, failed], metrics, spent)
+        assert metrics.value("reward/judge_tokens_total") == step * 440.0
+        assert metrics.value("reward/judge_cost_total") == step * 2.0
+
+
+def test_the_examples_that_are_shown() -> None:
+    def knows(body: dict[str, Any]) -> Reply:
+        return Reply(f"Verdict: {'yes' if 'It is 4.' in body['messages'][1]['content'] else 'no'}")
+
+    with judging(knows) as judge:
+        for response, _, reward, fields in REWARDS["llm_judge"].marks["examples"]:
+            [outcome] = score(judge.address, response)
+            assert isinstance(outcome, RewardResult) and outcome.reward == reward and set(fields) == {"prompt_str"}
 
 
 def test_an_endpoint_that_is_not_there_or_refuses_is_a_failure_with_the_reason(tmp_path: Path) -> None:

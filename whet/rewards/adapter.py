@@ -105,7 +105,7 @@ class RewardFunction:
 
     def _failure(self, error: BaseException) -> Failure:
         if isinstance(error, RewardError):
-            return failure(str(error))
+            return replace(failure(str(error)), parts=dict(error.parts))
         line = last_line(error)
         if line not in self._logged:
             self._logged.add(line)

@@ -23,7 +23,7 @@ from whet.rollout.conductor import PURPOSE, Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode
 from whet.rollout.groups import HandOut, Stream
 from whet.rollout.protocol import SamplingParams, late
-from whet.rollout.stream import Outcomes, Rollouts, Sampled, Taken, count_failures, with_outcomes
+from whet.rollout.stream import Outcomes, Rollouts, Sampled, Taken, count_failures, count_judges, with_outcomes
 from whet.types import Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
@@ -290,7 +290,9 @@ class ContinuousRollouts(Rollouts):
 
     def _measure(self, found: HandOut, metrics: Metrics) -> None:
         """Measures how old the tokens are, how full the queue is, and which side waited."""
-        count_failures([each for group in (*found.kept, *found.dropped) for each in group.trajectories], metrics)
+        sampled = [each for group in (*found.kept, *found.dropped) for each in group.trajectories]
+        count_failures(sampled, metrics)
+        count_judges(sampled, metrics, self.spent)
         lags: dict[int, int] = {}  # tokens by the number of versions that they are behind
         for version, count in _versions(found.kept):
             lag = found.step - 1 - version

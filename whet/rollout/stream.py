@@ -129,6 +129,7 @@ class Rollouts:
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.failures, self.verdicts = FailureWatch(), FailureWatch()  # of what is sampled, of the policy as a judge
+        self.spent: dict[str, float] = {}  # by judges, since this process began
         self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
         self._kept_some = True
         self._before: Mapping[str, Any] | None = None  # state of the prompts before a step that is not trained yet
@@ -228,6 +229,7 @@ class Rollouts:
             with metrics.time("time/reward"):
                 scored = with_outcomes(trajectories, [outcome for each in pending for outcome in each.result()])
             count_failures(scored, metrics)
+            count_judges(scored, metrics, self.spent)
             return groups_of(scored)
 
         return Sampled(groups_of(trajectories), result)
@@ -326,6 +328,17 @@ def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None
             metrics.sum(f"failures/{trajectory.failure.source}", 1)
             if trajectory.failure.timed_out:
                 metrics.sum("failures/timed_out", 1)
+
+
+def count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: dict[str, float]) -> None:
+    """Adds the tokens and the cost of judges, those of failed calls too, to `spent`, and reports the sums."""
+    for trajectory in trajectories:
+        reported = trajectory.parts if trajectory.failure is None else trajectory.failure.parts
+        for name, value in reported.items():
+            if (kind := name.rpartition("/")[2]) in ("judge_tokens", "judge_cost"):
+                spent[kind] = spent.get(kind, 0.0) + value
+    for kind, total in spent.items():
+        metrics.max(f"reward/{kind}_total", total)
 
 
 class FailureWatch:

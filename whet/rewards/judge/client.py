@@ -157,11 +157,13 @@ class Client:
                 break
             if attempt < self.settings.retries:
                 await asyncio.sleep(wait)
-        raise RewardError(
+        failed = RewardError(
             f"the judge {self.settings.model!r} at {self.settings.endpoint} gave no usable reply within "
             f"{self.settings.deadline_seconds:g} s and {self.settings.retries + 1} attempts: {why}; expected a reply "
             "of an OpenAI-compatible server; correct the endpoint, the model or the rubric, or raise the deadline"
         )
+        failed.parts = used([spent])
+        raise failed
 
     async def _ask(self, body: dict[str, Any]) -> Answer:
         self._open()
@@ -317,6 +319,12 @@ def _sum(answer: Answer, earlier: Answer) -> Answer:
         output_tokens=answer.output_tokens + earlier.output_tokens,
         cost=answer.cost + earlier.cost,
     )
+
+
+def used(answers: Sequence[Answer]) -> dict[str, float]:
+    """The tokens and the cost of answers, as parts of a reward."""
+    tokens = sum(answer.input_tokens + answer.output_tokens for answer in answers)
+    return {"judge_tokens": float(tokens), "judge_cost": float(sum(answer.cost for answer in answers))}
 
 
 def _seconds_of(retry_after: str) -> float:

@@ -4,18 +4,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache as cached
 from statistics import median
 from typing import Any, Literal
 
+from whet.errors import RewardError
 from whet.options import Count, NonNegative, Number, Positive, Share
 from whet.registry import register_reward
-from whet.rewards.judge.client import Client, Settings
+from whet.rewards.judge.client import Answer, Client, Settings, used
 from whet.rewards.judge.rubrics import load_rubric
 
 
-@register_reward("llm_judge", checked_by="whet.rewards.judge.score:check_options")
+@register_reward(
+    "llm_judge",
+    checked_by="whet.rewards.judge.score:check_options",
+    examples=(
+        ("It is 4.", "4", 1.0, {"prompt_str": "What is 2 + 2?"}),
+        ("It is 5.", "4", 0.0, {"prompt_str": "What is 2 + 2?"}),
+    ),
+)
 async def compute_score(
     solution_str: str,
     ground_truth: Any = None,
@@ -28,6 +37,8 @@ async def compute_score(
     temperature: NonNegative = 0.0,
     max_tokens: Count = 512,
     second_model: str | None = None,
+    second_endpoint: str | None = None,
+    second_key_variable: str | None = None,
     combine: Literal["mean", "third"] = "mean",
     tolerance: Share = 0.25,
     retries: Number = 4,
@@ -44,7 +55,8 @@ async def compute_score(
     """The score from 0 to 1 of a judge: `model` at `endpoint` (http://127.0.0.1:8000/v1), asked by `rubric`.
 
     `rubric` is yes_no, scale, json, pairwise (the response against the ground truth), or a YAML or JSON file. With
-    `second_model` (it may be `model` again) two judges score, and the mean counts; with `combine` third, where they
+    `second_model` (it may be `model` again), at `second_endpoint` where it is another one, with the key in
+    `second_key_variable`, two judges score, and the mean counts; with `combine` third, where they
     differ by more than `tolerance`, `model` is asked once more and the median counts. `key_variable` is the environment
     variable of the key. Limits hold for each reward process; `deadline_seconds`, for all attempts, belongs below
     `reward.timeout_seconds`. Prices are of a million tokens. A reply that cannot be read is asked for again.
@@ -59,23 +71,42 @@ async def compute_score(
     settings = Settings(
         endpoint, model, sampling, key_variable, *patience, *limits, cache, cache_mb, input_price, output_price
     )
-    judges = [client_of(replace(settings, model=name)) for name in (model, second_model) if name is not None]
+    judges = [client_of(settings)]
+    if second_model or second_endpoint:
+        variable = second_key_variable or key_variable
+        other = replace(settings, endpoint=second_endpoint or endpoint, model=second_model or model)
+        judges.append(client_of(replace(other, key_variable=variable)))
     calls = [judge.complete(messages, sample=number, read=asked.read) for number, judge in enumerate(judges)]
-    answers = list(await asyncio.gather(*calls))
+    answers = _together(await asyncio.gather(*calls, return_exceptions=True))
     disagreement = abs(answers[0].value - answers[-1].value)
     if combine == "third" and disagreement > tolerance:
-        answers.append(await judges[0].complete(messages, sample=2, read=asked.read))
+        third = asyncio.gather(judges[0].complete(messages, sample=2, read=asked.read), return_exceptions=True)
+        answers = _together([*answers, *await third])
     return {
         "reward": median(answer.value for answer in answers),  # of two: the mean
-        "judge_tokens": float(sum(answer.input_tokens + answer.output_tokens for answer in answers)),
-        "judge_cost": sum(answer.cost for answer in answers),
+        **used(answers),
         "disagreement": disagreement,
     }
 
 
-def check_options(*, endpoint: str = "http://", rubric: str = "yes_no", **_: object) -> None:
+def _together(found: Sequence[Answer | BaseException]) -> list[Answer]:
+    """The answers of all judges.  Raises: the first error, with the tokens and the cost of all of them."""
+    answers = [each for each in found if isinstance(each, Answer)]
+    errors = [each for each in found if isinstance(each, BaseException)]
+    if errors:
+        reported = [used(answers), *(each.parts for each in errors if isinstance(each, RewardError))]
+        if isinstance(errors[0], RewardError):
+            errors[0].parts = {name: sum(each.get(name, 0.0) for each in reported) for name in reported[0]}
+        raise errors[0]
+    return answers
+
+
+def check_options(
+    *, endpoint: str = "http://", second_endpoint: str | None = None, rubric: str = "yes_no", **_: object
+) -> None:
     """Raises: RewardError, ConfigError for an endpoint or a rubric that cannot be used."""
-    Client(Settings(endpoint, ""))
+    for each in (endpoint, second_endpoint or endpoint):
+        Client(Settings(each, ""))
     load_rubric(rubric)
 
 
