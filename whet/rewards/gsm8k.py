@@ -74,8 +74,8 @@ def last_number(text: str, prompt: str = "") -> Decimal | None:
     if not matches:
         return None
     start, end = matches[-1].span()
-    is_part = text.startswith("^", end) or _PART_OF.search(text[max(0, start - 80) : start])
-    is_part = is_part or (prompt and is_repeated(text, start, prompt))
+    is_part = text.startswith("^", end) or bool(_PART_OF.search(text[max(0, start - 80) : start]))
+    is_part = is_part or bool(prompt and is_repeated(text, start, prompt))
     return None if is_part else _value(matches[-1])
 
 
