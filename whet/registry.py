@@ -86,6 +86,12 @@ class Entry:
         """The function itself, which is imported if needed.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
+    def check_row(self, *row: Any) -> None:
+        """Checks the ground truth of a row, (ground truth, extra_info, data_source), with the function that the mark
+        `rows_checked_by` names, if there is one.  Raises: what that function raises."""
+        if checked_by := self.marks.get("rows_checked_by"):
+            load_target(checked_by)(*row)
+
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Calls the function with the values in `supplied` that its parameters before `*` name, and with `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)

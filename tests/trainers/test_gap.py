@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from whet.config import TrainConfig
+from whet.errors import ConfigError
 from whet.trainers.build import train
 from whet.trainers.gap import largest_jumps, reward_gap
 
@@ -93,3 +94,23 @@ def test_a_run_that_is_paid_for_something_else_says_so(
     jumps = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert jumps and all(jump["reward_after"] - jump["reward_before"] == jump["jump"] > 0 for jump in jumps)
     assert all(jump["response_after"].count("7") == jump["reward_after"] for jump in jumps)
+
+
+def test_the_accuracy_of_validation_may_come_from_a_stricter_function(
+    train_config: Callable[..., TrainConfig], additions: list[dict[str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "strict.py"
+    file.write_text("def none(solution_str, *, share: float):\n    return {'reward': 9.0, 'accuracy': share}\n")
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in additions[:4]))
+    changes = {
+        "trainer.total_steps": 1,
+        "trainer.val_freq": 1,
+        "data.val_files": [str(held_out)],
+        "reward.val_function": {f"{file}:none": {"share": 0.25}},
+    }
+    run = train(train_config(changes), data=additions, reward=lambda solution_str: 1.0)
+    assert run.history[-1]["val/accuracy"] == 0.25 and run.history[-1]["val/reward"] == 1.0
+    assert run.history[-1]["reward/accuracy"] == 1.0  # of training
+    with pytest.raises(ConfigError, match=r"reward\.val_function"):
+        train_config({"reward.val_function": {"gsm8k": {}, "math": {}}})

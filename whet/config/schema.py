@@ -191,6 +191,11 @@ class RewardConfig(Section):
     )
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
+    val_function: dict[str, dict[str, Any]] = key(
+        {},
+        "{name: options} of a stricter function for the accuracy of validation; unset: reward.function",
+        max_length=1,
+    )
     manager: Manager | None = key(None, MANAGER)
     columns: list[str] = key([], "parts of the reward that become batch columns for an estimator or loss")
     correct_threshold: float = key(1.0, "lowest reward of a correct response, if the function returns no accuracy")

@@ -38,6 +38,7 @@ SOURCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @register_reward(
     "auto",
+    rows_checked_by="whet.rewards.auto:check_row",
     examples=(
         ("#### 7", "7", 1.0, {"data_source": "openai/gsm8k"}),
         (r"So \boxed{8}", "7", 0.0, {"data_source": "lighteval/MATH"}),
@@ -61,9 +62,21 @@ def compute_score(
     return function(**{name: fields[name] for name in names})
 
 
+def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
+    """Raises: RewardError for an unknown data source, and what the function for it raises for the ground truth."""
+    REWARDS[_entry(data_source)[0]].check_row(truth, extra_info, data_source)
+
+
 @cache
 def find(data_source: str) -> tuple[tuple[str, ...], Callable[..., Any]]:
     """The parameters and the function for a data source.  Raises: RewardError."""
+    name, options = _entry(data_source)
+    entry = REWARDS[name]
+    return entry.parameters, partial(entry.load(), **options)
+
+
+def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
+    """The name of the function for a data source, and its options.  Raises: RewardError."""
     found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
     if found is None:
         near = difflib.get_close_matches(data_source, SOURCES, n=1)
@@ -78,8 +91,7 @@ def find(data_source: str) -> tuple[tuple[str, ...], Callable[..., Any]]:
             f"data_source={data_source!r} needs the function {name!r}, which is not registered; expected one of "
             f"{', '.join(REWARDS.names())}; name one of them, or your own, in reward.function"
         )
-    entry = REWARDS[name]
-    return entry.parameters, partial(entry.load(), **options)
+    return name, options
 
 
 @register_reward(

@@ -28,6 +28,7 @@ TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "stri
 
 @register_reward(
     "multiple_choice",
+    rows_checked_by="whet.rewards.choice:read_truth",
     examples=((r"It is \boxed{B}.", "B", 1.0), ("The answer is (C).", "C", 1.0), ("A or B", "B", 0.0)),
 )
 def compute_score(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
@@ -39,10 +40,14 @@ def compute_score(solution_str: str, ground_truth: str, *, lone: bool = False) -
     Raises: ValueError for a ground truth without a letter.
     """
     letter, _ = extract_letter(solution_str, lone=lone)
-    return {"reward": float(letter == _truth(ground_truth)), "pred": letter}
+    return {"reward": float(letter == read_truth(ground_truth)), "pred": letter}
 
 
-@register_reward("crossthinkqa", examples=((r"It is \boxed{B}.", "B", 1.0), ("It is C.", "B", -1.0)))
+@register_reward(
+    "crossthinkqa",
+    rows_checked_by="whet.rewards.choice:read_truth",
+    examples=((r"It is \boxed{B}.", "B", 1.0), ("It is C.", "B", -1.0)),
+)
 def crossthinkqa(
     solution_str: str,
     ground_truth: str,
@@ -58,7 +63,7 @@ def crossthinkqa(
     has the rules for letters. The part `boxed` is 1 where the letter is in a box.
     """
     letter, boxed = extract_letter(solution_str)
-    right = letter == _truth(ground_truth)
+    right = letter == read_truth(ground_truth)
     reward = TABLES[table][(0 if right else 2) + (not boxed)]
     if longest is not None and reward > 0:
         reward *= 1 - length_weight * min(1.0, len(solution_str.split()) / longest)
@@ -77,7 +82,8 @@ def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
     return None, False
 
 
-def _truth(ground_truth: str) -> str:
+def read_truth(ground_truth: str, *_: object) -> str:
+    """The letter of a ground truth.  Raises: ValueError."""
     found = _WRITTEN.fullmatch(str(ground_truth))
     if found is None:
         raise ValueError(f"the ground truth is {ground_truth!r}; expected B, (B) or `B. text`; write the letter")

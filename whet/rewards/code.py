@@ -53,6 +53,7 @@ class Suite:
 @register_reward(
     "code",
     checked_by="whet.rewards.code:check_options",
+    rows_checked_by="whet.rewards.code:check_row",
     examples=(
         ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
         ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
@@ -131,6 +132,11 @@ def check_options(
     box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     if language is not None and language not in box.languages:
         raise SandboxError(_without(language, box))
+
+
+def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
+    """Raises: ValueError for a ground truth that has no tests."""
+    read_tests(truth, extra_info)
 
 
 def _without(language: str, box: Sandbox) -> str:

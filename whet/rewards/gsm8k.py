@@ -22,7 +22,11 @@ _PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\
 _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
 
-@register_reward("gsm8k", examples=(("5 + 2 = 7", "#### 7", 1.0), ("7 or 8", "7", 0.0)))
+@register_reward(
+    "gsm8k",
+    rows_checked_by="whet.rewards.gsm8k:read_truth",
+    examples=(("5 + 2 = 7", "#### 7", 1.0), ("7 or 8", "7", 0.0)),
+)
 def compute_score(
     solution_str: str,
     ground_truth: str | int | float,
@@ -41,14 +45,20 @@ def compute_score(
     """
     if method not in ("flexible", "strict"):
         raise ValueError(f"method={method!r}; expected 'flexible' or 'strict'")
-    truth = last_number(str(ground_truth).rpartition(_MARK)[2])
-    if truth is None:
-        raise ValueError(f"the ground truth {ground_truth!r} has no number")
+    truth = read_truth(ground_truth)
     text = after_thought(solution_str)
     found = _number_after_mark(text) if method == "strict" else last_number(text, prompt_str)
     correct = float(found == truth)
     pred = None if found is None else number_text(found)
     return {"reward": correct or (0.0 if found is None else format_score), "accuracy": correct, "pred": pred}
+
+
+def read_truth(ground_truth: object, *_: object) -> Decimal:
+    """The number of a ground truth.  Raises: ValueError."""
+    truth = last_number(str(ground_truth).rpartition(_MARK)[2])
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r} has no number; expected one; correct the row")
+    return truth
 
 
 def _number_after_mark(text: str) -> Decimal | None:
@@ -64,8 +74,8 @@ def last_number(text: str, prompt: str = "") -> Decimal | None:
     if not matches:
         return None
     start, end = matches[-1].span()
-    is_part = text.startswith("^", end) or _PART_OF.search(text[max(0, start - 80) : start])
-    is_part = is_part or (prompt and is_repeated(text, start, prompt))
+    is_part = text.startswith("^", end) or bool(_PART_OF.search(text[max(0, start - 80) : start]))
+    is_part = is_part or bool(prompt and is_repeated(text, start, prompt))
     return None if is_part else _value(matches[-1])
 
 

@@ -273,6 +273,14 @@ def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
     return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
 
 
+def val_scorer_of(config: TrainConfig) -> Rewards | None:
+    """The pool of `reward.val_function`; None where none is named."""
+    for name, options in config.reward.val_function.items():  # one at most
+        changes = {"function": name, "kwargs": options, "domains": {}, "manager": None}
+        return build_scorer(config.reward.model_copy(update=changes), model=config.model)
+    return None
+
+
 def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> bool:
     """Tells whether a reward function scores the responses of a run."""
     if function is not None or config.reward.names_function:

@@ -128,6 +128,7 @@ class Rollouts:
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
+        self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
         self.failures, self.verdicts = FailureWatch(), FailureWatch()  # of what is sampled, of the policy as a judge
         self.spent: dict[str, float] = {}  # by judges, since this process began
         self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
@@ -173,8 +174,8 @@ class Rollouts:
     def close(self) -> None:
         """Ends the processes of environments and rewards."""
         self.collector.close()
-        if self.scorer is not None:
-            self.scorer.close()
+        for scorer in filter(None, (self.scorer, self.val_scorer)):
+            scorer.close()
 
     def params_at(self, step: int) -> SamplingParams:
         """Returns the sampling parameters of a step, within the length of its stage."""
@@ -221,13 +222,20 @@ class Rollouts:
         with metrics.time("time/reward"):
             pending = [begun[each.uid] for each in trajectories if each.uid in begun]
             pending = pending if alone else [self.submit(trajectories)]
+            strict = None
+            if purpose == "validation" and self.val_scorer is not None:
+                alive = [each for each in trajectories if each.failure is None]
+                strict = self.val_scorer.submit_batch([self._item(each) for each in alive])
 
         def groups_of(given: Sequence[Trajectory]) -> list[Group]:
             return [Group(prompt, tuple(given[i * n : (i + 1) * n])) for i, prompt in enumerate(prompts)]
 
         def result() -> list[Group]:
             with metrics.time("time/reward"):
-                scored = with_outcomes(trajectories, [outcome for each in pending for outcome in each.result()])
+                found = [outcome for each in pending for outcome in each.result()]
+                if strict is not None:
+                    found = [_with_accuracy(one, by) for one, by in zip(found, strict.result(), strict=True)]
+                scored = with_outcomes(trajectories, found)
             count_failures(scored, metrics)
             count_judges(scored, metrics, self.spent)
             return groups_of(scored)
@@ -310,6 +318,13 @@ def with_outcomes(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome
     """The trajectories scored; `outcomes` are of those that did not fail."""
     left = iter(outcomes)
     return [_with(next(left), each) if each.failure is None else each for each in trajectories]
+
+
+def _with_accuracy(outcome: Outcome, strict: Outcome) -> Outcome:
+    """The outcome, with the accuracy of another function; a failure of either is one."""
+    if isinstance(outcome, Failure) or isinstance(strict, Failure):
+        return outcome if isinstance(outcome, Failure) else strict
+    return replace(outcome, accuracy=strict.accuracy)
 
 
 def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:

@@ -71,11 +71,9 @@ async def compute_score(
     settings = Settings(
         endpoint, model, sampling, key_variable, *patience, *limits, cache, cache_mb, input_price, output_price
     )
-    judges = [client_of(settings)]
-    if second_model or second_endpoint:
-        variable = second_key_variable or key_variable
-        other = replace(settings, endpoint=second_endpoint or endpoint, model=second_model or model)
-        judges.append(client_of(replace(other, key_variable=variable)))
+    variable = second_key_variable or key_variable
+    other = replace(settings, endpoint=second_endpoint or endpoint, model=second_model or model, key_variable=variable)
+    judges = [client_of(each) for each in ([settings, other] if second_model or second_endpoint else [settings])]
     calls = [judge.complete(messages, sample=number, read=asked.read) for number, judge in enumerate(judges)]
     answers = _together(await asyncio.gather(*calls, return_exceptions=True))
     disagreement = abs(answers[0].value - answers[-1].value)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ground truths that a reward function cannot read are found when the data is loaded, before the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.config import TrainConfig
+from whet.errors import DataError
+from whet.trainers import build
+from whet.trainers.build import train
+
+CODE = {"inputs": ["1"], "outputs": ["1"]}
+
+
+@pytest.mark.parametrize(
+    ("function", "truths", "source", "found"),
+    [
+        (
+            "code",
+            [CODE, '{"inputs": ['],
+            "taco",
+            "reward 'code': the ground truth '{\"inputs\": [' is neither JSON nor",
+        ),
+        (
+            "code",
+            [CODE, {"inputs": ["1"], "outputs": []}],
+            "taco",
+            "reward 'code': the ground truth has 1 inputs and 0",
+        ),
+        ("gsm8k", ["1", "many"], "sums", "reward 'gsm8k': the ground truth 'many' has no number"),
+        (
+            "multiple_choice",
+            ["B", "both"],
+            "letters",
+            "reward 'multiple_choice': the ground truth is 'both'; expected B",
+        ),
+        ("auto", ["1", "many"], "openai/gsm8k", "reward 'auto': the ground truth 'many' has no number"),
+        ("auto", ["1"], "openai/gsm9k", "(did you mean 'openai/gsm8k'?)"),
+        (["format", "gsm8k"], ["1", "many"], "sums", "reward 'gsm8k': the ground truth 'many' has no number"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
+def test_the_error_names_file_and_row(
+    function: str | list[str],
+    truths: list[Any],
+    source: str,
+    found: str,
+    key: str,
+    train_config: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launched(*given: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(build, "launch_roles", launched)
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    write(good, [truths[0]] * 3, "openai/gsm8k" if function == "auto" else source)
+    write(bad, truths, source)
+    files = [str(good), str(bad)]
+    sandbox = {"reward.kwargs.sandbox": "unisolated"} if function == "code" else {}
+    config = train_config({"data.train_files": files, "reward.function": function, key: files, **sandbox})
+    with pytest.raises(DataError) as caught:
+        train(config)
+    assert f"bad.jsonl: row {len(truths) - 1}: " in str(caught.value) and found in str(caught.value)
+
+
+def write(path: Path, truths: list[Any], source: str) -> None:
+    rows = [{"prompt": "1+1=", "answer": truth, "data_source": source} for truth in truths]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
