@@ -202,9 +202,10 @@ def _prompts(
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
     loaded, held_out = replace(loaded, items=domains.assign(loaded.items)), tuple[Prompt, ...]()
     if files.val_files or val_data is not None:
-        given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed, media_folder=media_folder).items
-        given = given[: files.val_max_prompts]
-        held_out = domains.assign(given)
+        given = load_prompts(
+            files, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=media_folder
+        ).items
+        held_out = domains.assign(given[: files.val_max_prompts])
     for line in domains.unused([*loaded.items, *held_out]):
         log.warning("%s", line)
     return loaded, held_out
