@@ -13,11 +13,12 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, describe, last_line
-from whet.rewards.result import NOT_SCORED, failure, read_result, split_rows
+from whet.rewards.result import NOT_SCORED, as_number, failure, finite, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ class RewardFunction:
         return [outcome for call in calls for outcome in self._score_call(call)]
 
     def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        log = _Log(len(items))
         try:
-            raw = self._function(**{**self._form.arguments(items), **self._kwargs})
+            logs = {name: getattr(log, name) for name in self._form.logs}
+            raw = self._function(**{**self._form.arguments(items), **logs, **self._kwargs})
             if inspect.isawaitable(raw):
                 raw = self.run(raw)
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
@@ -83,7 +86,7 @@ class RewardFunction:
             raise
         except BaseException as error:  # a user's code may raise anything, SystemExit included
             return [self._failure(error)] * len(items)
-        return [self._read(row, item) for row, item in zip(rows, items, strict=True)]
+        return log.added([self._read(row, item) for row, item in zip(rows, items, strict=True)])
 
     async def score_one(self, item: RewardItem) -> Outcome:
         """Returns the outcome of one item by an `is_concurrent` function.  Raises: CancelledError."""
@@ -163,7 +166,7 @@ def adapt(
             f"{show(function)} takes {found}, and reward.manager={manager} expects a function of {wanted}; unset "
             f"reward.manager, then the signature decides, or use this form:\n{FORMS}"
         )
-    check_options(function, parameters, {*form.values, *form.columns}, kwargs)
+    check_options(function, parameters, {*form.values, *form.columns, *form.logs}, kwargs)
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
 
@@ -181,6 +184,7 @@ class _Form:
     split_rows: Callable[[object, int], list[object]] = split_rows
     columns: Collection[str] = ()  # required parameters that are fields of the rows
     more_columns: Collection[str] | None = ()  # passed where a row has such a field; None: all fields
+    logs: Collection[str] = ()  # methods of _Log that it takes
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
         """Returns the keyword arguments of a call for these items (one item, unless `takes_batch`)."""
@@ -193,6 +197,32 @@ class _Form:
             )
         columns = {name: [_row(item).get(name) for item in items] for name in [*self.columns, *more]}
         return {**columns, **{name: value(items) for name, value in self.values.items()}}
+
+
+class _Log:
+    """TRL's functions for what a reward function reports beside its scores, for one call: `logged` of its outcomes."""
+
+    def __init__(self, count: int) -> None:
+        self._columns: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._numbers: dict[str, list[float]] = {}
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Takes a number; several of one name are averaged."""
+        self._numbers.setdefault(name, []).append(finite(f"log_metric({name!r})", value))
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Takes a value for each completion."""
+        for row, found in zip(self._columns, split_rows({column: values}, len(self._columns)), strict=True):
+            value = found.get(column, values)  # one for all, where it is no list
+            number = as_number(value)
+            is_number = number is not None and isfinite(number)
+            row[column] = number if is_number else value if isinstance(value, str | None) else str(value)
+
+    def added(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes with what was logged."""
+        numbers = {name: sum(values) / len(values) for name, values in self._numbers.items()}
+        both = [(each, {**numbers, **columns}) for each, columns in zip(outcomes, self._columns, strict=True)]
+        return [each if isinstance(each, Failure) or not new else replace(each, logged=new) for each, new in both]
 
 
 def _trajectory(item: RewardItem) -> dict[str, Any]:
@@ -211,7 +241,8 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "trajectory": _trajectory,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
-_OF_TRAINER = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's, without a counterpart
+_LOGS = ("log_extra", "log_metric")  # TRL's, methods of _Log
+_OF_TRAINER = {"trainer_state", "environments", *_LOGS}  # of TRL's trainer, the first two without a counterpart
 _RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory"}  # a function takes at least one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
@@ -287,7 +318,7 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
     required = [p.name for p in others if p.default is p.empty]
     optional = [p.name for p in others if p.default is not p.empty]
     values = {name: partial(_column, get) for name, get in fields.items() if has_keywords or name in names}
-    return _Form(values, True, _split_scored, required, None if has_keywords else optional)
+    return _Form(values, True, _split_scored, required, None if has_keywords else optional, names & {*_LOGS})
 
 
 def _split_scored(raw: object, count: int) -> list[object]:
