@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,10 +76,14 @@ class RewardFunction:
         return [outcome for call in calls for outcome in self._score_call(call)]
 
     def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        log = _Log(len(items))
+        logged, numbers = [dict[str, Any]() for _ in items], defaultdict[str, list[float]](list)
+        logs = {
+            "log_extra": partial(_log_extra, logged),
+            "log_metric": lambda name, value: numbers[name].append(finite(f"log_metric({name!r})", value)),
+        }
         try:
-            logs = {name: getattr(log, name) for name in self._form.logs}
-            raw = self._function(**{**self._form.arguments(items), **logs, **self._kwargs})
+            taken = {name: logs[name] for name in self._form.logs}
+            raw = self._function(**{**self._form.arguments(items), **taken, **self._kwargs})
             if inspect.isawaitable(raw):
                 raw = self.run(raw)
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
@@ -86,7 +91,10 @@ class RewardFunction:
             raise
         except BaseException as error:  # a user's code may raise anything, SystemExit included
             return [self._failure(error)] * len(items)
-        return log.added([self._read(row, item) for row, item in zip(rows, items, strict=True)])
+        outcomes = [self._read(row, item) for row, item in zip(rows, items, strict=True)]
+        means = {name: sum(values) / len(values) for name, values in numbers.items()}
+        both = [(each, {**means, **new}) for each, new in zip(outcomes, logged, strict=True)]
+        return [each if isinstance(each, Failure) or not new else replace(each, logged=new) for each, new in both]
 
     async def score_one(self, item: RewardItem) -> Outcome:
         """Returns the outcome of one item by an `is_concurrent` function.  Raises: CancelledError."""
@@ -184,7 +192,7 @@ class _Form:
     split_rows: Callable[[object, int], list[object]] = split_rows
     columns: Collection[str] = ()  # required parameters that are fields of the rows
     more_columns: Collection[str] | None = ()  # passed where a row has such a field; None: all fields
-    logs: Collection[str] = ()  # methods of _Log that it takes
+    logs: Collection[str] = ()  # of _LOGS, those that it takes
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
         """Returns the keyword arguments of a call for these items (one item, unless `takes_batch`)."""
@@ -199,30 +207,13 @@ class _Form:
         return {**columns, **{name: value(items) for name, value in self.values.items()}}
 
 
-class _Log:
-    """TRL's functions for what a reward function reports beside its scores, for one call: `logged` of its outcomes."""
-
-    def __init__(self, count: int) -> None:
-        self._columns: list[dict[str, Any]] = [{} for _ in range(count)]
-        self._numbers: dict[str, list[float]] = {}
-
-    def log_metric(self, name: str, value: Any) -> None:
-        """Takes a number; several of one name are averaged."""
-        self._numbers.setdefault(name, []).append(finite(f"log_metric({name!r})", value))
-
-    def log_extra(self, column: str, values: Any) -> None:
-        """Takes a value for each completion."""
-        for row, found in zip(self._columns, split_rows({column: values}, len(self._columns)), strict=True):
-            value = found.get(column, values)  # one for all, where it is no list
-            number = as_number(value)
-            is_number = number is not None and isfinite(number)
-            row[column] = number if is_number else value if isinstance(value, str | None) else str(value)
-
-    def added(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The outcomes with what was logged."""
-        numbers = {name: sum(values) / len(values) for name, values in self._numbers.items()}
-        both = [(each, {**numbers, **columns}) for each, columns in zip(outcomes, self._columns, strict=True)]
-        return [each if isinstance(each, Failure) or not new else replace(each, logged=new) for each, new in both]
+def _log_extra(logged: Sequence[dict[str, Any]], column: str, values: Any) -> None:
+    """TRL's function for a column of the table of completions: a value for each of them."""
+    for row, found in zip(logged, split_rows({column: values}, len(logged)), strict=True):
+        value = found.get(column, values)  # one for all, where it is no list
+        number = as_number(value)
+        is_number = number is not None and isfinite(number)
+        row[column] = number if is_number else value if isinstance(value, str | None) else str(value)
 
 
 def _trajectory(item: RewardItem) -> dict[str, Any]:
@@ -241,7 +232,7 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "trajectory": _trajectory,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
-_LOGS = ("log_extra", "log_metric")  # TRL's, methods of _Log
+_LOGS = ("log_extra", "log_metric")  # TRL's functions for what is reported beside the scores
 _OF_TRAINER = {"trainer_state", "environments", *_LOGS}  # of TRL's trainer, the first two without a counterpart
 _RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory"}  # a function takes at least one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
