@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ import whet
 from tests.conftest import SMALL_RUN
 from tests.tracking.test_runs import make_run
 from whet import registry
+from whet.cli.app import main
 from whet.errors import ConfigError, DataError, WhetError
 
 
@@ -115,6 +118,73 @@ def test_rows_handed_over_that_exit_are_a_mistake(model_folder: Path, tmp_path: 
     numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
     with pytest.raises(WhetError, match=r"^rows at .*test_init\.py:\d+ called sys\.exit"):
         whet.train(reward=lambda solution_str: 1.0, data=rows(), **numbers)
+
+
+ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(4)]
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_python_prints_the_lines_of_the_command(
+    command: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], additions: Any
+) -> None:
+    """Parameters and rows, estimated time, a line a step, where the time went, the end's table; numbers may differ."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    keys = {"model.path": str(model_folder), "data.train_files": [str(rows)], "trainer.total_steps": 2}
+    if command == "train":
+        keys |= {**SMALL_RUN, "trainer.total_steps": 2, "trainer.logger": ["console"], "reward.function": "exact_match"}
+    else:
+        keys |= {"data.train_batch_size": 4, "data.max_length": 64}
+
+    def lines() -> list[str]:
+        shown = re.sub("run_[ab]", "run", capsys.readouterr().out)
+        shown = re.sub(r"\d+(:\d+)*([.,]\d+)*( (ms|s|min|h)\b)?", "#", shown)
+        found = [" ".join(line.split()) for line in shown.splitlines()]
+        phases = [line for line in found if line.endswith("# #%")]  # these are in the order of their times
+        return [line for line in found if line not in phases] + ["phases"] * bool(phases)
+
+    logger = logging.getLogger("whet")
+    before = (logger.level, list(logger.handlers))
+    vars(whet)[command](**keys, **{"trainer.run_dir": str(tmp_path / "run_a")})
+    from_python = lines()
+    assert (logger.level, list(logger.handlers)) == before
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            words = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys.items()]
+            main([command, *words, f"trainer.run_dir={tmp_path}/run_b"])
+    finally:
+        logger.setLevel(before[0])
+        logger.handlers[:] = before[1]
+    assert not exit_.value.code
+    from_command = lines()
+    assert from_python == from_command
+    shown = "\n".join(from_command)
+    assert "# k parameters" in shown and "run finished, # of # steps" in shown and "\nnext" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"data": 3}, r"^data: expected a sequence or an iterable of rows or prompts, found int$"),
+        ({"data": "sums.jsonl"}, r"^data: .* found str; a file is named in data\.train_files or data\.val_files$"),
+        ({"data": [3]}, r"^data: row 0: expected an object with fields, found int$"),
+        ({"data": [{"x": 1}]}, r"^data: row 0: field 'prompt' is missing; the row has x"),
+        ({"data": ROWS, "val_data": 3}, r"^val_data: expected a sequence"),
+        ({"data": ROWS, "val_data": [{"x": 1}]}, r"^val_data: row 0: field 'prompt' is missing"),
+    ],
+)
+def test_errors_name_the_argument_that_has_the_rows(
+    arguments: dict[str, Any], told: str, model_folder: Path, tmp_path: Path
+) -> None:
+    keys = {"model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
+    with pytest.raises(DataError, match=told):
+        whet.train(reward=lambda solution_str: 1.0, **arguments, **SMALL_RUN, **keys)
+    with pytest.raises(DataError, match=told):
+        whet.sft(**arguments, **keys, **{"data.max_length": 64})
+    if "val_data" not in arguments:
+        with pytest.raises(DataError, match=told):
+            lengths = {"data.max_prompt_length": 64, "data.max_response_length": 4}
+            whet.evaluate(reward=lambda solution_str: 1.0, **arguments, **lengths, **{"model.path": str(model_folder)})
 
 
 @pytest.mark.parametrize("command", [whet.sft, whet.train_reward, whet.evaluate, whet.generate])

@@ -9,8 +9,9 @@ ConfigError before anything is loaded. Importing this module does not load torch
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def train(
     yield_soon()
     from whet.trainers import build  # after the config is checked, since this loads torch
 
-    with _progress():
+    with _lines(config):
         return build.train(config, reward=reward, data=data, val_data=val_data)
 
 
@@ -73,7 +74,7 @@ def sft(
 
     from whet.trainers.sft import train_sft
 
-    with _progress():
+    with _lines(config):
         return train_sft(config, data=data, val_data=val_data, callbacks=callbacks)
 
 
@@ -88,7 +89,7 @@ def train_reward(
 
     from whet.trainers.train_reward import train_reward as run
 
-    with _progress():
+    with _lines(config):
         return run(config, data=data, val_data=val_data)
 
 
@@ -106,7 +107,9 @@ def evaluate(
     from whet.cli.evaluate import evaluated
     from whet.config import EvalConfig
 
-    return evaluated(_config(EvalConfig, recipe, overrides, reward=reward, data=data), reward=reward, data=data)
+    config = _config(EvalConfig, recipe, overrides, reward=reward, data=data)
+    with _lines():
+        return evaluated(config, reward=reward, data=data)
 
 
 @no_exit()
@@ -120,7 +123,8 @@ def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: An
     with TemporaryDirectory(prefix="whet-generate-") as folder:
         kept = overrides if "output" in overrides else {**overrides, "output": f"{folder}/completions.jsonl"}
         config = _config(GenerateConfig, recipe, kept, data=data)
-        done = generated(config, data=data, is_kept=kept is overrides)
+        with _lines():
+            done = generated(config, data=data, is_kept=kept is overrides)
         return [json.loads(line) for line in done.output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -200,8 +204,19 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
 
 
 @contextmanager
-def _progress() -> Iterator[None]:
-    from whet.tracking.long_phases import LongPhases
+def _lines(config: Any = None) -> Iterator[None]:
+    """Prints the lines of a command: records of the log and, of a training, progress and the table at the end."""
+    from whet.cli.app import CONSOLE
+    from whet.cli.train import shown
 
-    with LongPhases().watch():
-        yield
+    logger = logging.getLogger("whet")
+    level, has_console = logger.level, CONSOLE in logger.handlers
+    logger.setLevel(level or logging.INFO)
+    logger.addHandler(CONSOLE)  # once, however often it is added
+    try:
+        with shown(config) if config is not None else nullcontext():
+            yield
+    finally:
+        logger.setLevel(level)
+        if not has_console:
+            logger.removeHandler(CONSOLE)

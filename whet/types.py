@@ -125,7 +125,8 @@ class Failure:
 class Trajectory:
     """The finished record of one sample of a prompt: its turns, and the result of the reward function.
 
-    `reward` is trained on (None until scored), `accuracy` is 0 or 1, `parts` are all other numbers of the reward.
+    `reward` is trained on (None until scored), `accuracy` is 0 or 1, `parts` are all other numbers of the reward, and
+    `logged` is what its function logged: numbers are metrics too.
     A trajectory with a `failure` keeps its turns for the rollouts file; its rows are masked and count in no mean.
     """
 
@@ -138,6 +139,7 @@ class Trajectory:
     parts: Mapping[str, float] = field(default_factory=dict)
     token_rewards: tuple[float, ...] | None = None  # one for each response token, if any; `reward` is their sum
     extracted: str | None = None  # the final answer that the reward extracted from the text, for majority votes
+    logged: Mapping[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     messages: tuple[Message, ...] = ()  # the conversation after the prompt: responses, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # columns from the environment, by name
@@ -197,6 +199,7 @@ class RewardResult:
     parts: Mapping[str, float] = field(default_factory=dict)
     token_rewards: tuple[float, ...] | None = None
     extracted: str | None = None
+    logged: Mapping[str, Any] = field(default_factory=dict)
 
 
 Outcome = RewardResult | Failure

@@ -471,17 +471,53 @@ def test_trls_form_says_which_field_is_missing():
     def missing(completions, difficulty):
         return [1.0] * len(completions)
 
-    def of_trainer(completions, log_metric):
+    def of_trainer(completions, trainer_state):
         return [1.0] * len(completions)
 
     said = {each.message for each in score(missing, ROWS)}
     assert len(said) == 1
     assert "the rows have no field ['difficulty']" in said.pop()
     assert rewards(missing, ROWS, difficulty=1) == [1.0, 1.0]
-    with pytest.raises(RewardError, match="needs a value for 'log_metric'"):
+    with pytest.raises(RewardError, match="needs a value for 'trainer_state'"):
         score(of_trainer, ROWS)
     with pytest.raises(RewardError, match="the run passes 'completions'"):
         score(missing, ROWS, completions=[])
+
+
+def test_what_trls_functions_log_travels_with_the_scores():
+    def logging(completions, log_extra, log_metric):
+        log_extra("first", [text[0] for text in completions])
+        log_extra("words", [len(text.split()) for text in completions])
+        log_extra("note", "both")
+        for number in (1, 2.5):
+            log_metric("mean_length", number)
+        return [1.0, None]
+
+    scored, left_out = score(logging, ROWS)
+    assert scored == RewardResult(1.0, 1.0, logged={"mean_length": 1.75, "first": "5", "words": 1.0, "note": "both"})
+    assert isinstance(left_out, Failure)
+
+    def later(completions, log_metric=None, log_extra=None, **kwargs):  # as in trl.rewards, for calls without a trainer
+        log_extra("longest", [float("inf")] * len(completions))
+        log_metric("one", 1)
+        return [1.0] * len(completions)
+
+    assert [each.logged for each in score(later, ROWS)] == [{"one": 1.0, "longest": "inf"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda log_extra, log_metric: log_extra("a", [1]), "'a' has 1 entries for 2 responses; expected one for each"),
+        (lambda log_extra, log_metric: log_metric("b", "x"), "log_metric('b') is 'x' (str); expected a number"),
+    ],
+)
+def test_what_trls_functions_log_is_checked(call, told):
+    def logging(completions, log_extra, log_metric):
+        call(log_extra, log_metric)
+        return [1.0, 1.0]
+
+    assert all(told in each.message for each in score(logging, ROWS))
 
 
 EASYR1 = """

@@ -337,6 +337,33 @@ def test_an_environment_alone_may_pay(train_config: MakeConfig, additions: Rows,
     assert first["actor/grad_norm"] > 0
 
 
+LOGGING = """
+def shape(completions, log_extra, log_metric):
+    log_extra("size", [f"{len(text)} characters" for text in completions])
+    log_metric("mean_length", sum(map(len, completions)) / len(completions))
+    return [float(len(text)) for text in completions]
+
+def letters(solution_str):
+    return float(sum(map(str.isalpha, solution_str)))
+"""
+
+
+@pytest.mark.parametrize(("functions", "prefix"), [(["shape"], ""), (["shape", "letters"], "shape/")])
+def test_what_a_function_of_trl_logs_is_in_the_metrics_and_in_the_rollouts(
+    functions: list[str], prefix: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(LOGGING)
+    overrides = {"reward.function": [f"{tmp_path}/mine.py:{name}" for name in functions], "reward.num_workers": 1}
+    run = train(train_config({**overrides, "trainer.total_steps": 1}), data=additions)
+    answers = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").open()]
+    logged = [answer["logged"] for answer in answers]
+    lengths = [answer["parts"].get("shape", answer["reward"]) for answer in answers]
+    assert [each[f"{prefix}size"] for each in logged] == [f"{length:.0f} characters" for length in lengths]
+    mean = sum(each[f"{prefix}mean_length"] for each in logged) / len(logged)
+    assert run.history[0][f"reward/{prefix}mean_length"] == pytest.approx(mean)
+    assert f"reward/{prefix}size" not in run.history[0]
+
+
 def test_a_trajectory_in_several_rows_counts_once(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"trainer.total_steps": 1})
     run = build(config, build_scorer(config.reward, length), additions)

@@ -83,20 +83,28 @@ def _config(command: str, words: list[str] | None, config_name: str | None, dry_
 
 @contextmanager
 def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) -> Iterator[None]:
-    """Shows the progress of long phases, and at the end the folder of the run. After a signal, prints what was saved
-    and the command that resumes, then exits with the status that shells expect: 130 after Ctrl-C."""
-    from whet.tracking.long_phases import LongPhases
-    from whet.tracking.runs import read_run
-    from whet.trainers.frame import run_folder
+    """Shows the run. After a signal, prints what was saved and the command that resumes, then exits with the status
+    that shells expect: 130 after Ctrl-C."""
     from whet.trainers.stop import Stopped
 
     try:
-        with LongPhases().watch():
+        with shown(config, writes=writes):
             yield
     except Stopped as stopped:
         words = [re.sub("^trainer.resume=(never|overwrite)$", "trainer.resume=auto", word) for word in sys.argv[1:]]
         typer.echo(f"{stopped}:\n  {program()} {shlex.join(words)}", err=True)
         raise typer.Exit(128 + stopped.number if stopped.number is not None else 0) from stopped
+
+
+@contextmanager
+def shown(config: TrainConfig | ExamplesConfig, *, writes: bool = True) -> Iterator[None]:
+    """Shows the progress of long phases, and at the end the table of the run."""
+    from whet.tracking.long_phases import LongPhases
+    from whet.tracking.runs import read_run
+    from whet.trainers.frame import run_folder
+
+    with LongPhases().watch():
+        yield
     if writes:
         show_end(read_run(run_folder(config.trainer)))
 

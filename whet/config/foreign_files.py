@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import repeat
@@ -59,21 +60,17 @@ def read(source: str, system: str) -> Written:
     exists = is_file(path)
     if not exists and not re.search(r"\s", source):
         raise ConfigError(f"{source} does not exist; expected a file, or a command in quotes")
-    suffix = path.suffix if exists else ""
+    reader = {".yaml": _of_yaml, ".yml": _of_yaml, ".py": _of_python}.get(path.suffix if exists else "", _of_shell)
     try:
         text = path.read_text(encoding="utf-8") if exists else source
-        if suffix in (".yaml", ".yml"):
-            written = _of_yaml(text, source)
-        else:
-            written = _of_python(text, system) if suffix == ".py" else _of_shell(text, system)
+        written = reader(text, system)
         if base := _base(written.values):
             _lay_over(written, base, path if exists else Path("command"), system)
     except ConfigError:
         raise
     except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
-        found = " ".join(str(error).split()) or type(error).__name__
-        form = {".yaml": "YAML", ".yml": "YAML", ".py": "Python"}.get(suffix, "a shell script")
-        raise ConfigError(f"{source} cannot be read: {found}; expected {form} in UTF-8; correct that place") from error
+        found = f"cannot be read: {' '.join(str(error).split())}; expected YAML, Python or a shell script, in UTF-8"
+        raise ConfigError(f"{source} {found}; correct that place") from error
     if not written.values:
         notes = "".join(f"; {note}" for note in written.unread)
         raise ConfigError(
@@ -93,18 +90,19 @@ def scalar(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(value)
-        except ValueError:
-            continue
     if value[:1] in ("[", "{"):
-        try:
+        with suppress(yaml.YAMLError):
             return scalar(yaml.safe_load(value))
-        except yaml.YAMLError:
-            return value
-    words = {"true": True, "false": False, "null": None, "none": "none", "~": None, "": None}
-    if value == "None":
-        return None
+    words = {
+        "true": True,
+        "false": False,
+        "null": None,
+        "none": None if value == "None" else "none",
+        "~": None,
+        "": None,
+    }
     plain = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     return words.get(value.lower(), plain)
 
@@ -119,7 +117,7 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     """Adds the keys of the file that a command names, searched beside the script and above it."""
     for folder in (Path(), *script.absolute().parents):
         if is_file(folder / base):
-            below = _of_yaml((folder / base).read_text(encoding="utf-8"), base)
+            below = _of_yaml((folder / base).read_text(encoding="utf-8"), system)
             written.values = {**below.values, **written.values}
             written.unread += below.unread
             return
@@ -130,10 +128,10 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     written.unread.append(f"{base} is not here: its keys are missing; {instead} stand in their place")
 
 
-def _of_yaml(text: str, name: str) -> Written:
+def _of_yaml(text: str, system: str) -> Written:
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
-        raise ConfigError(f"{name} has {type(found).__name__}, expected keys with values")
+        raise ValueError(f"a {type(found).__name__} instead of keys with values")
     values = {str(key): value for key, value in flatten({k: v for k, v in found.items() if k not in UNREAD})}
     unread = [f"{part}: names other files, whose keys are missing" for part in UNREAD[:1] if part in found]
     return Written({RENAMED.get(key, key): scalar(_resolved(value, values)) for key, value in values.items()}, unread)
@@ -206,18 +204,13 @@ def _as_if(found: re.Match[str]) -> str:
 def _start(words: list[str]) -> int:
     """The place of the first argument of the program: after `python -m MODULE` or FILE.py, `trl COMMAND`, or variables
     of the environment. The words before it belong to launchers (srun, torchrun, accelerate, `ray job submit`)."""
-    start = 0
     for place, word in enumerate(words):
+        runs_module = word in ("-m", "--module") and any(map(_RUNS_MODULES.search, words[:place]))
         if word.endswith(".py") and not _is_argument(word):
             return place + 1
-        runs_module = word in ("-m", "--module") and any(map(_RUNS_MODULES.search, words[:place]))
-        if runs_module or (word == "trl" and not start):
-            start = place + 2
-            if not any(map(_LAUNCHERS.match, words[start - 1 : start])):
-                return start
-    while start < len(words) and re.match(r"[A-Z_][A-Z0-9_]*=", words[start]):
-        start += 1
-    return start
+        if (runs_module or word == "trl") and not any(map(_LAUNCHERS.match, words[place + 1 : place + 2])):
+            return place + 2
+    return next((place for place, word in enumerate(words) if not re.match(r"[A-Z_][A-Z0-9_]*=", word)), 0)
 
 
 def _is_argument(word: str) -> bool:
@@ -235,15 +228,13 @@ def _arguments(words: Iterable[str], system: str) -> Written:
         elif word.startswith("--"):
             key = name[2:].replace("-", "_")
             key = RENAMED.get(key, key) if key != "config" else key
-            written.values[key] = scalar(value) if equals else True
-            flag = "" if equals else key
+            written.values[key], flag = scalar(value) if equals else True, "" if equals else key
         elif _is_argument(word) and not (flag and system == "trl"):
             written.values[name.lstrip("+~")], flag = scalar(value), ""
         elif flag and not re.match(r"-[a-zA-Z]", word):
-            before, each = written.values.get(flag, True), scalar(word.rstrip(","))
-            written.values[flag] = (
-                each if before is True else [*(before if isinstance(before, list) else [before]), each]
-            )
+            before = written.values.get(flag, True)
+            listed = before if isinstance(before, list) else [] if before is True else [before]
+            written.values[flag] = [*listed, scalar(word.rstrip(","))] if listed else scalar(word.rstrip(","))
     return written
 
 

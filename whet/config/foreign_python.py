@@ -70,8 +70,7 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
     """Reward functions as they are written: a name, or the call that makes one."""
-    node = names.get(node.id, node) if isinstance(node, ast.Name) else node
-    listed = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
+    node = names.get(ast.unparse(node), node)
     calls = {name: value for name, value in names.items() if isinstance(value, ast.Call)}
-    shown = [calls.get(each.id, each) if isinstance(each, ast.Name) else each for each in listed]
-    return [ast.unparse(each).strip("'\"") for each in shown]
+    listed = [ast.unparse(each) for each in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]
+    return [ast.unparse(calls[name]) if name in calls else name.strip("'\"") for name in listed]

@@ -70,6 +70,7 @@ def load_prompts(
     key: str = TRAIN,
     *,
     rows: Iterable[Any] | None = None,
+    argument: str = "data",
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
     with_answers: bool = True,
@@ -78,7 +79,7 @@ def load_prompts(
     """Loads the prompts of `data.train_files` or `data.val_files`, or of `rows` instead; `where` is the filter.
     `with_answers=False` reads no ground truths. `media_folder` takes images and videos that are in no file.
 
-    Raises: DataError naming entry and row, ConfigError."""
+    Raises: DataError naming the entry, or the `argument` that has the rows, and the row; ConfigError."""
 
     def build(own: DataConfig, read: _Read, first: int) -> Sequence[Prompt]:
         prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
@@ -90,7 +91,7 @@ def load_prompts(
             prompts = within_window(prompts, own.difficulty_key, *own.difficulty_window)
         return [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
 
-    return _load(data, tokenizer, key, rows, where, seed, build)
+    return _load(data, tokenizer, key, rows, argument, where, seed, build)
 
 
 def load_examples(
@@ -99,6 +100,7 @@ def load_examples(
     key: str = TRAIN,
     *,
     rows: Iterable[Any] | None = None,
+    argument: str = "data",
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
     media_folder: Path | None = None,
@@ -110,7 +112,7 @@ def load_examples(
         prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
         return build_examples(read.rows, prompt_format, own, numbers=read.numbers)
 
-    return _load(data, tokenizer, key, rows, where, seed, build)
+    return _load(data, tokenizer, key, rows, argument, where, seed, build)
 
 
 def load_pairs(
@@ -119,6 +121,7 @@ def load_pairs(
     key: str = TRAIN,
     *,
     rows: Iterable[Any] | None = None,
+    argument: str = "data",
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
     media_folder: Path | None = None,
@@ -129,7 +132,7 @@ def load_pairs(
         _check_rows(read, "train-reward")
         return build_pairs(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
 
-    return _load(data, tokenizer, key, rows, where, seed, build)
+    return _load(data, tokenizer, key, rows, argument, where, seed, build)
 
 
 def loader_of(data: DataConfig | ExamplesDataConfig) -> Callable[..., Loaded[Any]]:
@@ -150,6 +153,7 @@ def _load(
     tokenizer: PreTrainedTokenizerBase,
     key: str,
     rows: Iterable[Any] | None,
+    argument: str,
     where: Mapping[str, Any] | None,
     seed: int,
     build: Callable[[DataT, _Read, int], Sequence[T]],
@@ -169,7 +173,7 @@ def _load(
         if source is not None:
             name, conditions = source.name, {**conditions, **source.where}
             own = data.model_copy(update=dict(source.fields))
-        with _named(source):
+        with _named(source, argument):
             given = listed(rows) if source is None else _open(source, data, supplied)
             read = _filtered(name, given, conditions, are_rows=source is not None and source.kind != "function")
             built = build(own, replace(read, folder=_folder_of(source)), first)
@@ -244,23 +248,25 @@ def listed(items: Any) -> list[Any]:
         if not hasattr(items, "__iter__") and hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             return [items[index] for index in range(len(items))]
         if isinstance(items, str | bytes | Mapping) or not hasattr(items, "__iter__"):
-            raise DataError(f"expected a sequence or an iterable of rows or prompts, found {type(items).__name__}")
-        found = list(islice(items, MAX_ITEMS + 1))
+            hint = "; a file is named in data.train_files or data.val_files" if isinstance(items, str) else ""
+            found = type(items).__name__
+            raise DataError(f"expected a sequence or an iterable of rows or prompts, found {found}{hint}")
+        items = list(islice(items, MAX_ITEMS + 1))
     except DataError:
         raise
     except Exception as error:  # other people's code
         raise DataError(f"it raised {type(error).__name__}: {error}") from error
-    if len(found) > MAX_ITEMS:
+    if len(items) > MAX_ITEMS:
         raise DataError(f"it returns more than {MAX_ITEMS:,} rows; expected a data set that ends")
-    return found
+    return items
 
 
 @contextmanager
-def _named(source: Source | None) -> Iterator[None]:
-    """Adds the name of the entry to a DataError."""
+def _named(source: Source | None, argument: str) -> Iterator[None]:
+    """Adds the name of the entry, or of the argument that has the rows, to a DataError."""
     try:
         yield
     except DataError as error:
-        if source is None or str(error).startswith(source.path):
+        if source is not None and str(error).startswith(source.path):
             raise
-        raise DataError(f"{source.name}: {error}") from error
+        raise DataError(f"{argument if source is None else source.name}: {error}") from error

@@ -31,7 +31,7 @@ def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, 
     """
     if isinstance(source, str | Path):
         return _read_file(Path(source))
-    if any(isinstance(item, Mapping) for item in source):
+    if not all(isinstance(item, str | Path) for item in source):
         return [_checked(row, f"row {index}") for index, row in enumerate(source)]
     return [row for file in cast(Sequence[str | Path], source) for row in _read_file(Path(file))]
 

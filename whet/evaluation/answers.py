@@ -76,6 +76,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
         "reward": None if trajectory.failure is not None else trajectory.score,
         "accuracy": trajectory.accuracy,
         "parts": dict(trajectory.parts),
+        **({"logged": dict(trajectory.logged)} if trajectory.logged else {}),
         "tokens": len(sampled),
         "turns": len(trajectory.turns),
         **({"limit": trajectory.limit} if trajectory.limit not in (None, "length") else {}),

@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, describe, last_line
-from whet.rewards.result import NOT_SCORED, failure, read_result, split_rows
+from whet.rewards.result import NOT_SCORED, as_number, failure, finite, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
 if TYPE_CHECKING:
@@ -74,8 +76,14 @@ class RewardFunction:
         return [outcome for call in calls for outcome in self._score_call(call)]
 
     def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        logged, numbers = [dict[str, Any]() for _ in items], defaultdict[str, list[float]](list)
+        logs = {
+            "log_extra": partial(_log_extra, logged),
+            "log_metric": lambda name, value: numbers[name].append(finite(f"log_metric({name!r})", value)),
+        }
         try:
-            raw = self._function(**{**self._form.arguments(items), **self._kwargs})
+            taken = {name: logs[name] for name in self._form.logs}
+            raw = self._function(**{**self._form.arguments(items), **taken, **self._kwargs})
             if inspect.isawaitable(raw):
                 raw = self.run(raw)
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
@@ -83,7 +91,10 @@ class RewardFunction:
             raise
         except BaseException as error:  # a user's code may raise anything, SystemExit included
             return [self._failure(error)] * len(items)
-        return [self._read(row, item) for row, item in zip(rows, items, strict=True)]
+        outcomes = [self._read(row, item) for row, item in zip(rows, items, strict=True)]
+        means = {name: sum(values) / len(values) for name, values in numbers.items()}
+        both = [(each, {**means, **new}) for each, new in zip(outcomes, logged, strict=True)]
+        return [each if isinstance(each, Failure) or not new else replace(each, logged=new) for each, new in both]
 
     async def score_one(self, item: RewardItem) -> Outcome:
         """Returns the outcome of one item by an `is_concurrent` function.  Raises: CancelledError."""
@@ -163,7 +174,7 @@ def adapt(
             f"{show(function)} takes {found}, and reward.manager={manager} expects a function of {wanted}; unset "
             f"reward.manager, then the signature decides, or use this form:\n{FORMS}"
         )
-    check_options(function, parameters, {*form.values, *form.columns}, kwargs)
+    check_options(function, parameters, {*form.values, *form.columns, *form.logs}, kwargs)
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
 
@@ -181,6 +192,7 @@ class _Form:
     split_rows: Callable[[object, int], list[object]] = split_rows
     columns: Collection[str] = ()  # required parameters that are fields of the rows
     more_columns: Collection[str] | None = ()  # passed where a row has such a field; None: all fields
+    logs: Collection[str] = ()  # of _LOGS, those that it takes
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
         """Returns the keyword arguments of a call for these items (one item, unless `takes_batch`)."""
@@ -193,6 +205,15 @@ class _Form:
             )
         columns = {name: [_row(item).get(name) for item in items] for name in [*self.columns, *more]}
         return {**columns, **{name: value(items) for name, value in self.values.items()}}
+
+
+def _log_extra(logged: Sequence[dict[str, Any]], column: str, values: Any) -> None:
+    """TRL's function for a column of the table of completions: a value for each of them."""
+    for row, found in zip(logged, split_rows({column: values}, len(logged)), strict=True):
+        value = found.get(column, values)  # one for all, where it is no list
+        number = as_number(value)
+        is_number = number is not None and isfinite(number)
+        row[column] = number if is_number else value if isinstance(value, str | None) else str(value)
 
 
 def _trajectory(item: RewardItem) -> dict[str, Any]:
@@ -211,7 +232,8 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "trajectory": _trajectory,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
-_OF_TRAINER = {"trainer_state", "log_extra", "log_metric", "environments"}  # of TRL's, without a counterpart
+_LOGS = ("log_extra", "log_metric")  # TRL's functions for what is reported beside the scores
+_OF_TRAINER = {"trainer_state", "environments", *_LOGS}  # of TRL's trainer, the first two without a counterpart
 _RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory"}  # a function takes at least one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
@@ -291,7 +313,7 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
     required = [p.name for p in others if p.default is p.empty]
     optional = [p.name for p in others if p.default is not p.empty]
     values = {name: partial(_column, get) for name, get in fields.items() if has_keywords or name in names}
-    return _Form(values, True, _split_scored, required, None if has_keywords else optional)
+    return _Form(values, True, _split_scored, required, None if has_keywords else optional, names & {*_LOGS})
 
 
 def _split_scored(raw: object, count: int) -> list[object]:

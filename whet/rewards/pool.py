@@ -138,7 +138,7 @@ class WeightedRewards:
             pool.close()
 
     def _combine(self, outcomes: Sequence[Outcome]) -> Outcome:
-        reward, parts, results = 0.0, dict[str, float](), list[RewardResult]()
+        reward, parts, logged, results = 0.0, dict[str, float](), dict[str, Any](), list[RewardResult]()
         for (name, _, weight), outcome in zip(self._pools, outcomes, strict=True):
             if outcome == NOT_SCORED:
                 continue
@@ -148,9 +148,10 @@ class WeightedRewards:
             reward += weight * outcome.reward
             parts[name] = outcome.reward
             parts |= {f"{name}/{part}": value for part, value in outcome.parts.items()}
+            logged |= {f"{name}/{key}": value for key, value in outcome.logged.items()}
         if not results:
             return NOT_SCORED
-        return RewardResult(reward, results[0].accuracy, parts, extracted=results[0].extracted)
+        return RewardResult(reward, results[0].accuracy, parts, extracted=results[0].extracted, logged=logged)
 
 
 def _make_scorer(

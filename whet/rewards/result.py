@@ -43,7 +43,7 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
         return failure(str(error))
 
 
-def split_rows(raw: object, count: int) -> list[object]:
+def split_rows(raw: object, count: int) -> list[Any]:
     """Splits the result of a function that scores all items into one result for each: a sequence or tensor by position,
     a dict of columns by row (a single number is a part of every row).  Raises: RewardError where rows are missing."""
     if isinstance(raw, Mapping):
@@ -111,10 +111,10 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
     reward, token_rewards = _read_reward(f"{reward_key!r}", raw[reward_key], num_response_tokens)
     accuracy_key = next((key for key in ACCURACY_KEYS if key in raw), None)
     accuracy = (
-        float(reward >= correct_threshold) if accuracy_key is None else _finite(f"{accuracy_key!r}", raw[accuracy_key])
+        float(reward >= correct_threshold) if accuracy_key is None else finite(f"{accuracy_key!r}", raw[accuracy_key])
     )
     others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key, EXTRACTED_KEY)}
-    parts = {key: _finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}
+    parts = {key: finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}
     extracted = raw.get(EXTRACTED_KEY)
     return RewardResult(reward, accuracy, parts, token_rewards, None if extracted is None else str(extracted))
 
@@ -122,8 +122,8 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
     """The total reward, and the rewards of the tokens where `value` is a list of them (it may cover the padding)."""
     if as_number(value) is not None or (entries := _entries(value)) is None:
-        return _finite(what, value), None
-    row = [_finite(f"{what} at token {position}", each) for position, each in enumerate(entries)]
+        return finite(what, value), None
+    row = [finite(f"{what} at token {position}", each) for position, each in enumerate(entries)]
     if len(row) < num_response_tokens or not num_response_tokens:
         raise RewardError(
             f"{what} has {len(row)} numbers; expected one number, or one for each of {num_response_tokens} tokens"
@@ -137,7 +137,8 @@ def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[fl
     return math.fsum(row), tuple(row[:num_response_tokens])
 
 
-def _finite(what: str, value: object) -> float:
+def finite(what: str, value: object) -> float:
+    """The number that `value` is.  Raises: RewardError where it is none, or not finite."""
     number = as_number(value)
     if number is None:
         raise RewardError(f"{what} is {_show(value)}; expected a number")

@@ -197,7 +197,9 @@ def _prompts(
     loaded = replace(loaded, items=domains.assign(loaded.items))
     held_out, val_parts = tuple[Prompt, ...](), tuple[Part, ...]()
     if files.val_files or val_data is not None:
-        given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed, media_folder=media_folder)
+        given = load_prompts(
+            files, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=media_folder
+        )
         held_out, val_parts = domains.assign(given.items[: files.val_max_prompts]), given.parts
     if reward is None:
         _check_truths(config, loaded.parts, loaded.items)

@@ -29,8 +29,9 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
     _average(metrics, "episode/turns", [len(each.turns) for each in trajectories])
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        for name, value in trajectory.parts.items():
-            parts.setdefault(name, []).append(value)
+        for name, value in {**trajectory.parts, **trajectory.logged}.items():
+            if isinstance(value, float):
+                parts.setdefault(name, []).append(value)
     for name, values in parts.items():
         _average(metrics, f"reward/{name}", values)
     for domain in dict.fromkeys(group.prompt.domain for group in groups if group.prompt.domain):

@@ -187,7 +187,9 @@ def _train(
     loaded = load(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
     val_examples = ()
     if config.data.val_files or val_data is not None:
-        val_examples = load(config.data, tokenizer, VAL, rows=val_data, seed=seed, media_folder=folder).items
+        val_examples = load(
+            config.data, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=folder
+        ).items
     examples, shuffle = loaded.items, config.data.shuffle
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
