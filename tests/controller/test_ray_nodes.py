@@ -127,7 +127,9 @@ def results(host, count):
 if __name__ == "__main__":
     config = EnvironmentConfig(name="worlds.py:World", step_seconds=3.0)
     specs = [WorkerSpec("actor", Actor), WorkerSpec("environment", EnvironmentWorker, (config,))]
-    pools = [("train", {{"roles": ["actor"]}}), ("games", {{"roles": ["environment"]}})]
+    is_again = sys.argv[1] == "again"  # three ranks, two of them on the node that ends
+    games = {{"roles": ["environment"], "processes": 3 if is_again else 1}}
+    pools = [("train", {{"roles": ["actor"]}}), ("games", games)]
     for _ in range(10):  # Ray chooses the nodes, and the head is not to be ended
         cluster = ClusterConfig(
             backend="ray", address="{head}:{port}", nnodes=2, placement=dict(pools), deadline_seconds={deadline}
@@ -148,12 +150,16 @@ if __name__ == "__main__":
     found = results(host, 20)
     said = [found[name] for name in names]
     say(stepped=[each.fields["network"] if "done" in vars(each) else each.message for each in said])
-    host.step("0", Answer(sys.argv[1]))
+    asked = names if is_again else ["0"]
+    for name in asked:
+        host.step(name, Answer(sys.argv[1]))
     say(ready=True)
     sys.stdin.readline()
     began = time.monotonic()
     try:
-        results(host, 1)
+        found = results(host, len(asked))
+        said = [found[name] for name in asked]
+        say(stepped=[each.fields["network"] if "done" in vars(each) else each.message for each in said])
     except WhetError as error:
         say(kind=type(error).__name__, said=str(error), seconds=time.monotonic() - began)
     roles["actor"].close()
@@ -166,6 +172,7 @@ class World:
     def reset(self, prompt, seed): return Observation(False)
     def step(self, answer):
         if answer.text == "hang": time.sleep(1000)
+        if answer.text == "again": time.sleep(2)  # until the node has ended
         return Observation(False, fields={"network": int(os.readlink("/proc/self/ns/net")[5:-1])})
 """
 GRADERS = """
@@ -332,6 +339,20 @@ def test_rewards_on_another_node(nodes: TwoNodes) -> None:
         found = heard(driver)
         assert found["kind"] == "LostWorkerError" and f"on {SECOND}" in found["said"] and "reward" in found["said"]
         assert found["seconds"] < NAMED_SECONDS
+        finished(driver)
+
+
+def test_episodes_of_a_lost_node_begin_again_elsewhere(nodes: TwoNodes) -> None:
+    """Of three ranks two are on the second node; the actor and the third are on the head."""
+    with run(nodes, "again", driver=ENVIRONMENTS) as driver:
+        assert len(set(heard(driver)["stepped"]) - {"step took longer than 3 s; its process was killed"}) == 2
+        assert heard(driver) == {"ready": True}
+        nodes.end(SECOND)
+        go_on(driver)
+        head = str(Path(f"/proc/{nodes.processes(HEAD)[0]}/ns/net").readlink())
+        stepped = heard(driver)["stepped"]
+        stepped.pop(7)  # its step hangs again
+        assert {f"net:[{where}]" for where in stepped} == {head} and len(stepped) == 19
         finished(driver)
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from whet.config.environment import EnvironmentConfig
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.environments.protocol import Answer, Observation
+from whet.errors import LostWorkerError
 from whet.trainers.build import train
 from whet.trainers.environment_worker import ROLE, EnvironmentWorker, PlacedEnvironments
 from whet.types import Failure, Message, Prompt
@@ -40,6 +43,17 @@ class World:
     def say(self, reward):
         return Observation(False, (Message("user", f"{self.draws.randint(0, 9)}+"),), reward=reward, max_tokens=2)
 
+class Counts:
+    def reset(self, prompt, seed):
+        self.sum = seed
+        return self.say()
+    def step(self, answer):
+        if answer.text == "slow": time.sleep(1.0)
+        self.sum = 10 * self.sum + len(answer.text) + int(answer.text) if answer.text != "slow" else self.sum + 7
+        return self.say()
+    def say(self):
+        return Observation(False, (Message("user", str(self.sum)),), fields={"pid": os.getpid()})
+
 class Manager:
     def reset(self, prompt, seed): return Observation(False)
     async def step(self, answer, context):
@@ -59,8 +73,8 @@ def place(tmp_path: Path) -> Iterator[Callable[..., PlacedEnvironments]]:
     """Environments on ranks, 0 of them for a rank in this process."""
     groups: list[Any] = []
 
-    def placed(processes: int = 0, **more: Any) -> PlacedEnvironments:
-        config = EnvironmentConfig.model_validate(stage(tmp_path, **more))
+    def placed(processes: int = 0, name: str = "World", **more: Any) -> PlacedEnvironments:
+        config = EnvironmentConfig.model_validate(stage(tmp_path, name, **more))
         pools = [ResourcePool(max(1, processes), (ROLE,), "games")]
         if processes == 1:
             pools = [ResourcePool(1, (ROLE,), "games"), ResourcePool(1, ("other",), "others")]
@@ -126,6 +140,57 @@ def test_episodes_spread_over_ranks_and_stay_there(
     assert len({each.fields["pid"] for each in found.values()}) == 6  # a process each
     for name in names:
         host.close(name)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+def test_episodes_of_a_lost_rank_begin_again_on_others(
+    place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An environment is a grandchild of the process that a rank starts."""
+    placed, alone = place(3, "Counts"), place(0, "Counts").hosts[""]
+    host, names = placed.hosts[""], [str(number) for number in range(6)]
+    for each in (host, alone):
+        for name in names:
+            each.start(name, PROMPT, int(name))
+        results(each, 6)
+
+    def stepped(on: Any, text: str) -> dict[str, Any]:
+        for name in names:
+            on.step(name, Answer(text))
+        return results(on, 6)
+
+    pids = [int(each.fields["pid"]) for each in stepped(host, "3").values()]
+    expected = stepped(alone, "3")
+    ranks = sorted({parent(parent(parent(pid))) for pid in pids})
+    assert [Path(f"/proc/{pid}/comm").read_text() for pid in ranks] == [
+        "whet games 0\n",
+        "whet games 1\n",
+        "whet games 2\n",
+    ]
+    os.kill(ranks[0], signal.SIGKILL)  # while nothing runs
+    time.sleep(1.0)
+    expected, found = stepped(alone, "4"), stepped(host, "4")
+    assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
+    assert "environment rank 0 died between two calls" in caplog.text
+    assert "2 episodes begin again on other ranks, with their seeds and turns" in caplog.text
+    for name in names:
+        host.step(name, Answer("slow"))
+    host.poll(0.1)
+    os.kill(ranks[1], signal.SIGKILL)  # while steps run
+    expected = stepped(alone, "slow")
+    found = results(host, 6)
+    assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
+    host.close("0")
+    host.start("0", PROMPT, 9)  # the same id again
+    assert results(host, 1)["0"].messages != found["0"].messages
+    os.kill(ranks[2], signal.SIGKILL)
+    host.step("1", Answer("5"))
+    with pytest.raises(LostWorkerError, match=r"environment rank 2 died"):
+        results(host, 1)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caller's side of workers in other processes: the open calls of each, and a common end of all.
 
-The pools of a launch share one transport, so the first failure in any of them ends every process.
+The pools of a launch share one transport, so the first failure in any of them ends every process; only workers that
+`may_be_lost` leave the others as they are, up to the last of their pool.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from whet.controller.dispatch import Arguments, CallPlan, is_concurrent
 from whet.controller.local_workers import BUILD
 from whet.controller.worker import Layout, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, Reply, closed_error
-from whet.errors import LostWorkerError, WhetError, WorkerError
+from whet.errors import LostRankError, LostWorkerError, WhetError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class RemoteTransport(ABC, Generic[P]):
         self.deadline_seconds = deadline_seconds
         self.peers: list[P] = []
         self.ended = threading.Event()
-        self._state = threading.Lock()  # over _ended_by and the `calls` of every peer
+        self._state = threading.Lock()  # over _ended_by, gone and the `calls` of every peer
+        self.gone: dict[str, LostRankError] = {}  # by name of the peer
         self._ended_by: WhetError | None = None
         self._is_built = False
         self._classes: dict[str, type[Worker]] = {}  # by role
@@ -109,6 +111,21 @@ class RemoteTransport(ABC, Generic[P]):
             rank: self._send(peers[rank], OpenCall(role, method, is_concurrent=concurrent), header, payloads[id(each)])
             for rank, each in arguments.items()
         }
+
+    def lose(self, peer: P, error: WhetError) -> None:
+        """Fails the calls of a process that is gone where the others can go on without it; else ends them all."""
+        may_go = self._is_built and all(self._classes[role].may_be_lost for role in peer.pool.roles)
+        with self._state:
+            left = [each for each in self.peers if each.pool is peer.pool and each.name() not in self.gone]
+            if may_go := may_go and isinstance(error, LostWorkerError) and left != [peer]:
+                self.gone.setdefault(peer.name(), LostRankError(str(error)))
+            calls = [*peer.calls] if may_go else []
+            for call in calls:
+                peer.calls.remove(call)
+        for call in calls:
+            call.reply.set_exception(self.gone[peer.name()])
+        if not may_go:
+            self.abort(error)
 
     def abort(self, error: WhetError) -> None:
         self._end(error, is_orderly=False)
@@ -171,6 +188,9 @@ class RemoteTransport(ABC, Generic[P]):
             with self._state:
                 if self._ended_by is not None:
                     raise closed_error(call.role, call.method, self._ended_by)
+                if peer.name() in self.gone:
+                    call.reply.set_exception(self.gone[peer.name()])
+                    return call.reply
                 peer.calls.append(call)
             self.start_call(peer, call, header, payload)
         return call.reply

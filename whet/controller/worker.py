@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +35,8 @@ class Worker:
     `neighbours` are the workers of other roles in this process, by role; in `__init__` those built earlier. A rollout
     worker gets the actor's module from there, without a copy.
     """
+
+    may_be_lost: ClassVar[bool] = False  # a pool goes on without one of its ranks if this holds for all its roles
 
     def __init__(self, placement: Placement) -> None:
         self.role, self.rank, self.world_size = placement.role, placement.rank, placement.world_size

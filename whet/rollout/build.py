@@ -121,19 +121,17 @@ def build_collector(
     )
 
 
-def open_environments(environment: EnvironmentConfig) -> dict[str, EnvironmentHost]:
-    """Opens the hosts of an environment and of its sub-agents, by name.
+def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[str, EnvironmentHost]:
+    """Opens the hosts of an environment and of its sub-agents, by name; `undo` shuts them down.
 
     Raises: as `stage_of`; EnvError where one refuses its options, which only its constructor knows."""
     hosts = dict[str, EnvironmentHost]()
-    with ExitStack() as undo:
-        for agent, stage in {MAIN: environment, **environment.agents}.items():
-            hosts[agent] = stage_of(stage).open()
-            undo.callback(hosts[agent].shutdown)
-            if refusal := hosts[agent].refusal():
-                at = f"environment.agents.{agent}" if agent else "environment"
-                raise EnvError(f"{at}.name={stage.name} cannot be made with {at}.options={stage.options}: {refusal}")
-        undo.pop_all()
+    for agent, stage in {MAIN: environment, **environment.agents}.items():
+        hosts[agent] = stage_of(stage).open()
+        undo.callback(hosts[agent].shutdown)
+        if refusal := hosts[agent].refusal():
+            at = f"environment.agents.{agent}" if agent else "environment"
+            raise EnvError(f"{at}.name={stage.name} cannot be made with {at}.options={stage.options}: {refusal}")
     return hosts
 
 

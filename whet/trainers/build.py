@@ -150,11 +150,11 @@ def build(
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         if "console" in config.trainer.logger and not dry_run:
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
-        hosts = _environments(config, undo)
+        is_placed = config.cluster.lists(ENVIRONMENT)
+        hosts = None if is_placed else open_environments(config.environment, undo)
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
-        if REWARD in roles:
-            scorer = PlacedRewards(roles[REWARD])
+        scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         dtype = config.rollout.dtype or config.model.dtype
         run = Run(
@@ -276,14 +276,6 @@ def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward:
         yield WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model))
     if config.cluster.lists(ENVIRONMENT):
         yield WorkerSpec(ENVIRONMENT, EnvironmentWorker, (config.environment,))
-
-
-def _environments(config: TrainConfig, undo: ExitStack) -> Mapping[str, EnvironmentHost] | None:
-    """The environments' hosts in this process; None where a pool has them."""
-    hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment)
-    for host in (hosts or {}).values():
-        undo.callback(host.shutdown)
-    return hosts
 
 
 def _rollouts(

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
@@ -14,12 +16,14 @@ from whet.controller.worker import Placement, Worker
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
+from whet.errors import LostRankError
 from whet.rollout.build import open_environments
 from whet.rollout.collect import SHORT_SECONDS
 from whet.rollout.episode import MAIN
 from whet.rollout.replicas import GATHER_SECONDS
 from whet.types import Prompt
 
+log = logging.getLogger(__name__)
 ROLE = "environment"
 
 Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode, arguments
@@ -28,9 +32,12 @@ Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode
 class EnvironmentWorker(Worker):
     """A rank that owns the processes of environments, `environment.max_episodes` of them at most."""
 
+    may_be_lost = True
+
     def __init__(self, placement: Placement, config: EnvironmentConfig) -> None:
         super().__init__(placement)
-        self._hosts = open_environments(config)
+        self._undo = ExitStack()
+        self._hosts = open_environments(config, self._undo)
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, calls: Sequence[Call], timeout_seconds: float) -> list[tuple[str, Result]]:
@@ -41,13 +48,13 @@ class EnvironmentWorker(Worker):
         return [(agent, result) for agent, host in self._hosts.items() for result in host.poll(seconds)]
 
     def close(self) -> None:
-        for host in self._hosts.values():
-            host.shutdown()
+        self._undo.close()
 
 
 class PlacedEnvironments:
     """The ranks whose processes run the environments of a run. An episode stays on its rank, the one with the fewest
-    episodes. The loss of a rank ends the run."""
+    episodes. Where a rank is lost, its episodes begin again on others, with their seeds and turns; the loss of the last
+    one ends the run."""
 
     def __init__(self, group: WorkerGroup, config: EnvironmentConfig) -> None:
         self._group = group
@@ -55,27 +62,49 @@ class PlacedEnvironments:
         self._numbers = count()
         self._placed: dict[str, tuple[str, int]] = {}  # by id of the open episodes: id on its rank, and the rank
         self._waiting: dict[str, str] = {}  # their ids by those on the rank, of calls that are under way
+        self._history: dict[str, list[tuple[str, str, tuple[Any, ...]]]] = {}  # their calls: agent, method, arguments
+        self._num_sent: dict[str, int] = {}  # of these calls to the present rank
+        self._owed: set[str] = set()  # their ids, where the driver waits for a result
+        self._ranks = [*range(group.world_size)]  # that are not lost
         self._calls: list[list[Call]] = [[] for _ in range(group.world_size)]  # not sent yet, by rank
         self._open: dict[int, PendingCall] = {}  # by rank
 
     def call(self, agent: str, method: str, uid: str, *arguments: Any) -> None:
-        """Sends a call with the next `turn`."""
-        if method == "start":
-            ranks = [rank for _, rank in self._placed.values()]
-            rank = min(range(len(self._calls)), key=ranks.count)
-            self._placed[uid] = f"{uid}:{next(self._numbers)}", rank  # an id may be used again
-        own, rank = self._placed[uid]
-        self._calls[rank].append((agent, method, own, arguments))
+        """Sends a call with the next `turn`, or behind those of a replay."""
         if method == "close":
-            del self._placed[uid]
+            own, rank = self._placed.pop(uid)
+            self._calls[rank].append((agent, method, own, arguments))
             self._waiting.pop(own, None)
-        else:
-            self._waiting[own] = uid
+            self._owed.discard(uid)
+            del self._history[uid]
+            return
+        if method == "start":
+            self._history[uid] = []
+            self._place(uid)
+        self._history[uid].append((agent, method, arguments))
+        self._owed.add(uid)
+        if self._placed[uid][0] not in self._waiting:
+            self._send(uid)
+
+    def _place(self, uid: str) -> None:
+        """Chooses a rank for an episode, on which it has yet to begin."""
+        ranks = [rank for _, rank in self._placed.values()]
+        self._placed[uid] = f"{uid}:{next(self._numbers)}", min(self._ranks, key=ranks.count)  # an id may be used again
+        self._num_sent[uid] = 0
+
+    def _send(self, uid: str) -> None:
+        """Sends the next call of an episode."""
+        own, rank = self._placed[uid]
+        agent, method, arguments = self._history[uid][self._num_sent[uid]]
+        self._num_sent[uid] += 1
+        self._calls[rank].append((agent, method, own, arguments))
+        self._waiting[own] = uid
 
     def turn(self, timeout_seconds: float) -> None:
         """Sends calls, and waits for first results, which go to their hosts.  Raises: what a lost worker raises."""
         busy = {self._placed[uid][1] for uid in self._waiting.values()}
-        for rank, calls in enumerate(self._calls):
+        for rank in self._ranks:
+            calls = self._calls[rank]
             if rank not in self._open and (calls or rank in busy):
                 self._calls[rank] = []
                 self._open[rank] = self._group.start_on(rank, "serve", calls, GATHER_SECONDS)
@@ -85,9 +114,28 @@ class PlacedEnvironments:
             return_when=FIRST_COMPLETED,
         )
         for rank in [rank for rank, call in self._open.items() if call.done()]:
-            for agent, (own, outcome) in self._open.pop(rank).result():
-                if (uid := self._waiting.pop(own, None)) is not None:
+            try:
+                results = self._open.pop(rank).result()
+            except LostRankError as error:
+                self._lose(rank, error)
+                continue
+            for agent, (own, outcome) in results:
+                uid = self._waiting.pop(own, None)
+                if uid is not None and self._num_sent[uid] < len(self._history[uid]):
+                    self._send(uid)
+                elif uid is not None and uid in self._owed:
+                    self._owed.remove(uid)
                     self.hosts[agent].add((uid, outcome))
+
+    def _lose(self, rank: int, error: LostRankError) -> None:
+        """Places the episodes of a lost rank on others."""
+        self._ranks.remove(rank)
+        gone = [uid for uid, (_, at) in self._placed.items() if at == rank]
+        log.warning("%s; %d episodes begin again on other ranks, with their seeds and turns", error, len(gone))
+        for uid in gone:
+            self._waiting.pop(self._placed[uid][0], None)
+            self._place(uid)
+            self._send(uid)
 
 
 class PlacedHost(EnvironmentHost):

@@ -22,8 +22,8 @@ Address = tuple[str, int]
 
 
 class Watch:
-    """Checks all `addresses` (by name) in a thread, every second, until `stop` or until it has called `lost` with the
-    name and the reason of a lost one."""
+    """Checks all `addresses` (by name) in a thread, every second, until `stop`, and calls `lost` with the name and the
+    reason of each that is lost."""
 
     def __init__(self, addresses: Mapping[str, Address], lost: Callable[[str, str], None]) -> None:
         self._addresses, self._lost = dict(addresses), lost
@@ -38,18 +38,16 @@ class Watch:
     def _run(self) -> None:
         suspected: set[str] = set()
         threads = Background("whet-watch-one", len(self._addresses))
-        while not self._stopped.wait(PERIOD_SECONDS):
+        while self._addresses and not self._stopped.wait(PERIOD_SECONDS):
             checks = {
                 name: threads.submit(partial(connection_error, *address, CONNECT_SECONDS))
                 for name, address in self._addresses.items()
             }
             failures = {name: error for name, check in checks.items() if (error := check.result()) is not None}
             for name, failure in failures.items():
-                if name in suspected or isinstance(failure, ConnectionRefusedError):
-                    if not self._stopped.is_set():
-                        self._lost(name, _reason(failure, *self._addresses[name]))
-                    self._stopped.set()
-                    break
+                is_sure = name in suspected or isinstance(failure, ConnectionRefusedError)
+                if is_sure and not self._stopped.is_set():
+                    self._lost(name, _reason(failure, *self._addresses.pop(name)))
             suspected = set(failures)
         threads.close()
 
