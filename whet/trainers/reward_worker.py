@@ -28,7 +28,7 @@ class RewardWorker(Worker):
 
     @register()
     def scores_alone(self, caller: int) -> bool:
-        """True where the process `caller` may submit items one by one, and does not wait for each."""
+        """True where `caller`, a process, may submit items one by one, and does not wait for each."""
         return self._scorer.scores_alone and caller != os.getpid()
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
