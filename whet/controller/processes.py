@@ -84,7 +84,7 @@ class ProcessTransport(RemoteTransport[_Process]):
                 )
             )
         except OSError:
-            self.abort(self._death(peer))
+            self.lose(peer, self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
         """Closes the sending side and waits where `is_orderly`; then kills the processes that are left."""
@@ -108,7 +108,7 @@ class ProcessTransport(RemoteTransport[_Process]):
                     number, reply = wire.receive(peer.socket)
                 except (EOFError, OSError, ValueError):  # ValueError: the launch has ended
                     if not self.ended.is_set():
-                        self.abort(self._death(peer))
+                        self.lose(peer, self._death(peer))
                     return
                 except frames.BrokenMessageError:
                     self.abort(WorkerError(f"{peer.name()} wrote bytes that are no reply into its connection"))

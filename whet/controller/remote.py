@@ -25,6 +25,7 @@ from whet.controller.worker_group import PendingCall, Reply, closed_error
 from whet.errors import LostWorkerError, WhetError, WorkerError
 
 log = logging.getLogger(__name__)
+EXPENDABLE = {"reward"}  # roles whose ranks hold nothing that others lack
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class RemoteTransport(ABC, Generic[P]):
         self._state = threading.Lock()  # over _ended_by and the `calls` of every peer
         self._ended_by: WhetError | None = None
         self._is_built = False
+        self._lost = set[int]()  # ids of peers
         self._classes: dict[str, type[Worker]] = {}  # by role
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
@@ -113,6 +115,25 @@ class RemoteTransport(ABC, Generic[P]):
     def abort(self, error: WhetError) -> None:
         """Implements `Transport.abort`."""
         self._end(error, is_orderly=False)
+
+    def lose(self, peer: P, error: WhetError) -> None:
+        """Fails the open calls of a process that died. Ends all processes where it is of more than a role of
+        `EXPENDABLE`, or the last of its pool."""
+        with self._state:
+            if id(peer) in self._lost:
+                return
+            self._lost.add(id(peer))
+            others = [each for each in self.peers if each.pool is peer.pool and id(each) not in self._lost]
+            goes_on = {*peer.pool.roles} <= EXPENDABLE and others and self._is_built and self._ended_by is None
+            calls = [*peer.calls] if goes_on else []
+            if goes_on:
+                peer.calls.clear()
+        if not goes_on:
+            self.abort(error)
+            return
+        log.warning("%s; the other processes of its pool go on", error)
+        for call in calls:
+            call.reply.set_exception(error)
 
     def close(self) -> None:
         """Implements `Transport.close`."""
@@ -173,6 +194,8 @@ class RemoteTransport(ABC, Generic[P]):
             with self._state:
                 if self._ended_by is not None:
                     raise closed_error(call.role, call.method, self._ended_by)
+                if id(peer) in self._lost:
+                    raise LostWorkerError(f"{peer.name(call.role)} is lost, and cannot serve {call.method}")
                 peer.calls.append(call)
             self.start_call(peer, call, header, payload)
         return call.reply

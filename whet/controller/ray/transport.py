@@ -139,7 +139,7 @@ class RayTransport(RemoteTransport[_Actor]):
             method = peer.handle.serve_concurrent if call.is_concurrent else peer.handle.serve
             reply = method.options(name=name).remote(header, payload)
         except RayError as error:
-            self.abort(self._failure(peer, call, error))
+            self.lose(peer, self._failure(peer, call, error))
             return
         if call.is_concurrent:
             threading.Thread(target=self._receive_one, args=(peer, call, reply), daemon=True).start()
@@ -210,7 +210,7 @@ class RayTransport(RemoteTransport[_Actor]):
         return [results[id(peer)] for peer in self.peers]
 
     def _receive(self, peer: _Actor) -> None:
-        while not self.ended.is_set():
+        while not self.ended.is_set() and id(peer) not in self._lost:
             try:
                 self._receive_one(peer, *peer.replies.get(timeout=IDLE_SECONDS))
             except queue.Empty:
@@ -224,7 +224,7 @@ class RayTransport(RemoteTransport[_Actor]):
         try:
             message = self._get(reply)
         except RayError as error:
-            self.abort(self._failure(peer, call, error))
+            self.lose(peer, self._failure(peer, call, error))
             return
         if call is not None and message is not None:
             self.complete(peer, message.frames, call.number)
@@ -251,6 +251,10 @@ class RayTransport(RemoteTransport[_Actor]):
         return self.death(peer, call, reason, "between two calls" if peer.location else "at its start")
 
     def _lost(self, machine: str, reason: str) -> None:
-        there = [each.name() for each in self.peers if each.location is not None and each.location.node_id == machine]
-        what = machine if machine == HEAD else f"the node of {'; '.join(there)}"
-        self.abort(LostWorkerError(f"{what} is lost: {reason}"))
+        there = [each for each in self.peers if each.location is not None and each.location.node_id == machine]
+        what = machine if machine == HEAD else f"the node of {'; '.join(each.name() for each in there)}"
+        error = LostWorkerError(f"{what} is lost: {reason}")
+        if machine == HEAD:
+            self.abort(error)
+        for peer in there:
+            self.lose(peer, error)
