@@ -9,6 +9,8 @@ from whet.types import Failure, RewardItem, RewardResult
 class Said:
     """A pool that says what it was told to."""
 
+    scores_alone = True
+
     def __init__(self, *outcomes):
         self.outcomes = outcomes
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,14 @@ import pytest
 from whet.config import TrainConfig
 from whet.config.checks import problems
 from whet.config.cluster import ClusterConfig
-from whet.errors import RewardError
+from whet.config.schema import ModelConfig, RewardConfig
+from whet.controller.dispatch import register
+from whet.controller.launch import launch_roles
+from whet.controller.worker import Worker, WorkerSpec
+from whet.errors import LostWorkerError, RewardError
 from whet.trainers.build import train
+from whet.trainers.reward_worker import PlacedRewards, RewardWorker
+from whet.types import RewardItem, RewardResult
 
 MakeConfig = Callable[..., TrainConfig]
 GRADER = (
@@ -57,13 +65,59 @@ def test_a_function_that_cannot_score_ends_the_run_with_the_reason(
         train(train_config(values), data=additions)
 
 
-def test_the_pool_of_rewards_has_one_process(train_config: MakeConfig) -> None:
-    def config(judge: dict[str, Any]) -> TrainConfig:
-        placement = {"train": {"roles": ["actor"]}, "judge": judge}
-        return train_config().model_copy(update={"cluster": ClusterConfig.model_validate({"placement": placement})})
+def test_limits_of_calls_need_one_process(train_config: MakeConfig) -> None:
+    placement = {"train": {"roles": ["actor"]}, "judge": {"roles": ["reward"], "processes": 2}}
+    cluster = ClusterConfig.model_validate({"placement": placement})
+    config = train_config().model_copy(update={"cluster": cluster})
+    assert cluster.lists("reward") and problems(config, {"reward", "data"}) == []
+    reward = config.reward.model_copy(update={"limits": {"requests_per_minute": 6}})
+    limited = config.model_copy(update={"reward": reward})
+    [said] = problems(limited, {"reward", "data"})
+    assert said.startswith("cluster.placement.judge.processes=2 with reward.limits, which hold for one process of ")
 
-    assert config({"roles": ["reward"]}).cluster.lists("reward")
-    assert not config({"roles": ["rollout"]}).cluster.lists("reward")
-    assert problems(config({"roles": ["reward"]}), {"reward", "data"}) == []
-    [said] = problems(config({"roles": ["reward"], "processes": 2}), {"reward", "data"})
-    assert said.startswith("cluster.placement.judge.processes=2 with the role reward; expected 1, which starts ")
+
+class Actor(Worker):
+    """A rank that does nothing."""
+
+    @register()
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Named(RewardWorker):
+    """One that can be killed."""
+
+    @register()
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_items_go_to_the_rank_with_the_fewest_and_to_another_if_theirs_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef compute_score(solution_str):\n    time.sleep(float(solution_str))\n    return 1.0\n"
+    )
+    config = RewardConfig(function=f"{tmp_path}/slow.py:compute_score", num_workers=1)
+    specs = [WorkerSpec("actor", Actor), WorkerSpec("reward", Named, (config, None, ModelConfig()))]
+    placement = {"train": {"roles": ["actor"]}, "judge": {"roles": ["reward"], "processes": 2}}
+    roles = launch_roles(specs, ClusterConfig.model_validate({"placement": placement, "deadline_seconds": 120.0}))
+    scorer = PlacedRewards(roles["reward"])
+    try:
+        assert scorer.scores_alone
+        pending = [scorer.submit_batch([RewardItem("s", "1", "", {"row": row})]) for row in range(6)]
+        ranks = [next(iter(each.call.replies)) for each in pending]
+        assert sorted(ranks) == [0, 0, 0, 1, 1, 1]
+        assert [each.result()[0] for each in pending] == [RewardResult(1.0, 1.0)] * 6
+        pids = [roles["reward"].start_on(rank, "pid").result() for rank in (0, 1)]
+        pending = [scorer.submit_batch([RewardItem("s", "0.5", "")] * (1 + row)) for row in range(4)]
+        os.kill(pids[0], signal.SIGKILL)
+        assert [each.result() for each in pending] == [[RewardResult(1.0, 1.0)] * (1 + row) for row in range(4)]
+        assert scorer.submit_batch([RewardItem("s", "0", "")]).result() == [RewardResult(1.0, 1.0)]
+        assert roles["actor"].pid()  # the others live
+        last = scorer.submit_batch([RewardItem("s", "60", "")])
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(LostWorkerError, match="reward rank 1 died in score: SIGKILL"):
+            last.result()
+        with pytest.raises(LostWorkerError):
+            scorer.submit_batch([RewardItem("s", "0", "")])
+    finally:
+        roles["actor"].close()

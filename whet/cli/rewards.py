@@ -40,7 +40,8 @@ def show(
     name: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
 ) -> None:
     """Print the rule of a score function, the fields that it reads, its options and examples."""
-    entry = _entry(name)
+    with stand_ins():
+        entry = REWARDS[name]
     output = Console(highlight=False, soft_wrap=True)
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
     output.print(Text(f"{entry.doc}\n"))
@@ -82,7 +83,8 @@ def check_reward(
     from whet.rewards.check import ROWS, check
     from whet.rewards.pool import RewardPool
 
-    entry = _entry(function)
+    with stand_ins():
+        entry = REWARDS[function]
     used = _rows_of(data, rows, prompt_key, answer_key) if data else example_rows(entry) or ROWS
     options = read_options(option or [])
     entry.check(options, "--option ")
@@ -95,11 +97,6 @@ def check_reward(
     _print_report(report, len(used), reads_truth)
     if report.findings:
         raise typer.Exit(1)
-
-
-def _entry(name: str) -> Entry:
-    with stand_ins():
-        return REWARDS[name]
 
 
 def example_rows(entry: Entry) -> list[Row]:

@@ -183,6 +183,13 @@ def _reward(reward: schema.RewardConfig, at: Place) -> Iterator[str]:
         )
     if unknown := sorted({*reward.limits} - {*LIMIT_NAMES}):
         yield f"reward.limits has {unknown[0]!r}; expected {', '.join(LIMIT_NAMES)}; correct the name"
+    pools = at.whole.cluster.placement.items() if isinstance(at.whole, schema.TrainConfig) else ()
+    for name, pool in pools:
+        if "reward" in pool.roles and pool.processes > 1 and reward.limits:
+            yield (
+                f"cluster.placement.{name}.processes={pool.processes} with reward.limits, which hold for one process "
+                "of the pool; set processes to 1"
+            )
     if "reward" in at.given:
         return
     functions = [reward.function] if isinstance(reward.function, str) else reward.function or []

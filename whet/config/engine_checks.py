@@ -117,11 +117,6 @@ def _pools(cluster: ClusterConfig) -> Iterator[str]:
                 "training engine computes on one device a process: set devices to 1, or give the rollout a pool of its "
                 "own"
             )
-        if "reward" in pool.roles and pool.processes > 1:
-            yield (
-                f"cluster.placement.{name}.processes={pool.processes} with the role reward; expected 1, which starts "
-                "reward.num_workers reward processes on its machine: give the role a pool of its own with processes 1"
-            )
         here, last = cluster.devices_here, first + pool.processes * pool.devices
         if any(start // here != (start + pool.devices - 1) // here for start in range(first, last, pool.devices)):
             yield (

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 
 def memory_below(pid: int, limit_bytes: float) -> int:
-    """Bytes of memory of the processes below `pid`.
+    """Bytes of memory of the processes below `pid`: the sum of what is resident in each.
 
-    It is the sum of what is resident in each. Where that of several is over the limit, pages that they share count
-    once (proportional set size), which takes longer to read."""
+    Where that of several is over the limit, pages that they share count once, which takes longer to read."""
     pids = [*_below(pid)]
-    resident = sum(map(_resident, pids))
-    return resident if resident <= limit_bytes or len(pids) == 1 else sum(map(_proportional, pids))
+    resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
+    if resident <= limit_bytes or len(pids) == 1:
+        return resident
+    return sum(_kilobytes(each, "smaps_rollup", "Pss:") or _kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
 
 
 def _below(pid: int) -> Iterator[int]:
@@ -30,14 +27,9 @@ def _below(pid: int) -> Iterator[int]:
                 yield from _below(child)
 
 
-def _resident(pid: int) -> int:
-    with suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    return 0
-
-
-def _proportional(pid: int) -> int:
+def _kilobytes(pid: int, file: str, name: str) -> int:
+    """A number of a process; 0 where it has ended, or is of another user."""
     with suppress(OSError):
-        found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
-    return _resident(pid)  # of another user
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    return 0

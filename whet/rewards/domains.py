@@ -23,9 +23,7 @@ class Pending(Protocol):
 class Scores(Protocol):
     """A pool of a domain."""
 
-    @property
-    def scores_alone(self) -> bool:
-        """True where a call scores one item, outside of the calling thread."""
+    scores_alone: bool  # one item a call, outside of the calling thread
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Pending:
         """Starts to score the items."""
@@ -69,11 +67,7 @@ class DomainRewards:
 
     def __init__(self, of: Callable[[RewardItem], str], domains: Mapping[str, Domain]) -> None:
         self._of, self._domains = of, domains
-
-    @property
-    def scores_alone(self) -> bool:
-        """True where the pools of all domains score one item a call."""
-        return all(domain.pool.scores_alone for domain in self._domains.values())
+        self.scores_alone = all(domain.pool.scores_alone for domain in domains.values())
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Routed:
         """Starts all domains on their items.  Raises: DataError for an item of no domain."""

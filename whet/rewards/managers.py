@@ -87,13 +87,6 @@ def _score_function(reference: Any) -> Callable[..., Any]:
     return load_target(reference) if ":" in reference else partial(score_shipped, REWARDS[reference].name)
 
 
-def score_by_source(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **options: Any
-) -> float:
-    """The reward of a row by `auto`, in the place of verl's `default_compute_score`.  Raises: RewardError."""
-    return score_shipped("auto", data_source, solution_str, ground_truth, extra_info)
-
-
 def score_shipped(
     name: str, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
 ) -> float:
@@ -111,3 +104,6 @@ def score_shipped(
     if isinstance(found, Failure):
         raise RewardError(found.message)
     return found.reward
+
+
+score_by_source = partial(score_shipped, "auto")  # in the place of verl's default_compute_score

@@ -72,12 +72,8 @@ class RewardPool:
             spec, timeout_seconds=timeout_seconds, concurrency=concurrency, manager=manager, tokenizer=tokenizer
         )
         self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
+        self.scores_alone = self._scorer.scores_alone  # one item a call, outside of the calling thread
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
-
-    @property
-    def scores_alone(self) -> bool:
-        """True where a call scores one item, outside of the calling thread."""
-        return self._scorer.scores_alone
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
@@ -124,11 +120,7 @@ class WeightedRewards:
 
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
         self._pools = pools
-
-    @property
-    def scores_alone(self) -> bool:
-        """See RewardPool; of all functions."""
-        return all(pool.scores_alone for _, pool, _ in self._pools)
+        self.scores_alone = all(pool.scores_alone for _, pool, _ in pools)
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
         return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)

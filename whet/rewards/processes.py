@@ -140,15 +140,10 @@ class ProcessScorer:
         self._thread = threading.Thread(target=self._run, name="whet-rewards", daemon=True)
         self._thread.start()
         try:
-            self._takes_batch.result()
+            self.scores_alone = not self._takes_batch.result()
         except BaseException:  # Ctrl-C must not leave processes behind either
             self.close()
             raise
-
-    @property
-    def scores_alone(self) -> bool:
-        """True where a call scores one item."""
-        return not self._takes_batch.result()
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
         """Returns a future with the outcome of each item, in order; any thread may call.  Raises: RewardError once

@@ -43,11 +43,7 @@ class Outcomes(Protocol):
 class Scorer(Protocol):
     """A pool of reward processes, or another that scores responses."""
 
-    @property
-    def scores_alone(self) -> bool:
-        """True where each response is scored by itself and elsewhere: then it is submitted as soon as it is sampled.
-        False where one call scores a whole `submit_batch`, or `submit_batch` waits."""
-        ...
+    scores_alone: bool  # each response by itself, and not in the thread that submits: while others are sampled
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
         """Begins to score, and returns at once."""

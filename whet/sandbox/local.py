@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import SandboxError
-from whet.sandbox.inside.whet_zygote import LENGTH, SCRATCH
+from whet.sandbox.inside.whet_zygote import LENGTH, SCRATCH, receive
 from whet.sandbox.protocol import Job, Language, Limits, Program, Ran, until_late
 
 INSIDE = Path(__file__).parent / "inside"
@@ -157,8 +157,8 @@ class LocalSandbox:
         for blob in (json.dumps(header).encode(), *job.files.values(), job.stdin):
             channel.sendall(LENGTH.pack(len(blob)))
             channel.sendall(blob)
-        answer = json.loads(_receive(channel))
-        out, errors, *files = [_receive(channel) for _ in range(2 + len(answer["files"]))]
+        answer = json.loads(receive(channel))
+        out, errors, *files = [receive(channel) for _ in range(2 + len(answer["files"]))]
         if answer["end"] == "sandbox":
             raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}; {INSTALL}")
         found = dict(zip(answer["files"], files, strict=True))
@@ -250,21 +250,6 @@ def _prefixes(python: str) -> list[str]:
             f"{python} is no Python interpreter ({error}); expected one for the programs in the sandbox: name another"
         ) from error
     return [*dict.fromkeys(done.stdout.split())]
-
-
-def _receive(channel: socket.socket) -> bytes:
-    (size,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
-    return _exactly(channel, size)
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = channel.recv(min(size - len(data), 1 << 20))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-    return bytes(data)
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, log: int) -> None:

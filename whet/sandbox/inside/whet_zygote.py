@@ -89,18 +89,18 @@ def serve(control: socket.socket, isolated: bool) -> None:
 
 def supervise(channel: socket.socket, isolated: bool) -> None:
     """Runs one job and answers."""
-    job = json.loads(_receive(channel))
-    files = {name: _receive(channel) for name in job["files"]}
+    job = json.loads(receive(channel))
+    files = {name: receive(channel) for name in job["files"]}
     answer: dict[str, Any]
     out, errors, found = b"", b"", dict[str, bytes]()
     try:
         program = Program(job, files, isolated)
     except (SetupError, OSError) as error:
-        _receive(channel)
+        receive(channel)
         answer = {"end": "sandbox", "message": f"{error}"}
     else:
         try:
-            answer = program.watch(_receive(channel), channel)
+            answer = program.watch(receive(channel), channel)
             found = program.collect(job["collect"])
         finally:
             program.close()
@@ -444,7 +444,8 @@ def _be_main(code: str) -> None:
 # -- messages
 
 
-def _receive(channel: socket.socket) -> bytes:
+def receive(channel: socket.socket) -> bytes:
+    """Reads a message: its length, and its bytes."""
     (size,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
     return _exactly(channel, size)
 
