@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ import fake_server as fake
 import server_conformance as servers
 from fake_engines import CPU, Start, events_of, request, starting
 
+from tests import pictures
 from whet.config.schema import ModelConfig, TrainConfig
-from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
+from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.load import load_policy
+from whet.models.vision.base import Pixels, Vision
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import Failed, Finished, LoadsAdapter, Partial, generate
@@ -112,6 +115,64 @@ def test_a_later_attempt_replaces_an_earlier_one(start: Start) -> None:
 def test_images_are_refused_where_the_model_reads_text(start: Start) -> None:
     with pytest.raises(EngineError, match=r"has images, and the model reads text; .* rollout.engine.name to native"):
         start().submit(replace(request(fake.QUICK), media=(Media("image", "d1", None),)))
+
+
+class Prepared:
+    """Counts preparations, and those at the same time; the first two wait for each other."""
+
+    def __init__(self, vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count: Counter[str] = Counter()
+        self._own, self._both = vision._pixels, threading.Barrier(2)
+        monkeypatch.setattr(vision, "_pixels", self._pixels)
+
+    def _pixels(self, media: Media) -> Pixels:
+        self.count[media.digest] += 1
+        if self.count.total() <= 2:
+            self._both.wait(20)  # breaks where they come one after the other
+        return self._own(media)
+
+
+@pytest.fixture
+def seeing(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    folder = pictures.seeing_folder(tmp_path / "seeing", "qwen2.5_vl")
+    with starting(VLLMEngine, engine_module, FAKE, package, folder, monkeypatch) as start:
+        yield start
+
+
+def test_images_are_prepared_while_requests_wait(seeing: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = seeing(batch=2)
+    assert engine.vision is not None
+    prepared = Prepared(engine.vision, monkeypatch)
+    shown = [pictures.image(engine.vision, 700 + seed) for seed in range(6)]
+    pads = (engine.vision.forbidden[0],) * 4
+    for number, image in enumerate([*shown, *shown]):
+        made = request(fake.STUCK if number < 2 else fake.QUICK, uid=str(number))
+        engine.submit(replace(made, prompt_ids=(*made.prompt_ids, *pads), media=(image,)))
+    until = time.monotonic() + 20
+    while prepared.count.total() < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert prepared.count == dict.fromkeys((each.digest for each in shown), 1)
+    engine.abort(["0", "1"])
+    assert len(events_of(engine, 12)) == 12 and set(prepared.count.values()) == {1}
+    assert not engine._media._files
+
+
+def test_media_of_two_requests_are_written_side_by_side(seeing: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = seeing()
+    assert engine.vision is not None
+    prepared, broken = Prepared(engine.vision, monkeypatch), pictures.image(engine.vision, 799)
+    shown = [pictures.image(engine.vision, 800 + seed) for seed in range(2)]
+
+    def path(image: Media) -> str:
+        with engine._media._file(image) as found:
+            return found
+
+    with ThreadPoolExecutor(6) as threads:
+        assert len(list(threads.map(path, shown * 3))) == 6
+    assert len(prepared.count) == 2 and not engine._media._files and not engine._media._users
+    with pytest.raises(DataError, match="it is no image"):
+        path(replace(broken, source=b"GIF89a", digest="broken"))
+    assert not engine._media._files and not engine._media._users
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,7 @@ class ServerEngine(ABC):
             self._seen = (-1, time.monotonic())
         self._names += 1
         live = self._live[request.uid] = Live(request, str(self._names))
+        self._media.prefetch(request)
         live.call = self.server.client.start(self._answer(live))
         return True
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -38,7 +39,7 @@ class SharedMedia:
     def __init__(self, vision: Vision | None, title: str) -> None:
         self.vision, self._title = vision, title
         self._lock = Lock()
-        self._files: dict[str, tuple[str, ExitStack]] = {}  # by digest
+        self._files: dict[str, tuple[Future[str], ExitStack]] = {}  # by digest: the path, once written
         self._users: dict[str, int] = {}
 
     def check(self, request: Request) -> None:
@@ -54,6 +55,11 @@ class SharedMedia:
                 reads = ", ".join(f"{kind}s" for kind in sorted(self.vision.kinds))
                 raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads text, {reads}")
 
+    def prefetch(self, request: Request) -> None:
+        """Prepares the media of a request in threads, ahead of `opened`."""
+        if self.vision is not None and request.media:
+            self.vision.prefetch(request.media)
+
     @contextmanager
     def opened(self, request: Request) -> Iterator[list[Shown]]:
         """The media of a request, whose files are there until the end of the context.  Raises: DataError."""
@@ -68,22 +74,27 @@ class SharedMedia:
         """The path of a safetensors file with the outputs of the processor."""
         digest = media.digest
         with self._lock:
-            if digest not in self._files:
-                assert self.vision is not None
-                written = ExitStack()
-                pixels = self.vision.pixels(media)
-                path = written.enter_context(weights_file(pixels.items(), header_bytes=HEADER_BYTES))
-                self._files[digest] = path, written
+            is_first = digest not in self._files
+            file, written = self._files.setdefault(digest, (Future(), ExitStack()))
             self._users[digest] = self._users.get(digest, 0) + 1
-            path = self._files[digest][0]
         try:
-            yield path
+            if is_first:
+                self._write(media, file, written)
+            yield file.result()
         finally:
             with self._lock:
                 self._users[digest] -= 1
                 if not self._users[digest]:
-                    del self._users[digest]
-                    self._files.pop(digest)[1].close()
+                    del self._users[digest], self._files[digest]
+                    written.close()
+
+    def _write(self, media: Media, file: Future[str], written: ExitStack) -> None:
+        assert self.vision is not None
+        try:
+            pixels = self.vision.pixels(media)
+            file.set_result(written.enter_context(weights_file(pixels.items(), header_bytes=HEADER_BYTES)))
+        except BaseException as error:  # for the other requests that wait for this media
+            file.set_exception(error)
 
 
 def config_overrides(argument: str, config: Any) -> dict[str, Any]:
