@@ -35,7 +35,7 @@ from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer
 from whet.rewards.pool import is_scored
 from whet.rewards.pool import scorer_of as scorer_of
-from whet.rollout.build import build_collector, check_engine, sampling_params
+from whet.rollout.build import build_collector, check_engine, check_media, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
@@ -60,6 +60,7 @@ from whet.trainers.shape import Shaper
 from whet.trainers.workers import (
     AdapterOffWorker,
     TrainWorker,
+    check_no_token_shares,
     check_reward_model,
     path_of,
     settings_of,
@@ -141,6 +142,8 @@ def build(
     check_reward_model(config, tokenizer)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
+    check_media(config.rollout, tokenizer, [*loaded.items, *val_prompts])
+    check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     draws = total_steps * config.data.train_batch_size
