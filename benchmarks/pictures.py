@@ -13,8 +13,8 @@ TITLE = "Learning from pictures"
 NOTE = """\
 `whet quickstart --images --seed SEED` (`vlm_quickstart`), `python examples/games.py sokoban_vision --seed SEED` and
 `python examples/pictures.py NAME --seed SEED`: a model of about 1 M parameters, warmed up by imitation from random
-weights, answers 256 held-out rows greedily, before and after RL. The number is the share of right answers, in Sokoban of
-games won; CPU seconds are those of the whole command, in one thread, one run a core.
+weights, answers 256 held-out rows greedily, before and after RL. The number is the share of right answers, in Sokoban
+of games won; CPU seconds are those of the whole command, in one thread, one run a core.
 """
 NAMES = ("vlm_quickstart", "sokoban_vision", "two_images", "video_flashes")
 

@@ -45,7 +45,8 @@ def test_medians_of_recipes_that_see(setting: Setting) -> None:
 
 
 def test_a_run_that_fails_ends_the_benchmark_with_its_output(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(games, "command", lambda *_: [sys.executable, "-S", "-c", "print('no images'); raise SystemExit(3)"])
+    fails = "print('no images'); raise SystemExit(3)"
+    monkeypatch.setattr(games, "command", lambda *_: [sys.executable, "-S", "-c", fails])
     with pytest.raises(subprocess.CalledProcessError) as error:
         games.run(setting, ["two_images"])
     assert (error.value.returncode, error.value.output) == (3, "no images\n")
