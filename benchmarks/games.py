@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Games and a tool that small models learn: the recipes of examples/games.py."""
+"""Games, tools and pictures that small models learn from: the recipes of examples/games.py and pictures.py, and
+`whet quickstart --images`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,28 +25,27 @@ weights, plays 256 held-out games greedily. The number is the share of games won
 cards, in Nim the share of right moves in positions that can be won, in `tree_game` the share of what perfect play gets,
 in `webshop_grpo` the reward; CPU seconds are those of the whole command, in one thread, one run a core.
 """
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "games.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAMES = (
     *("calculator_quickstart", "number_game", "tree_game", "frozen_lake", "nim_self_play", "nim_one_side"),
     *("sokoban_grpo", "sokoban_ppo", "webshop_grpo"),
 )
+SCRIPTS = {"two_images": "pictures.py", "video_flashes": "pictures.py"}  # of examples/; all others: games.py
 log = logging.getLogger(__name__)
 
 
-def run(setting: Setting) -> dict[str, Any]:
+def run(setting: Setting, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """The curve and the CPU seconds by recipe and seed."""
     if not setting.scale.is_thorough:
         return {}
-    runs = [(name, str(seed)) for name in NAMES for seed in setting.scale.quickstart_seeds]
+    runs = [(name, str(seed)) for name in names for seed in setting.scale.quickstart_seeds]
 
     def play(run: tuple[str, str]) -> dict[str, Any]:
         name, seed = run
         log.info("%s, seed %s", name, seed)
         folder = setting.scratch / f"{name}_{seed}"
-        command = [sys.executable, str(SCRIPT), name, "--seed", seed, "--run-dir", str(folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
-        return read(folder)
+        seconds = cpu_seconds(command(name, seed, folder), folder.with_suffix(".log"))
+        return {"curve": read(folder), "cpu_seconds": seconds}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a thread each
         found: dict[str, dict[str, Any]] = {}
@@ -54,17 +54,44 @@ def run(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """The summary of a run."""
+def command(name: str, seed: str, folder: Path) -> list[str]:
+    """The command line that learns a recipe, writing into a folder."""
+    told = ["--seed", seed, "--run-dir", str(folder)]
+    if name == "vlm_quickstart":
+        return [str(Path(sys.executable).with_name("whet")), "quickstart", "--images", *told]
+    return [sys.executable, str(EXAMPLES / SCRIPTS.get(name, "games.py")), name, *told]
+
+
+def cpu_seconds(command: Sequence[str], output: Path) -> int:
+    """Runs a command in one thread.  Returns its CPU seconds, with those of its processes.
+
+    Raises: CalledProcessError with the end of its output."""
+    with output.open("w+") as file:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            file.seek(0)
+            raise subprocess.CalledProcessError(process.returncode, command, file.read()[-2000:])
+    return round(used.ru_utime + used.ru_stime)
+
+
+def read(folder: Path) -> list[list[float]]:
+    """The share of right answers to held-out rows by step, from the summary of a run."""
     summary = json.loads((folder / "summary.json").read_text())
-    return {"curve": summary["curve"], "cpu_seconds": summary["cpu_seconds"]}
+    both = [[0, summary["sft_accuracy"]], [summary["steps"], summary["rl_accuracy"]]] if "steps" in summary else None
+    return both or summary["curve"]
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
     """A table and a picture."""
     found = results["games"]
-    if not found:
-        return []
+    return [*table(found), "", "![Held-out games by step](games.png)"] if found else []
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """A line for each recipe: medians over its seeds, and the last number of each."""
     lines = ["| recipe | seeds | after the warm-up | after RL, median | by seed | steps | CPU seconds, median |"]
     lines.append("|---|---|--:|--:|---|--:|--:|")
     for name, by_seed in found.items():
@@ -75,7 +102,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
             f"| `{name}` | {', '.join(by_seed)} | {statistics.median(firsts):.3f} | {statistics.median(lasts):.3f} "
             f"| {', '.join(f'{last:.3f}' for last in lasts)} | {steps} | {seconds:.0f} |"
         )
-    return [*lines, "", "![Held-out games by step](games.png)"]
+    return lines
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:

@@ -19,6 +19,7 @@ from benchmarks import (
     machine,
     math_answers,
     packing,
+    pictures,
     quickstart,
     recipes,
     reward_load,
@@ -70,6 +71,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "reward_load": reward_load,
     "three_domains": three_domains,
     "games": games,
+    "pictures": pictures,
     "math_answers": math_answers,
     "view": view,
 }

@@ -109,7 +109,7 @@ def test_a_jpeg_with_bytes_behind_its_end_is_whole() -> None:
         ),
         (
             bomb(20_000, 20_000),
-            r"it is too large, expected at most 67,108,864 pixels; save it smaller.* \(Image size",
+            r"it has 400,000,000 pixels, expected at most 67,108,864 in all; save it smaller[^()]*NUMBER$",
         ),
         (bomb(20_000, 1), r"it is 20000 x 1 pixels: one side is over 200 times the other"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", r"it is no image"),  # would run ghostscript

@@ -15,20 +15,23 @@ import torch
 from tests import pictures
 from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
-from whet.config.schema import DataConfig
+from whet.config.schema import DataConfig, RolloutConfig, SFTConfig
 from whet.data.drawn.figures import counting
 from whet.data.drawn.videos import direction
 from whet.data.load import load_prompts
+from whet.errors import ConfigError, EngineError
 from whet.models.init_vision import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.vision.load import vision_of
 from whet.rollout.batch import to_batch
+from whet.rollout.build import check_media
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.trainers.build import train
 from whet.trainers.run import Run
+from whet.trainers.sft import train_sft
 from whet.types import Group, Prompt, Trajectory, Turn
 
 CHANGES: list[dict[str, Any]] = [{}, {"actor.engine.packing": False, "rollout.engine.name": "hf"}]
@@ -105,7 +108,7 @@ def test_an_export_is_a_model_that_sees(folder: Path, tmp_path: Path) -> None:
     assert tower and all(made.get_parameter(name).equal(start.get_parameter(name)) for name in tower)
 
 
-@pytest.mark.parametrize("arch", ["qwen2.5_vl", "smolvlm"])
+@pytest.mark.parametrize("arch", ["qwen2.5_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])
 def test_processes_of_their_own(arch: VisionArch, tmp_path: Path) -> None:
     """Two sharded actors and rollouts beside them give the numbers of one process."""
     records, folder = [], pictures.seeing_folder(tmp_path / "model", arch)
@@ -154,3 +157,36 @@ def test_sampler_and_trainer_agree(arch: VisionArch, tmp_path: Path) -> None:
 
 def turn(prompt: Prompt, completion: Completion) -> Turn:
     return Turn(prompt.token_ids, **vars(completion), media=prompt.media)
+
+
+def test_engines_that_cannot_are_named_with_the_row_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "no image", "answer": "1"}, *counting("train", 0, num_rows=2, prompt="<image>?")]
+    engine = {"name": "fsdp", "options": {"sequence_parallel_size": 2}}
+    changes = {
+        "model.path": str(folder),
+        "actor.engine": engine,
+        "cluster.placement": {"all": {"roles": ["actor", "rollout"], "processes": 2}},
+        "data.train_batch_size": 2,
+        "trainer.run_dir": str(tmp_path / "run"),
+    }
+    config = load_config(TrainConfig, "vlm_quickstart", changes, given={"data", "reward"}).config
+    with pytest.raises(ConfigError, match=r"row 1 has images .* actor.engine.options.sequence_parallel_size=2 .* to 1"):
+        train(config, dry_run=True, reward=lambda solution_str: 0.0, data=rows, val_data=rows)
+    supervised = {"model.path": str(folder), "engine": engine, "cluster.processes": 2}
+    supervised["trainer.run_dir"] = str(tmp_path / "sft")
+    config = load_config(SFTConfig, None, supervised, given={"data"}).config
+    shown = [{"prompt": row["prompt"], "response": "2", "images": row.get("images", [])} for row in rows]
+    with pytest.raises(ConfigError, match=r"example 1 has images .* engine.options.sequence_parallel_size=2"):
+        train_sft(config, data=shown)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_server_that_does_not_read_the_models_images_is_named_with_the_row(name: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "no image", "answer": "1"}, *counting("train", 0, num_rows=1, prompt="<image>?")]
+    tokenizer = load_tokenizer(pictures.seeing_folder(tmp_path / "model", "smolvlm"))
+    prompts = load_prompts(DataConfig(train_files=["unused"]), tokenizer, rows=rows).items
+    rollout = RolloutConfig(engine={"name": name})
+    with pytest.raises(EngineError, match=r"row 1 has images, and the model is smolvlm; .* rollout.engine.name to nat"):
+        check_media(rollout, tokenizer, prompts)
+    check_media(rollout, tokenizer, prompts[:1])
+    check_media(RolloutConfig(), tokenizer, prompts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,7 +229,8 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
             f"it is no image ({', '.join(formats)}), or is cut off; replace it, or drop the row"
         ) from error
     except Image.DecompressionBombError as error:
-        raise DataError(f"it is too large, expected at most {MAX_PIXELS:,} pixels; {SMALLER} ({error})") from error
+        size = f"{int(found[0]):,}" if (found := re.findall(r"\((\d+) pixels\)", str(error))) else "too many"
+        raise DataError(f"it has {size} pixels, expected at most {MAX_PIXELS:,} in all; {SMALLER}") from error
     except Exception as error:  # Pillow's readers raise whatever a damaged file leads to
         raise _unreadable(error, "video" if formats is ANIMATIONS else "image") from error
 

@@ -31,6 +31,7 @@ class Answer:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason = "stop"
     results: tuple[Result, ...] = ()  # of the tasks in the last observation; then there is no text
+    media: tuple[Media, ...] = ()  # that the model has read before this turn, in order
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, 
 from whet.metrics import Metrics, counted, phase
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.rewards.pool import scorer_of
-from whet.rollout.build import build_collector, load_model, rollout_engine, sampling_params
+from whet.rollout.build import build_collector, check_media, load_model, rollout_engine, sampling_params
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.stream import Rollouts
 
@@ -91,6 +91,7 @@ def evaluate(
             with_tools(config.data, config.environment), tokenizer, VAL, rows=data, where=where, seed=seed
         ).items
         prompts = prompts[: config.data.val_max_prompts]
+        check_media(config.rollout, tokenizer, prompts)
         engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)
         n, threshold = config.rollout.n, config.reward.correct_threshold

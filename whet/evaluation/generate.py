@@ -33,7 +33,7 @@ from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
 from whet.metrics import counted, phase
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
-from whet.rollout.build import sampling_params
+from whet.rollout.build import check_media, sampling_params
 from whet.rollout.protocol import Completion, Request, generate as sample_all
 from whet.tracking.jsonl import json_line
 from whet.types import Prompt
@@ -72,6 +72,7 @@ def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None
         prompts = load_prompts(
             named, tokenizer, config.source_key, rows=data, where=where, seed=config.seed, with_answers=False
         ).items
+        check_media(config.rollout, tokenizer, prompts)
         sampler = stack.enter_context(LineSampler(config, tokenizer, model_path))
         origin = _origin(config, prompts)
         with output_errors(output):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.episode import MAIN, Limits
-from whet.rollout.planned import ChecksAhead
+from whet.rollout.planned import ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
-from whet.types import Limit
+from whet.types import Limit, Prompt
 
 
 def rollout_engine(
@@ -70,6 +70,14 @@ def check_engine(config: TrainConfig) -> None:
     if isinstance(engine, ChecksAhead):
         longest = config.data.max_prompt_length + config.data.max_response_length
         engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
+
+
+def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:
+    """Checks that the engine reads the images of the model.  Raises: EngineError with the row number."""
+    engine, vision = ROLLOUT_ENGINES[rollout.engine.name].load(), vision_of(tokenizer)
+    for prompt in prompts:
+        if prompt.media and isinstance(engine, ChecksMedia):
+            engine.check_media(vision, prompt.media, f"row {prompt.index}")
 
 
 def load_model(

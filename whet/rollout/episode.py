@@ -224,7 +224,7 @@ class Episode:
         self.turns.append(turn)
         self.messages.append(assistant_message(text, calls))
         self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
-        return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason))]
+        return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
         """Notes tokens of the running attempt."""

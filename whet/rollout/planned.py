@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from whet.config.schema import ModelConfig
+from whet.models.vision.base import Vision
+from whet.types import Media
 
 
 @dataclass(frozen=True)
@@ -64,4 +66,13 @@ class ChecksAhead(Protocol):
     def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
         """Raises: ConfigError where no engine with these options could sample sequences of `longest` tokens; a class
         method that starts nothing."""
+        ...
+
+
+@runtime_checkable
+class ChecksMedia(Protocol):
+    """A class of rollout engines that do not read the images of every model."""
+
+    def check_media(self, vision: Vision | None, media: Sequence[Media], whose: str) -> None:
+        """Raises: EngineError where it cannot read the media of `whose` prompt; a class method."""
         ...

@@ -35,7 +35,7 @@ from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, REWARDS, VALUE_LOSSES, Entry, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
-from whet.rollout.build import build_collector, check_engine, open_environments, sampling_params
+from whet.rollout.build import build_collector, check_engine, check_media, open_environments, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
@@ -134,6 +134,8 @@ def build(
     workers.check_reward_model(config, tokenizer)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
+    check_media(config.rollout, tokenizer, [*loaded.items, *val_prompts])
+    workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     draws = total_steps * config.data.train_batch_size

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.checks import check_context
-from whet.config.schema import ActorConfig, ExamplesConfig, ModelConfig, RefConfig, RewardModelConfig, TrainConfig
+from whet.config.schema import (
+    ActorConfig,
+    EngineConfig,
+    ExamplesConfig,
+    ModelConfig,
+    RefConfig,
+    RewardModelConfig,
+    TrainConfig,
+)
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
@@ -26,6 +35,7 @@ from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.objectives import narrowed
+from whet.types import Media
 from whet.weight_sync.buckets import send
 from whet.weight_sync.link import Outlet
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
@@ -234,6 +244,20 @@ def tokenizer_of(config: TrainConfig | ExamplesConfig, *others: str | None) -> P
     tokenizer = load_tokenizer(config.model.tokenizer_path or path, *models, trust_remote_code=trusted)
     check_context(config, context_length(path, trust_remote_code=trusted))
     return tokenizer
+
+
+def check_no_token_shares(config: TrainConfig | ExamplesConfig, media: Mapping[str, Sequence[Media]]) -> None:
+    """Checks that no engine splits rows over ranks by tokens where one has images; `media` are those of a
+    row, by its name.  Raises: ConfigError."""
+    names = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
+    row = next((name for name, own in media.items() if own), None)
+    for name in names if row is not None else ():
+        engine: EngineConfig = attrgetter(name)(config)
+        if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
+            raise ConfigError(
+                f"{row} has images or videos, and {name}.options.sequence_parallel_size={size} splits rows over ranks "
+                "by tokens, which images are not; set it to 1, or exclude such rows (data.filter)"
+            )
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:

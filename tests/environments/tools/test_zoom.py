@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,32 @@ def answered(entry: Any, role: Any, *calls: dict[str, Any]) -> Observation:
         return observation
 
     return asyncio.run(play())
+
+
+def test_earlier_results_and_observations_are_zoomed_too() -> None:
+    tools = toolbox_of(EnvironmentConfig(tools=["zoom"]))
+    assert tools is not None
+    task = prompt(picture())
+    made = tools.around(EnvironmentSpec("single_turn", {})).load()(task)
+    tokens = MediaTokens("<i>", (("<i>", 1),), 0, ((1, 1, 1),), size=(20, 40))
+
+    async def play() -> list[Any]:
+        seen, colours = [*task.media], []
+        await made.reset(task, 0)
+        for call in (
+            {"box": [40, 0, 80, 40]},
+            {"box": [0, 10, 40, 20], "image": 2},
+            {"box": [0, 0, 40, 20], "image": 3},
+        ):
+            turn = Answer("", ({"id": "c", "name": "zoom", "arguments": call},), media=tuple(seen))
+            [shown] = (await made.step(turn)).media
+            colours.append(images(shown)[0].resize((1, 2), Image.Resampling.NEAREST))
+            seen.append(replace(shown, tokens=tokens))
+        await made.close()
+        return [[each.getpixel((0, row)) for row in (0, 1)] for each in colours]
+
+    right, below = [(0, 255, 0), (255, 255, 0)], [(255, 255, 0)] * 2
+    assert asyncio.run(play()) == [right, below, below]
 
 
 LEFT, RIGHT, WRONG = {"box": [0, 0, 40, 20]}, {"box": [40, 0, 80, 20], "image": 1}, {"box": [0, 0, 40, 20], "image": 3}

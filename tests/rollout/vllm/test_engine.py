@@ -169,7 +169,7 @@ def test_media_of_two_requests_are_written_side_by_side(seeing: Start, monkeypat
     with ThreadPoolExecutor(6) as threads:
         assert len(list(threads.map(path, shown * 3))) == 6
     assert len(prepared.count) == 2 and not engine._media._files and not engine._media._users
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="it is no image"):
         path(replace(broken, source=b"GIF89a", digest="broken"))
     assert not engine._media._files and not engine._media._users
 

@@ -35,6 +35,9 @@ class Session(ABC):
     async def start(self) -> None:  # noqa: B027 - most have nothing to start
         """Opens what the session needs.  Raises: ToolError."""
 
+    def shown(self, media: Sequence[Media]) -> None:  # noqa: B027
+        """Takes the images and videos of the conversation, before the calls of a turn."""
+
     @abstractmethod
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
         """Runs a tool and returns the parts of its result.  Raises: BadCallError; ToolError where the session is lost;
@@ -91,15 +94,16 @@ class FunctionSource(Source):
 
 
 class ClassSource(Source):
-    """A class with an object for each episode: its public methods are tools, except `close`, which ends it.
-    The constructor may take `prompt`; its other parameters are options of the config. A class
-    method `prepare` gets the options, once before processes of episodes are forked."""
+    """A class with an object for each episode: its public methods are tools, except `close`, which ends it, and
+    `shown`, which gets the images and videos that the model has read, before the calls of a turn. The constructor may
+    take `prompt`; its other parameters are options of the config. A class method `prepare` gets the options, once
+    before processes of episodes are forked."""
 
     def __init__(self, kind: type, options: Mapping[str, Any], where: str) -> None:
         self._kind, self._options = kind, options
         prepare = getattr(kind, "prepare", None)
         methods = inspect.getmembers(kind, inspect.isfunction)
-        names = [name for name, _ in methods if not name.startswith("_") and name != "close"]
+        names = [name for name, _ in methods if not name.startswith("_") and name not in ("close", "shown")]
         if not names:
             raise ConfigError(f"{where}: the class {kind.__name__} has no public method; each one is a tool: write one")
         if inspect.ismethod(prepare):
@@ -119,8 +123,8 @@ class ClassSource(Source):
     def session(self, prompt: Prompt) -> Session:
         takes_prompt = "prompt" in inspect.signature(self._kind).parameters
         made = self._kind(prompt, **self._options) if takes_prompt else self._kind(**self._options)
-        close = getattr(made, "close", None)
-        return PythonSession({name: (getattr(made, name), model) for name, model in self._models.items()}, close)
+        own = {name: (getattr(made, name), model) for name, model in self._models.items()}
+        return PythonSession(own, getattr(made, "close", None), getattr(made, "shown", None))
 
 
 class PythonSession(Session):
@@ -130,8 +134,14 @@ class PythonSession(Session):
         self,
         tools: Mapping[str, tuple[Callable[..., Any], type[BaseModel]]],
         close: Callable[[], Any] | None = None,
+        shown: Callable[[Sequence[Media]], Any] | None = None,
     ) -> None:
-        self._tools, self._close = tools, close
+        self._tools, self._close, self._shown = tools, close, shown
+
+    def shown(self, media: Sequence[Media]) -> None:
+        """Implements `Session.shown`."""
+        if self._shown is not None:
+            self._shown(media)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
         function, model = self._tools[name]

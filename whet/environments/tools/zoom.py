@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that ships: a closer look at a part of an image of the prompt."""
+"""A tool that ships: a closer look at a part of an image that the model has read."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from PIL import Image
@@ -11,12 +12,12 @@ from PIL import Image
 from whet.data.media import images
 from whet.options import Count, Positive
 from whet.registry import register_tool
-from whet.types import Prompt
+from whet.types import Media, Prompt
 
 
 @register_tool("zoom")
 class Zoom:
-    """Shows a part of an image of the prompt, enlarged by `scale`.
+    """Shows a part of an image of the prompt, of an observation or of an earlier call, enlarged by `scale`.
 
     `unit` is that of boxes: `resized`, pixels of the image as the model reads it (Qwen2.5-VL); `pixels` of the image as
     it is; `thousandths` of its width and height (Qwen3-VL). A part with a side below `smallest` pixels is an error.
@@ -30,15 +31,19 @@ class Zoom:
         scale: Positive = 2.0,
         smallest: Count = 8,
     ) -> None:
-        self._images = [media for media in prompt.media if media.kind == "image"]
         self._unit, self._scale, self._smallest = unit, scale, smallest
+        self.shown(prompt.media)
+
+    def shown(self, media: Sequence[Media]) -> None:
+        """Takes the images that the model has read so far."""
+        self._images = [each for each in media if each.kind == "image"]
 
     def zoom(self, box: list[float], image: int = 1) -> Image.Image:
         """Shows a part of an image, enlarged.
 
         Args:
             box: the part as [x1, y1, x2, y2], from the upper left to the lower right corner
-            image: the number of the image, from 1
+            image: the number of the image in the conversation, from 1
         """
         if not 1 <= image <= len(self._images):
             raise ValueError(f"image is {image}, and there are {len(self._images)}; give a number from 1")

@@ -21,16 +21,17 @@ from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.folder import split_adapters
 from whet.models.load import outline
+from whet.models.vision.base import Vision
 from whet.models.vision.load import load_vision
 from whet.rollout.constraints import check_rules
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Package, find_environment
-from whet.rollout.servers.media import SharedMedia
+from whet.rollout.servers.media import SharedMedia, check_media
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
-from whet.types import Failure, Versions
+from whet.types import Failure, Media, Versions
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -135,6 +136,11 @@ class ServerEngine(ABC):
                 f"rollout.engine.options.server.{cls.length_option}={length} is less than data.max_prompt_length and "
                 f"data.max_response_length together, {longest} tokens; raise it, or lower them"
             )
+
+    @classmethod
+    def check_media(cls, vision: Vision | None, media: Sequence[Media], whose: str) -> None:
+        """Raises: EngineError where the server cannot read the media of `whose` prompt."""
+        check_media(vision, cls.package.title, media, whose)
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:

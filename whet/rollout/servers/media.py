@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,16 +44,7 @@ class SharedMedia:
 
     def check(self, request: Request) -> None:
         """Raises: EngineError where the server cannot read the media of a request."""
-        if not isinstance(self.vision, QwenVision):
-            model = "reads text" if self.vision is None else f"is {self.vision.config.model_type}"
-            raise EngineError(
-                f"request {request.uid} has {request.media[0].kind}s, and the model {model}; whet gives {self._title} "
-                "images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: change the model, or rollout.engine.name to native or hf"
-            )
-        for each in request.media:
-            if each.kind not in self.vision.kinds or each.tokens is None:
-                reads = ", ".join(f"{kind}s" for kind in sorted(self.vision.kinds))
-                raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads text, {reads}")
+        check_media(self.vision, self._title, request.media, f"request {request.uid}")
 
     def prefetch(self, request: Request) -> None:
         """Prepares the media of a request in threads, ahead of `opened`."""
@@ -95,6 +86,20 @@ class SharedMedia:
             file.set_result(written.enter_context(weights_file(pixels.items(), header_bytes=HEADER_BYTES)))
         except BaseException as error:  # for the other requests that wait for this media
             file.set_exception(error)
+
+
+def check_media(vision: Vision | None, title: str, media: Sequence[Media], whose: str) -> None:
+    """Raises: EngineError where a server cannot read the media of `whose` prompt."""
+    if not isinstance(vision, QwenVision):
+        model = "reads text" if vision is None else f"is {vision.config.model_type}"
+        raise EngineError(
+            f"{whose} has {media[0].kind}s, and the model {model}; whet gives {title} images of Qwen2-VL, Qwen2.5-VL "
+            "and Qwen3-VL: change the model, or rollout.engine.name to native or hf"
+        )
+    for each in media:
+        if each.kind not in vision.kinds or each.tokens is None:
+            reads = ", ".join(f"{kind}s" for kind in sorted(vision.kinds))
+            raise EngineError(f"{whose} has {each.kind}s, and the model reads text, {reads}")
 
 
 def config_overrides(argument: str, config: Any) -> dict[str, Any]:
