@@ -143,8 +143,8 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """Settings that save at least 2 % of a room, largest saving first, then all of them together. The saving is that of
-    a new plan with the setting."""
+    """Settings that save at least 2 % of a room, largest saving first, then a combination in which each setting saves
+    more. The saving is that of a new plan with the settings."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -156,7 +156,12 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
     found = [planned(each) for each in candidates]
     worth = [each for each in found if each.saved_bytes > room.needed / 50]
     worth.sort(key=lambda each: -each.saved_bytes)
-    return worth if len(worth) < 2 else [*worth, planned(*(each.override for each in worth))]
+    together = worth[0] if worth else None
+    for each in worth[1:]:
+        assert together is not None
+        more = planned(*together.override.split(), each.override)
+        together = more if more.saved_bytes > together.saved_bytes else together
+    return worth if together is None or together == worth[0] else [*worth, together]
 
 
 def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:
