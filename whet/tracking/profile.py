@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEP = "time/step"
 SAMPLE_SECONDS = 0.01
 BETWEEN = "between steps"
-NAMES = {"step": "rest of the steps"}
+NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
 STATUS = Path("/proc/self/status")
 PROC, GIB = Path("/proc"), 2**30
 # Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
@@ -194,10 +194,10 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block, without that of phases inside it, to `name`."""
+        """Adds the time of the block, without that of phases inside it, to `name`; a validation counts whole."""
         short = name.removeprefix("time/")
         self._count()
-        self._open.append(NAMES.get(short, short))
+        self._open.append(VALIDATION if VALIDATION in self._open else NAMES.get(short, short))
         try:
             yield
         finally:

@@ -268,16 +268,15 @@ class Frame:
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
         """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""
-        if self.step == 0:
-            return Stopped(
-                f"stopped by {stopped} before the first step was done: there was nothing to save", stopped.number
-            )
-        folder = checkpoint.newest(self.run_dir)
-        if folder is None or checkpoint.number(folder) != self.step:
-            folder = self.save()
         again = "the same command" + (
             " with trainer.resume=auto" if self.config.trainer.resume in checkpoint.AFRESH else ""
         )
+        if self.step == 0:
+            why = "before the first step was done: there was nothing to save"
+            return Stopped(f"stopped by {stopped} {why}; {again} starts again", stopped.number)
+        folder = checkpoint.newest(self.run_dir)
+        if folder is None or checkpoint.number(folder) != self.step:
+            folder = self.save()
         return Stopped(
             f"stopped by {stopped} after step {self.step}, which {folder} holds; {again} goes on from there",
             stopped.number,
