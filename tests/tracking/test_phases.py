@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from whet.metrics import Metrics, watching
+from whet.metrics import Metrics
+from whet.phases import watching
 from whet.tracking.profile import PhaseClock
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -100,9 +100,12 @@ def show(
     from rich.console import Console
     from rich.text import Text
 
+    from whet.tracking.long_phases import long_phase
+
     output = Console(highlight=False, soft_wrap=True)
     for entry in _entries(name):
-        certified = certificate(entry)
+        with long_phase("certificate"):
+            certified = certificate(entry)
         properties = [*facts(entry), *certified]
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
         output.print(Text(f"{entry.doc}\n"))
@@ -137,12 +140,12 @@ def _entries(name: str) -> list[Entry]:
 @algorithms.command(cls=Command)
 def certify() -> None:
     """Compare the exact expected gradient of every algorithm with the gradient of the objective."""
-    from rich.progress import track
-
     from whet.cli.tables import table
+    from whet.tracking.long_phases import long_phase
 
     output = console()
-    found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
+    with long_phase("certificates"):
+        found = certify_all()
     output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
     print_pairs(output, list(LEGEND.items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
@@ -157,11 +160,16 @@ def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
         output.print(Text.assemble((title.ljust(width), "bold"), text))
 
 
-def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> list[list[str]]:
-    """Computes all certificates as rows of text: kind, name, numbers. `show` wraps the iteration (a progress bar)."""
+def certify_all() -> list[list[str]]:
+    """Computes all certificates as rows of text: kind, name, numbers."""
+    from whet.phases import counted
     from whet.trainers.certify import rows
 
-    return [[row.kind, row.name, *cells(row)] for row in show(rows())]
+    found, wanted = list[list[str]](), rows()
+    for row in wanted:
+        found.append([row.kind, row.name, *cells(row)])
+        counted(len(found), len(wanted))
+    return found
 
 
 def cells(row: Row) -> list[str]:

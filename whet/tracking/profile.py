@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from whet.metrics import phase, watching
+from whet.phases import phase, watching
 from whet.processes.background import every
 from whet.processes.template import NAMED
 
@@ -57,7 +57,7 @@ def observed(run_dir: Path, steps: Collection[int], next_step: Callable[[], int]
 
 
 class StepProfile:
-    """Profiles the steps in `steps`, with `metrics.watching(StepProfile(...).phase)`; `next_step` returns the number of
+    """Profiles the steps in `steps`, with `phases.watching(StepProfile(...).phase)`; `next_step` returns the number of
     the step that starts."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int]) -> None:
@@ -185,7 +185,7 @@ class Timeline:
 
 
 class PhaseClock:
-    """Measures the time of each phase, from its construction on; use it with `metrics.watching(clock.phase)`."""
+    """Measures the time of each phase, from its construction on; use it with `phases.watching(clock.phase)`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._last = clock, clock()

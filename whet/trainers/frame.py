@@ -23,8 +23,9 @@ from whet.checkpoints.hub import Uploads
 from whet.config.schema import ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
-from whet.metrics import Metrics, phase
+from whet.metrics import Metrics
 from whet.models.load import load_config
+from whet.phases import phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
 from whet.planning.speed import training_flops
@@ -348,7 +349,7 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
-    """The metric, higher being better (a minus before its name turns it round); None where it is not there."""
+    """Returns the value of a metric, negated if its name has a minus, so that higher is better; None if missing."""
     sign = -1.0 if metric.startswith("-") else 1.0
     value = numbers.get(metric.removeprefix("-"))
     return None if value is None or math.isnan(value) else sign * value
