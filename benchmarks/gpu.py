@@ -30,6 +30,10 @@ PARTS: Mapping[str, tuple[float, Sequence[str]]] = {
         180.0,
         ("-m", "pytest", "-q", "--on-device", "-m", "slow or not slow", "tests/engines/test_conformance.py"),
     ),
+    "Conformance of the rollout engines": (
+        180.0,
+        ("-m", "pytest", "-q", "--on-device", "-m", "slow or not slow", "tests/rollout/test_engines.py"),
+    ),
     "Memory, planned and measured": (120.0, ("-m", "benchmarks.workers.device_memory", "FOLDER")),
     "Exactness and speed": (180.0, ("-m", "benchmarks", "machine", "exactness", "rollout", "packing", "--quick")),
     "Quickstart": (400.0, ("-m", "whet", "quickstart", "--run-dir", "FOLDER/quickstart")),

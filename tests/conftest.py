@@ -30,11 +30,15 @@ SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The engine that tests/engines/test_conformance.py is run with."""
+    """The engines that tests/engines/test_conformance.py and tests/rollout/test_engines.py are run with."""
     parser.addoption(
         "--engine", action="append", help="training engine to hold to the suite: a name, or path/file.py:MyEngine"
     )
     parser.addoption("--engine-options", default="{}", help="its options, as JSON")
+    parser.addoption(
+        "--rollout-engine", action="append", help="the same for rollout engines; tests of whet's own are left out"
+    )
+    parser.addoption("--rollout-engine-options", default="{}", help="its options, as JSON")
     parser.addoption("--on-device", action="store_true", help="runs the suite on this machine's accelerator")
 
 

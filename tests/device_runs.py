@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from tests import pretend_gpu
 from whet.config import TrainConfig, load_config
 from whet.engines.engine import Engine
 from whet.engines.optim import optimizers_of
+from whet.planning import doctor
 from whet.rollout.native.engine import NativeEngine
 from whet.trainers import build
 
@@ -51,6 +53,16 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
         "answers": [each["response"] for each in answers],
         "lies": lies,
     }
+
+
+def suite(arguments: list[str]) -> int:
+    """The exit status of a run of pytest on the accelerator."""
+    return int(pytest.main(["-q", "-p", "no:cacheprovider", "--on-device", *arguments]))
+
+
+def doctor_gpus() -> list[tuple[str, str]]:
+    """What `whet doctor` says of accelerators."""
+    return [(each.what, each.found.partition(" (")[0]) for each in doctor._gpus()]
 
 
 def places(tensors: Iterable[torch.Tensor]) -> list[str]:

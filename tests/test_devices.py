@@ -128,6 +128,17 @@ def test_the_pretend_accelerator_is_one(runs: Any) -> None:
 
 
 @pytest.mark.slow
+def test_rollout_engines_keep_to_their_suite_on_the_device() -> None:
+    """Log-probs, choices under rules, new weights, in the middle of a response too, and streams."""
+    chosen = "log_probs_are or tokens_are_those or weights or streamed"
+    assert on_the_device("suite", arguments=["tests/rollout/test_engines.py", "-k", chosen])["result"] == 0
+
+
+def test_doctor_finds_an_accelerator_of_any_kind() -> None:
+    assert on_the_device("doctor_gpus")["result"] == [["GPU 0", "gpu, 64.0 GiB of 80.0 GiB free"]]
+
+
+@pytest.mark.slow
 def test_all_kinds_of_runs(model_folder: Path, tmp_path: Path) -> None:
     found = both(SLOW, model_folder, tmp_path)
     for name in SLOW:

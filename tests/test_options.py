@@ -36,6 +36,7 @@ SILENT = [  # what would leave tokens, or all of them, without a gradient
     ("token weight", "icepop", {"low": 5.0}, r"low=5.0; expected a number >= 0 and <= 1"),
     ("token weight", "icepop", {"low": 0.5, "high": 0.5}, "high=0.5; expected a number >= 1"),
     ("token weight", "importance", {"cap": -1.0}, "cap=-1.0; expected a number > 0"),
+    ("token weight", "importance", {"floor": 5.0, "cap": 1.0}, "floor=5.0 is not less than .*cap=1.0; lower floor or"),
     ("token weight", "top_entropy", {"share": 2.0}, "share=2.0; expected a number > 0 and <= 1"),
     ("token weight", "top_entropy", {"share": -1.0}, "share=-1.0; expected a number > 0 and <= 1"),
     ("policy loss", "clip_cov", {"lower": 6.0}, "lower=6.0 is not less than .*upper=5.0"),

@@ -11,6 +11,7 @@ from typer.main import get_command
 
 import whet
 from whet.cli.app import app
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -37,3 +38,9 @@ def test_the_recipes_are_counted_right() -> None:
     recipes = (Path(whet.__file__).parent / "recipes").glob("*_quickstart.yaml")
     counted = len([each for each in recipes if each.stem not in ("calculator_quickstart", "vlm_quickstart")])
     assert f"| recipes | {counted} algorithms on the quickstart's task" in README
+
+
+def test_estimators_and_losses_are_counted_right() -> None:
+    for name, kind in (("estimators", ADV_ESTIMATORS), ("losses", POLICY_LOSSES)):
+        counted = sum(entry.alias_of is None for entry in kind)
+        assert f"| {name} | {counted}, from " in README

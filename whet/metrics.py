@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: collects numbers by name and reduces them to the number of a step; and announces the phases of a run."""
+"""Metrics: collects numbers by name and reduces them to the number of a step."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+
+from whet.phases import phase
 
 Scalar = float | torch.Tensor
 Reduction = Literal["mean", "sum", "max", "min", "seconds"]
@@ -107,38 +108,6 @@ class Metrics:
         numbers = _on_host(chosen)
         results = ((name, _reduce(name, chosen[name].reduction, numbers[name])) for name in sorted(chosen))
         return {name: result for name, result in results if result is not None}
-
-
-Watch = Callable[[str], AbstractContextManager[None]]
-Counter = Callable[[int, int, str], None]
-_watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Announces the block as a phase of the run to the watchers of this thread; records nothing."""
-    with ExitStack() as watched:
-        for watch, _ in _watchers.get(threading.get_ident(), ()):
-            watched.enter_context(watch(name))
-        yield
-
-
-def counted(done: int, total: int, note: str = "") -> None:
-    """Announces the progress of the current phase to the watchers of this thread."""
-    for _, counter in _watchers.get(threading.get_ident(), ()):
-        counter(done, total, note)
-
-
-@contextmanager
-def watching(watch: Watch, counter: Counter = lambda done, total, note: None) -> Iterator[None]:
-    """Opens `watch(name)` around every phase in this thread (also the blocks of `Metrics.time`) during this block, so
-    that the training loop needs no code to show phases. `counter` gets the arguments of `counted`."""
-    watchers, own = _watchers.setdefault(threading.get_ident(), []), (watch, counter)
-    watchers.append(own)
-    try:
-        yield
-    finally:
-        watchers.remove(own)
 
 
 @dataclass

@@ -3,7 +3,9 @@
 rollout.engine.options.file=requests.jsonl
 
 The parameters before `*` are whet's, by name: dtype, max_batch_size, load_tokenizer, device, num_devices, model.
-tests/rollout/rollout_conformance.py has what an engine is held to; whet/rollout/protocol.py its methods."""
+whet/rollout/protocol.py has the methods of an engine; in a checkout the suite of the shipped ones runs with yours:
+python -m pytest tests/rollout/test_engines.py --rollout-engine examples/extending/rollout_engine.py:Recorded \\
+--rollout-engine-options '{"file": "requests.jsonl"}'"""
 
 import json
 from collections.abc import Callable

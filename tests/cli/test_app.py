@@ -170,6 +170,13 @@ def test_h_is_help_and_a_flag_has_no_type(command: list[str], capsys: pytest.Cap
     assert whet(*command, "-h") == 0
     out = capsys.readouterr().out
     assert f"Usage: {' '.join(['whet', *command])}" in out and "<bool>" not in out and "-h" in out
+    assert "list[" not in out
+
+
+def test_choices_are_not_broken_inside_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet("config", "-h") == 0
+    shown = [line[29:51].strip() for line in capsys.readouterr().out.splitlines()]
+    assert shown[6:9] == ["<train | sft |", "train-reward | eval |", "generate | convert>"]
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,20 @@ def test_an_earlier_run_in_the_folder_says_how_long_a_step_took(
 ) -> None:
     (tmp_path / "timings.jsonl").write_text('{"step": 1, "time/step": 3.0}\n{"step": 2, "time/step": 2.0}\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "response_length/mean": 3.0}\n')
-    given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path}", *SMALL]
-    assert whet("plan", "quickstart", *given, "--json") == 0
+    given = ["quickstart", f"model.path={model_folder}", f"trainer.run_dir={tmp_path}", *SMALL]
+    assert whet("config", "train", *given) == 0
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    assert whet("plan", *given, "trainer.total_steps=7", "--json") == 0
     made = json.loads(capsys.readouterr().out)
     assert made["measured_seconds_per_step"] == {"time/step": 2.5}
     assert made["tokens_per_step"] == {"prompt": 64, "response": 12}
+
+    other = ["rollout.n=4", "model.dtype=float32", "data.max_response_length=64", "actor.engine.packing=false"]
+    assert whet("plan", *given, *other, "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["measured_seconds_per_step"] == {} and made["tokens_per_step"] == {"prompt": 64, "response": 512}
+    (note,) = (note for note in made["notes"] if "earlier run" in note)
+    assert [each.partition("=")[0] for each in other if each.partition("=")[0] not in note] == [], note
 
 
 def test_supervised_runs_too(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

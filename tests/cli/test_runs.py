@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
-from tests.tracking.test_runs import make_run
+from tests.tracking.test_runs import OLD_RUN, make_run
 from whet.cli.app import main
 from whet.cli.runs import main_metrics, next_command
 from whet.config import SFTConfig, TrainConfig
 from whet.config.render import to_yaml
 from whet.tracking.runs import read_run, write_state
+from whet.viewer.server import Site
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +110,16 @@ def test_mistakes_are_explained(words: list[str], error: str, capsys: pytest.Cap
     make_run(Path("empty"))
     assert whet(*words) == 2
     assert f"DataError: {error}" in capsys.readouterr().err
+
+
+def test_every_command_reads_a_run_of_the_first_version(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(OLD_RUN, "runs/old")
+    assert whet("runs", "runs/old") == 0 and "val/accuracy" in capsys.readouterr().out
+    assert whet("runs", "--json") == 0
+    [listed] = json.loads(capsys.readouterr().out)
+    assert (listed["path"], listed["state"], listed["step"]) == ("runs/old", "ended", 2)
+    assert whet("plot", "runs/old", "-o", "old.png") == 0 and imread("old.png").any()
+    capsys.readouterr()
+    assert whet("show", "runs/old") == 0 and "4 responses" in capsys.readouterr().out
+    [listed] = Site(Path("runs")).runs({})["runs"]
+    assert (listed["id"], listed["step"], listed["files"]["step"]) == ("old", 2, [1, 2])

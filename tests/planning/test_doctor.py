@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from whet.errors import pip_install
 from whet.planning import doctor
 from whet.planning.doctor import Finding, examine
+from whet.rollout.servers.environment import find_environment
 from whet.threads import POLICY, SPINS, yield_soon
 
 
@@ -46,6 +47,19 @@ def test_an_engine_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor, "compiler", lambda: None)
     native = by_name(list(doctor._engines({})))["rollout.engine.name=native"]
     assert native.status == "note" and "there is no C++ compiler" in native.found
+
+
+def test_an_engine_that_could_not_start_says_so_as_a_run_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    for name in ("vllm", "sglang"):
+        monkeypatch.setenv(f"WHET_{name.upper()}_PYTHON", str(python))
+    find_environment.cache_clear()
+    found = by_name(list(doctor._engines({})))
+    for name, make in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        finding = found[f"rollout.engine.name={name}"]
+        assert finding.status == "note" and finding.found.startswith(f"cannot run: {python} does not exist")
+        assert make in finding.advice and f"make {name}" in finding.advice
+    assert found["rollout.engine.name=hf"].found == "can run"
 
 
 def test_a_place_that_cannot_be_written_to_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from whet.config import TrainConfig
 from whet.config.cluster import ClusterConfig
 from whet.errors import ConfigError
 from whet.planning import fit, machine
-from whet.planning.fit import ANYWAY, changed, changes, check_fits, rooms, size, upper_bound
+from whet.planning.fit import ANYWAY, Room, changed, changes, check_fits, rooms, size, upper_bound
 from whet.planning.machine import FreeMemory, free_accelerator
-from whet.planning.memory import plan_memory
+from whet.planning.memory import Setup, plan_memory
 from whet.trainers import build
 from whet.trainers.build import train
 
@@ -109,6 +109,27 @@ def test_changes_are_ordered_by_what_they_save_and_hold(train_config: MakeConfig
     best = single[0].override.split("=")
     after = plan_memory(build.setup(changed(config, {best[0]: {"true": True}.get(best[1], best[1])}), [16]))
     assert after.resident_bytes == single[0].needed_bytes == room.needed - single[0].saved_bytes
+
+
+def test_settings_are_combined_only_while_each_saves_more(
+    train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the second of three settings the run needs more than with the first alone; with the third it needs less."""
+    setup = build.setup(train_config(), [16])
+    [room] = rooms(setup)
+    saved = {frozenset({0}): 50, frozenset({1}): 40, frozenset({2}): 30, frozenset({0, 1}): 45, frozenset({0, 2}): 60}
+    keys = ["trainer.seed", "trainer.save_freq", "trainer.total_epochs"]
+
+    def rooms_of(other: Setup) -> list[Room]:
+        tree = {"trainer": other.config.trainer.model_dump()}
+        chosen = frozenset(number for number, key in enumerate(keys) if tree["trainer"][key.split(".")[1]] == 77)
+        return [replace(room, needed=room.needed * (100 - saved[chosen]) // 100)]
+
+    monkeypatch.setattr(fit, "_candidates", lambda *_: {f"{key}=77": {key: 77} for key in keys})
+    monkeypatch.setattr(fit, "rooms", rooms_of)
+    found = changes(setup, room, lambda other: build.setup(other, [16]))
+    assert [each.override for each in found] == [*(f"{key}=77" for key in keys), f"{keys[0]}=77 {keys[2]}=77"]
+    assert found[-1].saved_bytes == room.needed - room.needed * 40 // 100
 
 
 def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(

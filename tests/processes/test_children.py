@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from whet.processes.children import BROKEN, Callee, Children, Ended, Event, Reply
+from whet.processes.fork_server import exit_text
+from whet.processes.template import ORPHANED
 
 
 @pytest.fixture(autouse=True)
@@ -154,10 +156,10 @@ def test_a_killed_guard_or_template_is_no_end_of_the_others(children: Children) 
     child, other = children.start(), children.start()
     pids = [int(ask(children, child, "pid")), int(ask(children, other, "pid"))]
     os.kill(int(ask(children, child, "parent")), signal.SIGKILL)  # its guard
-    assert wait_for(children, 1) == [Ended(child, "died: SIGKILL (out of memory, or killed by hand)")]
+    assert wait_for(children, 1) == [Ended(child, f"died: {exit_text(ORPHANED)}")]
     template = int(ask(children, other, "template"))
     os.kill(template, signal.SIGKILL)
-    assert wait_for(children, 1) == [Ended(other, "died: SIGKILL (out of memory, or killed by hand)")]
+    assert wait_for(children, 1) == [Ended(other, f"died: {exit_text(ORPHANED)}")]
     assert wait_until_gone(pids)
     third = children.start()
     assert ask(children, third, "argument") == "given"

@@ -137,7 +137,9 @@ def test_a_function_that_kills_the_parent_of_its_process_costs_its_item_alone(be
     with make_pool(behaviours) as pool:
         outcomes = pool.score([item("1"), item("orphan"), item("1")])
         assert [outcomes[0], outcomes[2]] == [RIGHT, RIGHT]
-        assert outcomes[1].message.startswith("the reward process died: ")
+        assert outcomes[1].message.startswith(
+            "the reward process died: the process that guards it was killed (by the c"
+        )
 
 
 def test_a_process_killed_while_it_starts_is_replaced(tmp_path):

@@ -5,11 +5,32 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).parent))
+SHIPPED: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, most sequences together, options
+    "native": ("native", 256, {}),
+    # room for three sequences at a time, and a cache that holds few of them
+    "native, short of everything": ("native", 3, {"kv_cache_bytes": 2 * 2 * 2 * 16 * 32 * 4 * 24}),
+    "hf": ("hf", 256, {}),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests with an argument `rollout_engine` run with each engine."""
+    if "rollout_engine" in metafunc.fixturenames:
+        metafunc.parametrize("rollout_engine", metafunc.config.getoption("--rollout-engine") or list(SHIPPED))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --rollout-engine only tests that take any engine run."""
+    if config.getoption("--rollout-engine"):
+        left_out = [item for item in items if "rollout_engine" not in getattr(item, "fixturenames", ())]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

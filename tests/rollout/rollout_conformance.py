@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
-from collections.abc import Sequence
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from whet.config.schema import LoraConfig
 from whet.keyed import key
+from whet.models.load import load_policy
+from whet.models.lora import add_adapter, merged_weights
 from whet.rollout.protocol import (
     Completion,
     Finished,
@@ -20,10 +29,14 @@ from whet.rollout.protocol import (
     Request,
     RolloutEngine,
     SamplingParams,
+    SharesModule,
     generate,
 )
 from whet.rollout.sampling import SamplingState, sample
 
+log = logging.getLogger(__name__)
+BytesOf = Callable[[Any], int]
+Check = Callable[[RolloutEngine, PreTrainedModel], None]
 STOP = 7
 SAMPLING: list[dict[str, Any]] = [
     {},
@@ -35,6 +48,20 @@ SAMPLING: list[dict[str, Any]] = [
     {"allowed_token_ids": tuple(range(4, 12)), "bad_words": ((5,), (4, 6), (6, 4, 8), (8, 8)), "top_p": 0.95},
     {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
 ]
+
+
+def begin(engine: RolloutEngine, model: PreTrainedModel, version: int) -> None:
+    """The model's weights: its module itself, where the engine shares one."""
+    if isinstance(engine, SharesModule):
+        engine.attach(model, version)
+    else:
+        engine.load(named(model), version)
+
+
+def own(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    """Makes ready for `load`."""
+    if isinstance(engine, SharesModule):
+        engine.adopt(model)
 
 
 def requests(groups: int = 4, n: int = 3, seed: int = 0, longest: int = 24, **params: object) -> list[Request]:
@@ -62,20 +89,40 @@ def check_log_probs(engine: RolloutEngine, model: PreTrainedModel, made: Sequenc
 
 def own_log_probs(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:
     """The model's forward over the whole sequence, one row, no cache."""
-    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
+    logits = forward(model, (*request.prompt_ids, *completion.token_ids))[len(request.prompt_ids) - 1 : -1]
     log_pi = (logits / (request.params.temperature or 1.0)).log_softmax(-1)
-    return log_pi.gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+    return log_pi.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+def forward(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """The logits after each token, on the host."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+    return logits.cpu()
+
+
+def gaps(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:
+    return (own_log_probs(model, request, completion) - torch.tensor(completion.log_probs)).abs()
+
+
+def changed(model: PreTrainedModel, factor: float) -> PreTrainedModel:
+    """A copy of the model, with all weights multiplied."""
+    other = load_policy(model.config._name_or_path).eval().to(model.device)
+    with torch.no_grad():
+        for weight, own in zip(other.parameters(), model.parameters(), strict=True):
+            weight.copy_(own * factor)
+    return other
+
+
+def named(model: PreTrainedModel, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight.detach() * factor) for name, weight in model.named_parameters()]
 
 
 def check_choices(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request]) -> None:
     """Every token is the one that `sample` draws from the model's own logits, and the limits and stops are kept."""
     for request, completion in zip(made, generate(engine, made), strict=True):
         assert 1 <= len(completion.token_ids) <= request.params.max_new_tokens
-        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-        with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
+        logits = forward(model, (*request.prompt_ids, *completion.token_ids))[len(request.prompt_ids) - 1 : -1]
         state = SamplingState.of([request] * len(logits), logits.shape[1], torch.device("cpu"))
         so_far = torch.tensor([completion.token_ids] * len(logits))
         tokens, _ = sample(logits, state, torch.arange(len(logits)), so_far)
@@ -193,3 +240,92 @@ def check_weights(
     engine.sleep()
     engine.wake()
     assert_same(generate(engine, made), back, tolerance)
+
+
+def own_bytes(engine: RolloutEngine) -> int:
+    """The memory of this process, for an engine that computes in it."""
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def check_frequencies(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    """Chi-square of 2,000 first tokens, for plain sampling and for a cut one."""
+    prompt, draw = (5, 6, 7, 8), random.Random(3)
+    for params in (SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6)):
+        made = [Request(str(index), prompt, params, draw.getrandbits(63)) for index in range(2000)]
+        counts = Counter(completion.token_ids[0] for completion in generate(engine, made))
+        with torch.no_grad():
+            logits = forward(model, prompt)[-1] / params.temperature
+        if params.top_k:
+            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], float("-inf"))
+        expected = (logits.softmax(-1) * len(made)).tolist()
+        common = [token for token, each in enumerate(expected) if each >= 5]
+        rest = len(made) - sum(counts[token] for token in common)
+        rest_expected = len(made) - sum(expected[token] for token in common)
+        chi = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in common)
+        chi += (rest - rest_expected) ** 2 / rest_expected if rest_expected > 1 else 0.0
+        freedom = len(common) - (rest_expected <= 1)
+        log.info("chi-square %.1f of %d degrees of freedom", chi, freedom)
+        # mean `freedom`, variance twice that: five deviations
+        assert abs(chi - freedom) < 5 * (2 * freedom) ** 0.5, (chi, freedom)
+
+
+def check_twenty_updates(engine: RolloutEngine, model: PreTrainedModel, bytes_of: BytesOf = own_bytes) -> None:
+    """Log-probs after each are the model's own, that of a tied head too; memory stays."""
+    other, seconds, worst, memory = changed(model, 1.0), list[float](), 0.0, list[int]()
+    own(engine, model)
+    draw = torch.Generator().manual_seed(0)
+    for version in range(1, 21):
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.add_(torch.randn(weight.shape, generator=draw).to(weight) * 0.05 * weight.std())
+        began = time.perf_counter()
+        engine.load(other.named_parameters(), version)
+        seconds.append(time.perf_counter() - began)
+        made = requests(groups=2, n=2, seed=version)
+        for request, completion in zip(made, generate(engine, made), strict=True):
+            gap = float(gaps(other, request, completion).max())
+            assert gap < 1e-5
+            worst = max(worst, gap)
+            assert {each for each, _ in completion.versions} == {version}
+        memory.append(bytes_of(engine))
+    log.info(
+        "20 updates of %.1f M parameters: %.0f ms (median), largest gap %.1e, memory %.0f to %.0f MiB",
+        *(sum(weight.numel() for weight in other.parameters()) / 1e6, statistics.median(seconds) * 1e3, worst),
+        *(memory[0] / 2**20, memory[-1] / 2**20),
+    )
+    assert memory[-1] - memory[4] < 32 * 2**20
+
+
+def check_adapter(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    """Log-probs under an adapter: of a module that has one, and of weights that it was merged into."""
+    adapted = changed(model, 1.0)
+    add_adapter(adapted, LoraConfig(rank=2), seed=1)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:  # 0 in a new adapter
+                weight.copy_(torch.randn(weight.shape, generator=draw) * 0.1)
+    made = requests(groups=2)
+    plain = generate(engine, made)
+    if isinstance(engine, SharesModule):
+        engine.attach(adapted, 1)
+        check_log_probs(engine, adapted, made)
+    own(engine, model)
+    engine.load(merged_weights(adapted), version=2)
+    check_log_probs(engine, adapted, made)
+    assert all(a.log_probs != b.log_probs for a, b in zip(generate(engine, made), plain, strict=True))
+
+
+def check_memory(engine: RolloutEngine, model: PreTrainedModel, bytes_of: BytesOf = own_bytes) -> None:
+    """Memory does not grow with 1,000 requests."""
+    generate(engine, requests(groups=25, n=8))
+    before = bytes_of(engine)
+    for seed in range(1, 6):
+        generate(engine, requests(groups=25, n=8, seed=seed))
+    after = bytes_of(engine)
+    log.info("memory over 1,000 requests: %.0f to %.0f MiB", before / 2**20, after / 2**20)
+    assert after - before < 32 * 2**20
+
+
+CHECKS: tuple[Check, ...] = (check_frequencies, check_twenty_updates, check_adapter, check_memory)

@@ -6,10 +6,7 @@ A check of CHECKS takes the engine and the model that its server samples from, a
 from __future__ import annotations
 
 import logging
-import random
-import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +17,7 @@ import psutil
 import pytest
 import rollout_conformance as suite
 import torch
+from rollout_conformance import changed, gaps, named
 from transformers import PreTrainedModel
 
 from whet.config.schema import ModelConfig
@@ -119,22 +117,6 @@ def length_of(engine: ServerEngine) -> int:
     return LENGTHS[engine.package.title]
 
 
-def named(model: PreTrainedModel, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    return [(name, weight.detach() * factor) for name, weight in model.named_parameters()]
-
-
-def changed(model: PreTrainedModel, factor: float) -> PreTrainedModel:
-    other = load_policy(model.config._name_or_path).eval()
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(factor)
-    return other
-
-
-def gaps(model: PreTrainedModel, request: Request, completion: Completion) -> torch.Tensor:
-    return (suite.own_log_probs(model, request, completion) - torch.tensor(completion.log_probs)).abs()
-
-
 def in_mid_answer(
     engine: ServerEngine, model: PreTrainedModel, made: Sequence[Request], tokens: int, act: Callable[[], object]
 ) -> list[Event]:
@@ -194,28 +176,6 @@ def check_native_tokens(engine: ServerEngine, model: PreTrainedModel, **params: 
     made = suite.requests(groups=8, n=4, longest=60, **params)
     for own, other in zip(generate(engine, made), generate(native, made), strict=True):
         assert own.token_ids == other.token_ids and own.finish_reason == other.finish_reason
-
-
-def check_frequencies(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """Chi-square of 2,000 first tokens, for plain sampling and for a cut one."""
-    prompt, draw = (5, 6, 7, 8), random.Random(3)
-    for params in (SamplingParams(1), SamplingParams(1, temperature=0.7, top_k=6)):
-        made = [Request(str(index), prompt, params, draw.getrandbits(63)) for index in range(2000)]
-        counts = Counter(completion.token_ids[0] for completion in generate(engine, made))
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt])).logits[0, -1] / params.temperature
-        if params.top_k:
-            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], float("-inf"))
-        expected = (logits.softmax(-1) * len(made)).tolist()
-        common = [token for token, each in enumerate(expected) if each >= 5]
-        rest = len(made) - sum(counts[token] for token in common)
-        rest_expected = len(made) - sum(expected[token] for token in common)
-        chi = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in common)
-        chi += (rest - rest_expected) ** 2 / rest_expected if rest_expected > 1 else 0.0
-        freedom = len(common) - (rest_expected <= 1)
-        log.info("chi-square %.1f of %d degrees of freedom", chi, freedom)
-        # mean `freedom`, variance twice that: five deviations
-        assert abs(chi - freedom) < 5 * (2 * freedom) ** 0.5, (chi, freedom)
 
 
 def check_company(engine: ServerEngine, model: PreTrainedModel) -> None:
@@ -397,32 +357,6 @@ def check_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
     suite.check_weights(engine, model, suite.requests(groups=2), ROUNDING)
 
 
-def check_twenty_updates(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """Log-probs after each are the model's own, that of a tied head too; memory stays."""
-    other, seconds, worst, memory = changed(model, 1.0), [], 0.0, []
-    draw = torch.Generator().manual_seed(0)
-    for version in range(1, 21):
-        with torch.no_grad():
-            for weight in other.parameters():
-                weight.add_(torch.randn(weight.shape, generator=draw) * 0.05 * weight.std())
-        began = time.perf_counter()
-        engine.load(other.named_parameters(), version)
-        seconds.append(time.perf_counter() - began)
-        made = suite.requests(groups=2, n=2, seed=version)
-        for request, completion in zip(made, generate(engine, made), strict=True):
-            gap = float(gaps(other, request, completion).max())
-            assert gap < 1e-5
-            worst = max(worst, gap)
-            assert {each for each, _ in completion.versions} == {version}
-        memory.append(server_bytes(engine))
-    log.info(
-        "20 updates of %.1f M parameters: %.0f ms (median), largest gap %.1e, memory of the server %.0f to %.0f MiB",
-        *(sum(weight.numel() for weight in other.parameters()) / 1e6, statistics.median(seconds) * 1e3, worst),
-        *(memory[0] / 2**20, memory[-1] / 2**20),
-    )
-    assert memory[-1] - memory[4] < 32 * 2**20
-
-
 def check_prefixes_per_version(engine: ServerEngine, model: PreTrainedModel) -> None:
     """The prefix cache is per version: equal prompts of 300 tokens before and after a change."""
     request = Request("0", tuple(5 + index % 30 for index in range(300)), SamplingParams(8), 3)
@@ -463,22 +397,21 @@ def check_broken_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
     suite.assert_same(generate(engine, made), before, ROUNDING)
 
 
+def check_twenty_updates(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Log-probs after each are the model's own, that of a tied head too; memory stays."""
+    suite.check_twenty_updates(engine, model, server_bytes)
+
+
 def check_memory(engine: ServerEngine, model: PreTrainedModel) -> None:
     """The server's processes do not grow with 1,000 requests."""
-    generate(engine, suite.requests(groups=25, n=8))
-    before = server_bytes(engine)
-    for seed in range(1, 6):
-        generate(engine, suite.requests(groups=25, n=8, seed=seed))
-    after = server_bytes(engine)
-    log.info("memory of the server over 1,000 requests: %.0f to %.0f MiB", before / 2**20, after / 2**20)
-    assert after - before < 32 * 2**20
+    suite.check_memory(engine, model, server_bytes)
 
 
 CHECKS: tuple[Check, ...] = (
-    *(check_native_tokens, check_frequencies, check_company, check_streams, check_refusals, check_arrivals),
+    *(check_native_tokens, suite.check_frequencies, check_company, check_streams, check_refusals, check_arrivals),
     *(check_abort, check_attempts, check_pause, check_arrivals_in_a_pause, check_load, check_load_while_paused),
-    *(check_kept_cache, check_deadline, check_weights, check_twenty_updates, check_prefixes_per_version),
-    *(check_other_models_weights, check_broken_weights, check_memory),
+    *(check_kept_cache, check_deadline, check_weights, check_twenty_updates, suite.check_adapter),
+    *(check_prefixes_per_version, check_other_models_weights, check_broken_weights, check_memory),
 )
 
 

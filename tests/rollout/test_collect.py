@@ -20,9 +20,9 @@ from whet.data.load import load_prompts
 from whet.data.media import MediaLimits, MediaReader
 from whet.errors import DataError
 from whet.evaluation.answers import readable
-from whet.metrics import watching
 from whet.models.init import init_model
 from whet.models.load import load_tokenizer
+from whet.phases import watching
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import Limits

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines against the model's own forward."""
+"""Rollout engines against the model's own forward; `--rollout-engine path/file.py:MyEngine` runs it on yours."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,11 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
+from tests.rollout.conftest import SHIPPED
+from whet.config.schema import ModelConfig, RolloutConfig
 from whet.errors import DeadlineError, EngineError
 from whet.models.load import load_policy, load_tokenizer
+from whet.rollout import build
 from whet.rollout.hf import HFEngine
 from whet.rollout.native import scheduler
 from whet.rollout.native.engine import NativeEngine
@@ -36,12 +42,7 @@ from whet.rollout.protocol import (
 )
 from whet.types import Media
 
-ENGINES: dict[str, Callable[[], RolloutEngine]] = {
-    "native": NativeEngine,
-    # room for three sequences at a time, and a cache that holds few of them
-    "native, short of everything": lambda: NativeEngine(max_batch_size=3, kv_cache_bytes=2 * 2 * 2 * 16 * 32 * 4 * 24),
-    "hf": HFEngine,
-}
+ROOT = Path(__file__).parents[2]
 
 
 def block_bytes(model: PreTrainedModel) -> int:
@@ -51,14 +52,25 @@ def block_bytes(model: PreTrainedModel) -> int:
     return config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 16 * 4
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> RolloutEngine:
-    return ENGINES[request.param]()
+@pytest.fixture
+def engine(
+    rollout_engine: str, model: PreTrainedModel, device: torch.device, request: pytest.FixtureRequest
+) -> Iterator[RolloutEngine]:
+    given = json.loads(request.config.getoption("--rollout-engine-options"))
+    name, most, options = SHIPPED.get(rollout_engine, (rollout_engine, 256, given))
+    config, folder = RolloutConfig(engine={"name": name, "options": options}, max_batch_size=most), folder_of(model)
+    made = build.rollout_engine(config, torch.float32, lambda: load_tokenizer(folder), device, ModelConfig(path=folder))
+    yield made
+    made.close()
+
+
+def folder_of(model: PreTrainedModel) -> str:
+    return str(model.config._name_or_path)
 
 
 @pytest.fixture(scope="module", params=["model_folder", "qwen25_folder"])
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    loaded = load_policy(request.getfixturevalue(request.param)).eval()
+def model(request: pytest.FixtureRequest, device: torch.device) -> PreTrainedModel:
+    loaded = load_policy(request.getfixturevalue(request.param)).eval().to(device)
     with torch.no_grad():  # random weights say nearly the same of every token: sharpen them
         loaded.get_output_embeddings().weight.mul_(8)
     return loaded
@@ -69,7 +81,7 @@ SAMPLING = suite.SAMPLING
 
 @pytest.mark.parametrize("params", SAMPLING, ids=str)
 def test_log_probs_are_the_models_own(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     suite.check_log_probs(engine, model, suite.requests(**params))
 
 
@@ -77,17 +89,17 @@ def test_log_probs_are_the_models_own(engine: RolloutEngine, model: PreTrainedMo
 def test_tokens_are_those_that_sampling_draws(
     engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]
 ) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     suite.check_choices(engine, model, suite.requests(seed=1, **params))
 
 
 def test_rules_are_kept(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     suite.check_rules(engine, suite.requests(longest=60, stop_token_ids=(), **SAMPLING[6]))
 
 
 def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     for wrong in ((), (5, 10**6)):
         with pytest.raises(EngineError, match="allowed_token_ids"):
             generate(engine, suite.requests(allowed_token_ids=wrong))
@@ -95,9 +107,8 @@ def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: Pre
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings(engine: RolloutEngine, model: PreTrainedModel, length: int) -> None:
-    engine.attach(model, 0)
-    engine.load_tokenizer = lambda: load_tokenizer(model.config._name_or_path)  # type: ignore[attr-defined]
-    tokenizer = load_tokenizer(model.config._name_or_path)
+    suite.begin(engine, model, 0)
+    tokenizer = load_tokenizer(folder_of(model))
     suite.check_stop_strings(engine, tokenizer, suite.requests(groups=6, longest=30, stop_token_ids=(9,)), length)
 
 
@@ -140,7 +151,7 @@ def test_a_request_alone_and_among_others(model: PreTrainedModel, dtype: torch.d
 
 
 def test_weights_from_outside(model: PreTrainedModel, engine: RolloutEngine) -> None:
-    engine.adopt(model)
+    suite.own(engine, model)
     suite.check_weights(engine, model, suite.requests(groups=2))
 
 
@@ -218,6 +229,8 @@ def test_a_rollout_that_takes_too_long_is_named(
 
 
 def test_no_weights_yet(engine: RolloutEngine) -> None:
+    if not isinstance(engine, SharesModule):
+        pytest.skip("this engine has the weights of the model's folder from its start")
     with pytest.raises(EngineError, match="no weights yet"):
         generate(engine, suite.requests())
 
@@ -273,7 +286,7 @@ LONG: dict[str, Any] = {"stop_token_ids": (), "max_new_tokens": 20}
 
 
 def test_requests_may_come_while_others_run(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     made = suite.requests(groups=3, n=2, **LONG)
     undisturbed = generate(engine, made)
     events: list[Event] = []
@@ -290,7 +303,7 @@ def test_requests_may_come_while_others_run(engine: RolloutEngine, model: PreTra
 def test_an_aborted_request_gives_its_tokens_and_a_later_attempt_the_rest(
     engine: RolloutEngine, model: PreTrainedModel
 ) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     made = suite.requests(groups=2, n=2, **LONG, repetition_penalty=1.3)
     whole = {request.uid: completion for request, completion in zip(made, generate(engine, made), strict=True)}
     for request in made:
@@ -319,7 +332,7 @@ def _submitted(engine: RolloutEngine, request: Request) -> list[Event]:
 
 
 def test_a_paused_engine_gives_what_it_has_and_is_silent(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 4)
+    suite.begin(engine, model, 4)
     made = suite.requests(groups=1, n=3, **LONG)
     whole = generate(engine, made)
     for request in made:
@@ -341,7 +354,7 @@ def test_a_paused_engine_gives_what_it_has_and_is_silent(engine: RolloutEngine, 
 
 def test_weights_change_between_two_tokens(engine: RolloutEngine, model: PreTrainedModel) -> None:
     """Tokens before the change are the old weights' and those after it a full recompute's under the new ones."""
-    engine.adopt(model)
+    suite.own(engine, model)
     engine.load(sharpened(model, 1.0), version=1)
     made = suite.requests(groups=2, n=2, **LONG)
     old = dict(zip([request.uid for request in made], generate(engine, made), strict=True))
@@ -351,10 +364,7 @@ def test_weights_change_between_two_tokens(engine: RolloutEngine, model: PreTrai
         engine.poll(0.0)
     engine.load(sharpened(model, 0.5), version=2)
     found = completions(drain(engine))
-    changed = load_policy(model.config._name_or_path).eval()
-    with torch.no_grad():
-        for own, (_, weight) in zip(changed.parameters(), sharpened(model, 0.5), strict=True):
-            own.copy_(weight)
+    changed = suite.changed(model, 0.5)
     mixed = 0
     for request in made:
         completion = found[request.uid]
@@ -385,7 +395,7 @@ def test_a_kept_cache_is_not_computed_again(model: PreTrainedModel) -> None:
 
 
 def test_a_request_past_its_deadline_fails_alone(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     late, other = suite.requests(groups=2, n=1, **LONG)
     engine.submit(replace(late, deadline_seconds=0.0))
     engine.submit(other)
@@ -396,20 +406,28 @@ def test_a_request_past_its_deadline_fails_alone(engine: RolloutEngine, model: P
 
 
 def test_equal_uids_are_refused(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     with pytest.raises(EngineError, match="share uids"):
         generate(engine, [*suite.requests(groups=1, n=1), *suite.requests(groups=1, n=1)])
 
 
 def test_media_are_refused_by_an_engine_that_reads_text(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     [request] = suite.requests(groups=1, n=1)
     with pytest.raises(EngineError, match="has images, and the model reads text"):
         engine.submit(replace(request, media=(Media("image", "d1", None),)))
 
 
-def test_what_engines_can_do(engine: RolloutEngine) -> None:
-    assert isinstance(engine, SharesModule) and isinstance(engine, Sleeps)
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_what_engines_can_do(kind: type[NativeEngine] | type[HFEngine]) -> None:
+    assert isinstance(kind(), SharesModule) and isinstance(kind(), Sleeps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", suite.CHECKS, ids=lambda check: check.__name__)
+def test_as_every_engine(engine: RolloutEngine, model: PreTrainedModel, check: suite.Check) -> None:
+    suite.begin(engine, model, 0)
+    check(engine, model)
 
 
 # -- requests that stream ----------------------------------------------------------------------------------------------
@@ -419,14 +437,14 @@ def test_what_engines_can_do(engine: RolloutEngine) -> None:
 def test_streamed_tokens_are_the_completions(
     engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]
 ) -> None:
-    engine.attach(model, 0)
+    suite.begin(engine, model, 0)
     suite.check_streams(engine, suite.requests(groups=4, n=4, **params))
 
 
 def test_a_stream_goes_on_over_new_weights_a_pause_and_a_later_attempt(
     engine: RolloutEngine, model: PreTrainedModel
 ) -> None:
-    engine.adopt(model)
+    suite.own(engine, model)
     engine.load(sharpened(model, 1.0), version=1)
     [request] = suite.requests(groups=1, n=1, **LONG)
     whole = generate(engine, [request])[0]
@@ -462,3 +480,19 @@ def test_rows_that_do_not_stream_are_not_read(model: PreTrainedModel, monkeypatc
     assert not read
     generate(native, [replace(made[0], streams=True), *made[1:]])
     assert read == [[made[0].uid]] * 19 and not native._streaming
+
+
+# -- an engine of a user
+
+
+@pytest.mark.slow
+def test_the_documented_command_holds_an_engine_of_a_file_to_the_suite(tmp_path: Path) -> None:
+    """That of examples/extending; tests of whet's own engines are left out."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/rollout/test_engines.py"]
+    command += ["--rollout-engine", "examples/extending/rollout_engine.py:Recorded"]
+    command += ["--rollout-engine-options", json.dumps({"file": str(tmp_path / "requests.jsonl")})]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    passed = int(re.findall(r"(\d+) passed", done.stdout)[0])
+    assert passed > 40 and "native" not in done.stdout
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) > 1000

@@ -6,7 +6,8 @@ import time
 
 from rich.console import Console
 
-from whet.metrics import Metrics, counted, phase, watching
+from whet.metrics import Metrics
+from whet.phases import counted, phase, watching
 from whet.tracking import long_phases
 from whet.tracking.long_phases import LongPhases
 

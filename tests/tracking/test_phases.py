@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from whet.metrics import Metrics, watching
+from whet.metrics import Metrics
+from whet.phases import watching
 from whet.tracking.profile import PhaseClock
 
 
@@ -34,3 +35,18 @@ def test_a_phase_that_raises_ends() -> None:
         pass
     clock.table()
     assert dict(clock.seconds) == {"between steps": 5.0, "update": 2.0}
+
+
+def test_the_rollout_of_a_validation_is_validation() -> None:
+    """Also where it is left by Ctrl-C: made 0; validation from 1, its rollout 2 to 5, end 6; a rollout 6 to 8."""
+    times = iter([0.0, 1.0, 2.0, 5.0, 6.0, 6.0, 8.0, 8.0])
+    clock = PhaseClock(lambda: next(times))
+    try:
+        with clock.phase("time/validation"), clock.phase("time/rollout"):
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    with clock.phase("time/rollout"):
+        pass
+    clock.table()
+    assert dict(clock.seconds) == {"between steps": 1.0, "validation": 5.0, "rollout": 2.0}

@@ -11,6 +11,8 @@ from whet.errors import DataError
 from whet.tracking.runs import chosen_metrics, find_runs, nearest, read_run, short_names, write_state
 from whet.trainers.run_dir import lock_folder
 
+OLD_RUN = Path(__file__).parent / "old_run"  # written by commit 63aba1a, without its checkpoint
+
 
 def make_run(folder: Path, *lines: dict[str, float | None], config: str = "trainer: {}\n") -> Path:
     folder.mkdir(parents=True)
@@ -61,6 +63,14 @@ def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path)
     (other / "run.json").write_text("[]")
     with pytest.raises(DataError, match="damaged"):
         read_run(other)
+
+
+def test_a_run_of_the_first_version_is_one(tmp_path: Path) -> None:
+    assert find_runs(OLD_RUN.parent) == [OLD_RUN]
+    run = read_run(OLD_RUN)
+    assert (run.state, run.step, run.total_steps) == ("ended", 2, None)
+    assert run.best("val/accuracy") == (0.0, 0) and run.curve("response_length/mean") == ([1, 2], [3.75, 2.75])
+    assert len(run.curve("time/step")[0]) == 2
 
 
 def test_metrics_are_chosen_by_name_and_pattern_and_unknown_ones_name_the_nearest(tmp_path: Path) -> None:

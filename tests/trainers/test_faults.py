@@ -41,7 +41,7 @@ STRIKES = """
 import os, signal, time
 from contextlib import contextmanager
 from pathlib import Path
-from whet.metrics import watching
+from whet.phases import watching
 from whet.trainers import rl
 
 def child_of(pid, number):

@@ -129,7 +129,8 @@ def test_before_the_first_step_there_is_nothing_to_save(train_config: MakeConfig
         os.kill(os.getpid(), signal.SIGTERM)
         return 1.0
 
-    with pytest.raises(Stopped, match="before the first step was done: there was nothing to save") as stopped:
+    why = r"before the first step was done: there was nothing to save; the same command starts again$"
+    with pytest.raises(Stopped, match=why) as stopped:
         train(train_config(), reward=reward, data=additions)
     assert stopped.value.number == signal.SIGTERM
 

@@ -21,7 +21,7 @@ from whet.registry import register_rejection, register_weight
 LARGEST = 20.0  # log-weight; its exp is far beyond any bound
 
 
-@register_weight("importance")
+@register_weight("importance", ordered=("floor", "cap"))
 def importance(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,

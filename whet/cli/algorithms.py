@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -94,9 +94,12 @@ def show(
     name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists, or path/file.py:function")],
 ) -> None:
     """Print the formula, the columns and the options of a registered function."""
+    from whet.tracking.long_phases import long_phase
+
     output = Console(highlight=False, soft_wrap=True)
     for entry in _entries(name):
-        certified = certificate(entry)
+        with long_phase("certificate"):
+            certified = certificate(entry)
         properties = [*facts(entry), *certified]
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
         output.print(Text(f"{entry.doc}\n"))
@@ -131,10 +134,11 @@ def _entries(name: str) -> list[Entry]:
 @algorithms.command(cls=Command)
 def certify() -> None:
     """Compare the exact expected gradient of every algorithm with the gradient of the objective."""
-    from rich.progress import track
+    from whet.tracking.long_phases import long_phase
 
     output = console()
-    found = certify_all(lambda rows: track(list(rows), "certificates", console=output, transient=True))
+    with long_phase("certificates"):
+        found = certify_all()
     output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
     print_pairs(output, list(LEGEND.items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
@@ -147,11 +151,16 @@ def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
         output.print(Text.assemble((title.ljust(width), "bold"), text))
 
 
-def certify_all(show: Callable[[Iterable[Row]], Iterable[Row]] = iter) -> list[list[str]]:
-    """Computes all certificates as rows of text: kind, name, numbers. `show` wraps the iteration (a progress bar)."""
+def certify_all() -> list[list[str]]:
+    """Computes all certificates as rows of text: kind, name, numbers."""
+    from whet.phases import counted
     from whet.trainers.certify import rows
 
-    return [[row.kind, row.name, *cells(row)] for row in show(rows())]
+    found, wanted = list[list[str]](), rows()
+    for row in wanted:
+        found.append([row.kind, row.name, *cells(row)])
+        counted(len(found), len(wanted))
+    return found
 
 
 def cells(row: Row) -> list[str]:

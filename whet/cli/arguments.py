@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 
 class _Plain:
-    """Mixin: help shows no type for a flag, since a flag takes no value."""
+    """Mixin: help shows no type for a flag, which takes no value; that of an element for a list; and choices apart."""
 
     def get_params(self, ctx: Any) -> Any:
         """Returns the parameters."""
@@ -22,7 +24,15 @@ class _Plain:
         for each in params:
             if isinstance(each, TyperOption) and each.is_flag and each.metavar is None:
                 each.metavar = ""
+            if hasattr(each, "display_type"):  # not in older versions of typer
+                each.display_type = partial(_readable, type(each).display_type, each)
         return params
+
+
+def _readable(shown: Any, param: Any, ctx: Any) -> str:
+    """The type of a parameter; lines of help are broken at spaces."""
+    element = re.fullmatch(r"<list\[(.*)\]>", shown(param, ctx))
+    return (f"<{element[1].lower()}>" if element else shown(param, ctx)).replace("|", " | ")
 
 
 class Command(_Plain, TyperCommand):

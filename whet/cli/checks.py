@@ -42,12 +42,14 @@ def plan(
     config = run_config_of(command, *split_recipe(words, config_name))
 
     from whet.cli.plan_page import numbers, show
+    from whet.tracking.long_phases import long_phase
 
-    made = forecast_of(config, device_memory, host_memory)
+    with long_phase("planning"):
+        made, refused = forecast_of(config, device_memory, host_memory), problems(config)
     if as_json:
         typer.echo(numbers(made))
     else:
-        show(made, problems(config))
+        show(made, refused)
     if not (made.fits and made.fits_on_disk):
         raise typer.Exit(1)
 
@@ -76,13 +78,15 @@ def doctor(
     config = run_config_of(command, recipe, overrides)
 
     from whet.planning.doctor import examine, examine_cluster
+    from whet.tracking.long_phases import long_phase
     from whet.trainers.frame import run_folder
 
-    sections = examine(run_folder(config.trainer))
-    if cluster:
-        sections |= examine_cluster(config, run_folder(config.trainer))
-    if recipe is not None or overrides:
-        sections["this run"] = list(_of_run(config))
+    with long_phase("checking"):
+        sections = examine(run_folder(config.trainer))
+        if cluster:
+            sections |= examine_cluster(config, run_folder(config.trainer))
+        if recipe is not None or overrides:
+            sections["this run"] = list(_of_run(config))
     _print(sections)
     if any(finding.status == "problem" for found in sections.values() for finding in found):
         raise typer.Exit(1)

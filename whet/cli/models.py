@@ -33,9 +33,11 @@ def init_model(
 ) -> None:
     """Create a model folder: random weights, a trained tokenizer."""
     from whet.models.init import init_model as run
+    from whet.tracking.long_phases import long_phase
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
-    written = run(out, arch, size, seed=seed, texts=lines, patch_size=patch_size)
+    with long_phase("making the model"):
+        written = run(out, arch, size, seed=seed, texts=lines, patch_size=patch_size)
     rows = f"data.train_files={GSM8K}@train"
     typer.echo(
         f"wrote {written}. Its weights are random: run SFT before RL, for instance with GSM8K from the hub:\n"
@@ -61,8 +63,12 @@ def export(
     """Export the model of a checkpoint as a Hugging Face folder."""
     from whet.checkpoints.export import export as run
     from whet.checkpoints.hub import address, upload
+    from whet.tracking.long_phases import long_phase
 
-    typer.echo(f"wrote {run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)}")
+    with long_phase("exporting"):
+        written = run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+    typer.echo(f"wrote {written}")
     if hub is not None:
-        upload(out, hub, private=private)
+        with long_phase("uploading"):
+            upload(out, hub, private=private)
         typer.echo(f"uploaded it to {address(hub)}")

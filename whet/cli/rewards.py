@@ -82,6 +82,7 @@ def check_reward(
     1 if there is a finding."""
     from whet.rewards.check import ROWS, check
     from whet.rewards.pool import RewardPool
+    from whet.tracking.long_phases import long_phase
 
     with stand_ins():
         entry = REWARDS[function]
@@ -90,9 +91,8 @@ def check_reward(
     entry.check(options, "--option ")
     takes_truth = entry.accepts_any_option or bool({*entry.parameters, *entry.options} & WHOLE)
     reads_truth = takes_truth and any(row.truth is not None and row.truth != "" for row in used)
-    with RewardPool(
-        function, num_workers=1, timeout_seconds=timeout, correct_threshold=threshold, kwargs=options
-    ) as pool:
+    limits: Mapping[str, Any] = {"timeout_seconds": timeout, "correct_threshold": threshold}
+    with long_phase("checking"), RewardPool(function, num_workers=1, kwargs=options, **limits) as pool:
         report = check(pool, used, reads_truth=reads_truth)
     _print_report(report, len(used), reads_truth)
     if report.findings:

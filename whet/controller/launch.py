@@ -15,7 +15,7 @@ from whet.controller.remote import RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import Reply, WorkerGroup, closed_error
 from whet.errors import WhetError, WorkerError
-from whet.metrics import phase
+from whet.phases import phase
 
 
 def launch_roles(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> dict[str, WorkerGroup]:

@@ -20,7 +20,7 @@ from whet.data.row_filter import matching, within_window
 from whet.data.sources import Row, read_hub, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import DataError
-from whet.metrics import phase
+from whet.phases import phase
 from whet.registry import entry_of, load_target
 from whet.types import Prompt
 

@@ -23,11 +23,12 @@ from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
-from whet.metrics import Metrics, counted
+from whet.metrics import Metrics
 from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, layout, same_prompt
 from whet.models.vision.load import vision_of
+from whet.phases import counted
 from whet.protocol import DataProto
 
 
@@ -138,7 +139,7 @@ class Engine(ABC):
             part = _rows(columns, rows)
             outputs = self.outputs(part, objective.needs, objective.temperature)
             if rows:
-                loss, measured = objective.loss(outputs, self.there(part), counts)
+                loss, measured = objective.loss(outputs, self.to_device(part), counts)
                 total = total + loss.detach()
                 metrics.merge(measured)
             else:
@@ -209,8 +210,8 @@ class Engine(ABC):
         where = layout(part, settings.packing and settings.share_prompts)
         return self._outputs(where.to(self.device), needs, temperature)
 
-    def there(self, part: Columns) -> Columns:
-        """A micro-batch with its tensors on the device, which copies them while the host goes on."""
+    def to_device(self, part: Columns) -> Columns:
+        """Copies a micro-batch's tensors to the device, asynchronously."""
         tensors = {name: each for name, each in part.items() if isinstance(each, torch.Tensor)}
         return {**part, **{name: devices.moved(each, self.device) for name, each in tensors.items()}}
 

@@ -24,8 +24,9 @@ from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
 from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
-from whet.metrics import Metrics, counted, phase
+from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
+from whet.phases import counted, phase
 from whet.rewards.pool import scorer_of
 from whet.rollout.build import build_collector, check_media, load_model, rollout_engine, sampling_params
 from whet.rollout.protocol import RolloutEngine

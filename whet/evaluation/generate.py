@@ -31,8 +31,8 @@ from whet.errors import ConfigError, DataError
 from whet.evaluation.answers import output_errors
 from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
-from whet.metrics import counted, phase
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
+from whet.phases import counted, phase
 from whet.rollout.build import check_media, sampling_params
 from whet.rollout.protocol import Completion, Request, generate as sample_all
 from whet.tracking.jsonl import json_line

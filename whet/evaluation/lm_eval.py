@@ -27,8 +27,10 @@ from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.models.positions import position_ids
+from whet.phases import counted
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, SharesModule, generate
+from whet.tracking.long_phases import long_phase
 from whet.types import Message
 
 try:
@@ -60,7 +62,7 @@ class WhetLM(TemplateLM):
                 f"model_args {', '.join(sorted(unknown))} are unknown; expected path, dtype, max_batch_size, seed"
             )
         self.seed = seed
-        with model_folder(path) as folder:
+        with long_phase("loading the model"), model_folder(path) as folder:
             self.tokenizer = load_tokenizer(folder)
             self.policy = load_policy(folder).to(devices.here(), torch_dtype(dtype))  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer)
@@ -107,7 +109,8 @@ class WhetLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Samples a text for each request, cut before its first stop string. The default is greedy."""
         prepared = [self._request(number, *instance.args) for number, instance in enumerate(requests)]
-        completions = generate(self.engine, [request for request, _ in prepared])
+        with long_phase("sampling"):
+            completions = generate(self.engine, [request for request, _ in prepared])
         texts = []
         for instance, (_, until), completion in zip(requests, prepared, completions, strict=True):
             text = self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
@@ -135,8 +138,10 @@ class WhetLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether greedy decoding would produce it."""
         results: dict[int, tuple[float, bool]] = {}
-        for batch in self._batches(requests):
-            results |= zip(batch, self._score([requests[number] for number in batch]), strict=True)
+        with long_phase("log-likelihoods"):
+            for batch in self._batches(requests):
+                results |= zip(batch, self._score([requests[number] for number in batch]), strict=True)
+                counted(len(results), len(requests))
         for number, (text, _, _) in enumerate(requests):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, results[number])

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from packaging.requirements import Requirement
 
+from whet import devices
 from whet.compiled import compiler, instruction_set
-from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
+from whet.config.schema import ClusterConfig, ExamplesConfig, ModelConfig, TrainConfig
 from whet.errors import ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
 from whet.registry import ENGINES, ROLLOUT_ENGINES
+from whet.rollout.planned import ChecksAhead
 from whet.threads import POLICY, spinning
 
 if TYPE_CHECKING:
@@ -138,8 +140,22 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
             elif slow:
                 why = "can run, but several times slower: there is no C++ compiler"
                 yield Finding(f"{what}={name}", why, "install g++ or clang++, or set CXX")
+            elif why := _problem(name) if name in ROLLOUT_ENGINES else "":
+                yield Finding(f"{what}={name}", f"cannot run: {why.partition('; ')[0]}", why.partition("; ")[2])
             else:
                 yield Finding(f"{what}={name}", "can run")
+
+
+def _problem(name: str) -> str:
+    """The error by which a rollout engine with its default options would refuse to start; "" without one."""
+    entry = ROLLOUT_ENGINES[name]
+    engine = entry.load()
+    try:
+        if isinstance(engine, ChecksAhead):
+            engine.check_ahead(ModelConfig(), 0, entry.resolve_options({}, "rollout.engine.options"))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _processor() -> Iterator[Finding]:
@@ -175,11 +191,14 @@ def _memory() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    build = f"torch {torch.__version__}, built for " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_name(index)
+    device, build = devices.here(), f"torch {torch.__version__}"
+    if torch.version.cuda or device == devices.HOST:
+        build += f", built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
+    if device != devices.HOST:
+        module = torch.get_device_module(device)
+        for index in range(devices.count()):
+            free, total = torch.accelerator.get_memory_info(index)
+            name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
             yield Finding(f"GPU {index}", f"{name}, {size(free)} of {size(total)} free ({build})")
     elif shutil.which("nvidia-smi"):
         advice = "install a build of torch for the driver's CUDA version: pytorch.org/get-started"

@@ -12,6 +12,7 @@ from typing import Any
 
 from whet.config.schema import ActorConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
+from whet.phases import counted, phase
 from whet.planning import memory as estimate
 from whet.planning.machine import free_accelerator, free_disk, free_memory
 from whet.planning.memory import Memory, Setup
@@ -135,8 +136,8 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """Settings that save at least 2 % of a room, largest saving first, then all of them together. The saving is that of
-    a new plan with the setting."""
+    """Settings that save at least 2 % of a room, largest saving first, then a combination in which each setting saves
+    more. The saving is that of a new plan with the settings."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -145,10 +146,20 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
         needed = next(each for each in rooms(other) if each.name == room.name).needed
         return Change(" ".join(overrides), needed, room.needed - needed)
 
-    found = [planned(each) for each in candidates]
+    with phase("settings that reduce memory"):
+        found = []
+        for number, override in enumerate(candidates, 1):
+            found.append(planned(override))
+            counted(number, len(candidates))
     worth = [each for each in found if each.saved_bytes > room.needed / 50]
     worth.sort(key=lambda each: -each.saved_bytes)
-    return worth if len(worth) < 2 else [*worth, planned(*(each.override for each in worth))]
+    together, others = worth[:1], worth[1:]
+    with phase("combinations of settings"):
+        for number, each in enumerate(others, 1):
+            more = planned(*together[0].override.split(), each.override)
+            together = [more] if more.saved_bytes > together[0].saved_bytes else together
+            counted(number, len(others))
+    return worth if together == worth[:1] else [*worth, *together]
 
 
 def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:

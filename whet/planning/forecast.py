@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+import yaml
 
 from whet.config.checks import check_context
+from whet.config.compose import flatten
+from whet.config.load import rename
 from whet.config.schema import ExamplesConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, loader_of
 from whet.data.loader import steps_per_epoch
@@ -27,12 +31,16 @@ from whet.planning.machine import FreeMemory, free_accelerator, free_disk
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
-from whet.tracking.runs import read_steps
+from whet.tracking.runs import CONFIG, read_steps
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
+OF_SPEED = re.compile(  # keys that the time of a step depends on
+    r"^(model|cluster)\.|(^|\.)engine\.|^rollout\.n$|^data\.(train_batch_size|max_\w*length)$"
+    r"|(^|\.)(mini_batch_size|epochs|max_tokens_per_micro_batch)$"
+)
 QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
 
 
@@ -118,7 +126,9 @@ def forecast(
         if room.fits
         else changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
     )
-    measured, response = _earlier_run(run_dir)
+    measured, response, unlike = _earlier_run(run_dir, config)
+    if unlike:
+        notes.append(f"times of the earlier run in {run_dir} are not used: it has another {', '.join(unlike)}")
     if response is not None:
         notes.append(f"responses have {response:.0f} tokens, as in the last steps of {run_dir}")
     elif isinstance(config, TrainConfig):
@@ -184,18 +194,33 @@ def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[tuple[int, int
     return list(zip(lengths, media, strict=True))
 
 
-def _earlier_run(run_dir: Path) -> tuple[dict[str, float], float | None]:
-    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`."""
+def _earlier_run(
+    run_dir: Path, config: TrainConfig | ExamplesConfig
+) -> tuple[dict[str, float], float | None, list[str]]:
+    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; nothing
+    of a run with other values of keys that its speed depends on, but the names of these keys."""
     try:
         steps = read_steps(run_dir)[-RECENT:]
     except (WhetError, OSError):  # a damaged file
         steps = []
+    if not steps:
+        return {}, None, []
+    try:
+        tree = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        rename(type(config), tree)
+        before = dict(flatten(tree))
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        return {}, None, [f"config, or {CONFIG} cannot be read"]
+    now = {key: value for key, value in flatten(config.model_dump(mode="json")) if OF_SPEED.search(key)}
+    unlike = [key for key, value in now.items() if before.get(key, value if "model.path" in before else None) != value]
+    if unlike:
+        return {}, None, unlike
     found: dict[str, list[float]] = {}
     for name, value in ((name, value) for step in steps for name, value in step.items() if not math.isnan(value)):
         found.setdefault(name, []).append(value)
     responses = found.get("response_length/mean")
     seconds = {name: median(values) for name, values in sorted(found.items()) if name.startswith("time/")}
-    return seconds, fmean(responses) if responses else None
+    return seconds, fmean(responses) if responses else None, []
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
-from whet.processes.template import NOT_FORKED, PROGRAM, REPORT, REQUEST
+from whet.processes.template import NOT_FORKED, ORPHANED, PROGRAM, REPORT, REQUEST
 
 CONTROL_SECONDS = 30  # for a template that is still loading to read a request
 CLOSE_SECONDS = 5.0  # for all children to end
@@ -37,6 +37,8 @@ def exit_text(code: int) -> str:
     """Describes the exit code of a process that whet did not kill."""
     if code == -signal.SIGKILL:
         return "SIGKILL (out of memory, or killed by hand)"
+    if code == ORPHANED:
+        return "the process that guards it was killed (by the code that it runs, out of memory, or by hand)"
     if code == NOT_FORKED:
         return (
             "it could not be forked, or exit code 71 (this user has too many processes, or too little memory is free)"
@@ -138,6 +140,7 @@ class ForkServer:
     def _lose(self) -> list[Child]:
         """Gives all children the exit code of their template, with which they end.  Returns them."""
         code, lost = self._wait_for_template(), list(self._running.values())
+        code = ORPHANED if code < 0 else code
         self._running.clear()
         for child in lost:
             child.exit_code = code

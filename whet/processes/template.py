@@ -37,6 +37,7 @@ CHECK_SECONDS = 0.5  # how often the template checks whether its owner and its g
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 NAMED = "whet "  # before the name of a process in `ps` and `top`
 NOT_FORKED = 71  # exit code for a child that could not be forked
+ORPHANED = 256  # no exit code of a process: the kernel killed the child because its parent had been killed
 HIGH_DESCRIPTORS = 64  # distance of a child's connection to the limit of open files
 
 # The program of a template, with two descriptors as its arguments. sys.path must be the owner's before whet is
@@ -131,7 +132,7 @@ def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
             if (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 del guards[number]
                 if ended[1]:  # it was killed: it reported nothing, and its orphans became children of the template
-                    _report(control, number, os.waitstatus_to_exitcode(ended[1]))
+                    _report(control, number, ORPHANED)
                     _end_children(spared=guards.values())
     for pid in guards.values():
         os.kill(pid, signal.SIGTERM)

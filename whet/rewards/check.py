@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet check-reward`: what a reward function pays for, that it should not.
+"""`whet check-reward`: finds wrong responses that a reward function pays.
 
 A row is a prompt with its ground truth. Probes make responses from it that are wrong: empty, echoed, hedged, malformed,
 huge, hostile. A response is paid where its reward is at least that of a right response; one that answers nothing, where
@@ -15,8 +15,10 @@ import string
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from whet.phases import counted
 from whet.rewards.pool import RewardPool
 from whet.types import Failure, Outcome, RewardItem
 
@@ -113,12 +115,11 @@ class _Check:
     def run(self, *, reads_truth: bool) -> Report:
         """Returns the report."""
         forms = self._right() if reads_truth else []
-        if forms or self.full:
-            for name, what, probe in PROBES:
-                self._probe(name, what, probe)
-        self._repeatable()
-        self._hostile()
-        self._speed()
+        parts = [partial(self._probe, *probe) for probe in PROBES] if forms or self.full else []
+        parts += [self._repeatable, self._hostile, self._speed]
+        for number, part in enumerate(parts):
+            counted(number, len(parts), f"{self.count} responses")
+            part()
         low, high = (min(self.rewards), max(self.rewards)) if self.rewards else (math.nan, math.nan)
         if high - low > 100:
             self._find("range", f"its rewards go from {low:g} to {high:g}; expected a range near 0 to 1")

@@ -21,7 +21,7 @@ from whet.environments.protocol import Observation
 from whet.environments.tools.toolbox import Toolbox
 from whet.errors import DataError
 from whet.keyed import key
-from whet.metrics import counted
+from whet.phases import counted
 from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn

@@ -17,7 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from whet.errors import DataError, WorkerError
-from whet.metrics import Metrics, counted
+from whet.metrics import Metrics
+from whet.phases import counted
 from whet.rollout.collect import Collector, by_prompt
 from whet.rollout.conductor import PURPOSE, Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode

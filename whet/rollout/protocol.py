@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, EngineError, WhetError
-from whet.metrics import counted
 from whet.models.positions import patches
+from whet.phases import counted
 from whet.types import Failure, FinishReason, Media, Versions
 
 Identity = tuple[int | str, ...]  # of a prompt: its token ids, and digests in the place of each media's first token

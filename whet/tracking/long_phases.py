@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from whet.metrics import watching
+from whet.phases import phase, watching
 from whet.processes.background import every
 from whet.tracking.console import clock_time, shared_console
 
@@ -33,11 +33,20 @@ class _Phase:
     note: str = ""
 
 
+@contextmanager
+def long_phase(name: str) -> Iterator[None]:
+    """Shows the block, the work of a whole command, as a phase once it takes long: on a terminal, else on stderr."""
+    console = shared_console()
+    shown = LongPhases(console if console.is_terminal else Console(stderr=True, highlight=False))
+    with shown.watch(), phase(name):
+        yield
+
+
 class LongPhases:
     """Shows the current phase of a run once it takes long: a progress bar on a terminal, elsewhere lines, each after
     twice the time of the line before.
 
-    The counts from `metrics.counted` are shown with the phase, and without a terminal also at its end.
+    The counts from `phases.counted` are shown with the phase, and without a terminal also at its end.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:

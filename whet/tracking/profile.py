@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from whet.metrics import phase, watching
+from whet.phases import phase, watching
 from whet.processes.background import every
 from whet.processes.template import NAMED
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STEP = "time/step"
 SAMPLE_SECONDS = 0.01
 BETWEEN = "between steps"
-NAMES = {"step": "rest of the steps"}
+NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
 STATUS = Path("/proc/self/status")
 PROC, GIB = Path("/proc"), 2**30
 # Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
@@ -57,7 +57,7 @@ def observed(run_dir: Path, steps: Collection[int], next_step: Callable[[], int]
 
 
 class StepProfile:
-    """Profiles the steps in `steps`, with `metrics.watching(StepProfile(...).phase)`; `next_step` returns the number of
+    """Profiles the steps in `steps`, with `phases.watching(StepProfile(...).phase)`; `next_step` returns the number of
     the step that starts."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int]) -> None:
@@ -185,7 +185,7 @@ class Timeline:
 
 
 class PhaseClock:
-    """Measures the time of each phase, from its construction on; use it with `metrics.watching(clock.phase)`."""
+    """Measures the time of each phase, from its construction on; use it with `phases.watching(clock.phase)`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._last = clock, clock()
@@ -194,10 +194,10 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block, without that of phases inside it, to `name`."""
+        """Adds the time of the block, without that of phases inside it, to `name`; a validation counts whole."""
         short = name.removeprefix("time/")
         self._count()
-        self._open.append(NAMES.get(short, short))
+        self._open.append(VALIDATION if VALIDATION in self._open else NAMES.get(short, short))
         try:
             yield
         finally:

@@ -80,8 +80,8 @@ def write_state(folder: Path, state: State, total_steps: int | None = None, erro
 
 
 def is_run(folder: Path) -> bool:
-    """Tells whether a folder is that of a run."""
-    return (folder / CONFIG).is_file() and (folder / INPUTS).is_file()
+    """Tells whether a folder is that of a run; the first version of whet wrote no inputs.json."""
+    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (INPUTS, *METRIC_FILES))
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -23,8 +23,9 @@ from whet.checkpoints.hub import Uploads
 from whet.config.schema import ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
-from whet.metrics import Metrics, phase
+from whet.metrics import Metrics
 from whet.models.load import load_config
+from whet.phases import phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
 from whet.planning.speed import training_flops
@@ -268,16 +269,15 @@ class Frame:
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
         """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""
-        if self.step == 0:
-            return Stopped(
-                f"stopped by {stopped} before the first step was done: there was nothing to save", stopped.number
-            )
-        folder = checkpoint.newest(self.run_dir)
-        if folder is None or checkpoint.number(folder) != self.step:
-            folder = self.save()
         again = "the same command" + (
             " with trainer.resume=auto" if self.config.trainer.resume in checkpoint.AFRESH else ""
         )
+        if self.step == 0:
+            why = "before the first step was done: there was nothing to save"
+            return Stopped(f"stopped by {stopped} {why}; {again} starts again", stopped.number)
+        folder = checkpoint.newest(self.run_dir)
+        if folder is None or checkpoint.number(folder) != self.step:
+            folder = self.save()
         return Stopped(
             f"stopped by {stopped} after step {self.step}, which {folder} holds; {again} goes on from there",
             stopped.number,
@@ -350,7 +350,7 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
-    """The metric, higher being better (a minus before its name turns it round); None where it is not there."""
+    """Returns the value of a metric, negated if its name has a minus, so that higher is better; None if missing."""
     sign = -1.0 if metric.startswith("-") else 1.0
     value = numbers.get(metric.removeprefix("-"))
     return None if value is None or math.isnan(value) else sign * value

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Announces the phases of a run or a command, and their progress, to the watchers of a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+Watch = Callable[[str], AbstractContextManager[None]]
+Counter = Callable[[int, int, str], None]
+_watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Announces the block as a phase of the run to the watchers of this thread; records nothing."""
+    with ExitStack() as watched:
+        for watch, _ in _watchers.get(threading.get_ident(), ()):
+            watched.enter_context(watch(name))
+        yield
+
+
+def counted(done: int, total: int, note: str = "") -> None:
+    """Announces the progress of the current phase to the watchers of this thread."""
+    for _, counter in _watchers.get(threading.get_ident(), ()):
+        counter(done, total, note)
+
+
+@contextmanager
+def watching(watch: Watch, counter: Counter = lambda done, total, note: None) -> Iterator[None]:
+    """Opens `watch(name)` around every phase in this thread (also the blocks of `Metrics.time`) during this block, so
+    that the training loop needs no code to show phases. `counter` gets the arguments of `counted`."""
+    watchers, own = _watchers.setdefault(threading.get_ident(), []), (watch, counter)
+    watchers.append(own)
+    try:
+        yield
+    finally:
+        watchers.remove(own)
