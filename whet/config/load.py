@@ -182,7 +182,7 @@ def rename(
 
     A key without a source comes from the folder of an older run and gives no warning."""
     sources = {} if sources is None else sources
-    for old, (new, default) in (RENAMED | _of_agents(values)).items():
+    for old, (new, default) in {**RENAMED, **_of_agents(values)}.items():
         *sections, name = old.split(".")
         place: Any = values
         for each in sections:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 from urllib.parse import unquote, unquote_to_bytes, urlparse
@@ -123,7 +122,7 @@ class MediaReader:
         for name, number in given.items():
             if name in UNREAD:
                 raise DataError(f"it has {name}, which whet does not read; remove it, or give {', '.join(OWN_LIMITS)}")
-            if isinstance(number, bool) or not isinstance(number, Real) or not number > 0:
+            if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
                 raise DataError(f"its {name} is {number!r}; expected a number above 0")
         if not given:
             return self

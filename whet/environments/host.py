@@ -163,7 +163,8 @@ class InlineHost(EnvironmentHost):
             if running.needs_close:
                 _note_close(uid, self._run(running.call("close")))
             if self._queue:
-                self.start(first := next(iter(self._queue)), *self._queue.pop(first))
+                first = next(iter(self._queue))
+                self.start(first, *self._queue.pop(first))
 
     def shutdown(self) -> None:
         for uid in [*self._queue, *self._open]:

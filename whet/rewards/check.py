@@ -115,7 +115,9 @@ class _Check:
     def run(self, *, reads_truth: bool) -> Report:
         """Returns the report."""
         forms = self._right() if reads_truth else []
-        parts = [partial(self._probe, *probe) for probe in PROBES] if forms or self.full else []
+        parts: list[Callable[[], None]] = (
+            [partial(self._probe, *probe) for probe in PROBES] if forms or self.full else []
+        )
         parts += [self._repeatable, self._hostile, self._speed]
         for number, part in enumerate(parts):
             counted(number, len(parts), f"{self.count} responses")

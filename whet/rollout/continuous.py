@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
@@ -46,7 +46,7 @@ class BackgroundCollector(Collector):
         super().__init__(*args, **kwargs)
         self.idle_seconds = 0.0  # in which the engine had nothing to sample
         self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
-        self.limit_seconds = Counter[str | None]()  # by that part
+        self.limit_seconds = defaultdict[str | None, float](float)  # by that part
         self.after_turn: Callable[[], None] = lambda: None
         self._calls = SimpleQueue[Callable[[], None]]()
         self._promises: set[Future[Any]] = set()
