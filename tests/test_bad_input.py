@@ -12,8 +12,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +22,39 @@ import huggingface_hub
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from whet_environments.devices.controllers import AdbController
+from whet_environments.frozen_lake import FrozenLake
+from whet_environments.sokoban import Sokoban
+from whet_environments.webshop.environment import WebShop
 
 from tests.data.seeing import encoded, picture, seeing
 from whet.config import load_config
 from whet.config.checks import check_context, problems
 from whet.config.schema import DataConfig, EnvironmentConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
+from whet.data.chat import encode_continuation
 from whet.data.load import Loaded, load_pairs, load_prompts
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
+from whet.environments.gym import Gymnasium
+from whet.environments.protocol import Answer, Observation, Task
 from whet.environments.tools.toolbox import toolbox_of, with_parser
-from whet.errors import WhetError
+from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
+from whet.rollout.build import open_environments
+from whet.rollout.episode import Episode, Limits, Rules
+from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.stream import FailureWatch
 from whet.sandbox.open import open_sandbox
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.trainers.workers import check_reward_model
-from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
+from whet.types import Failure, Group, Message, Prompt, RewardItem, Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).parent / "rewards"))
 from judge_server import Reply, judging
@@ -681,6 +691,104 @@ def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest
             patched.setattr(fit, name, lambda *_, left=left: left)
             check_fits(setup(config), Path("mine"), setup)
         wrong(situation, str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("situation", "environment"),
+    [
+        ("unknown environment", {"name": "calculater"}),
+        ("unknown option of an environment", {"name": "calculator", "options": {"roel": "user"}}),
+    ],
+)
+def test_environments_that_the_config_checks_refuse(situation: str, environment: dict[str, Any]) -> None:
+    wrong(situation, "\n".join(problems(TrainConfig.model_validate({"environment": environment}))))
+
+
+REFUSED = {
+    "options that an environment refuses": ("whet_environments.sokoban:Sokoban", {"boxes": 20}),
+    "unknown environment of gymnasium": ("gymnasium", {"env_id": "NoSuch-v0"}),
+    "no Chromium": ("whet_environments.browser.environment:Browser", {"chromium": "/nowhere"}),
+}
+
+
+@pytest.mark.parametrize("situation", REFUSED)
+def test_environments_that_refuse_their_options(situation: str) -> None:
+    name, options = REFUSED[situation]
+    pytest.importorskip({"gymnasium": "gymnasium", "no Chromium": "playwright"}.get(name, "json"))
+    with ExitStack() as undo, pytest.raises(EnvError) as raised:
+        open_environments(EnvironmentConfig(name=name, options=options), undo)
+    wrong(situation, str(raised.value))
+
+
+def test_no_adb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path.cwd()))
+    with pytest.raises(WhetError) as raised:
+        AdbController()
+    wrong("no adb", str(raised.value))
+
+
+def test_what_a_model_reads_of_an_action_that_is_not_in_the_game() -> None:
+    pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
+    prompt = Prompt("0:0", 0, (), (1,), "", None)
+    lake = {"env_id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"]}
+    for situation, game in (
+        ("action that is not in Sokoban or FrozenLake", Sokoban()),
+        ("action that is not in Sokoban or FrozenLake", FrozenLake()),
+        ("action that an environment of gymnasium does not have", Gymnasium(**lake)),
+        ("action that a page of the web shop does not have", WebShop(num_products=20)),
+    ):
+        game.reset(prompt, 0)
+        wrong(situation, str(game.step(Answer("fly")).messages[0].content))
+
+
+def test_what_ends_an_episode(qwen25_folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    @dataclass
+    class Plain:
+        """A codec in which a character is a token."""
+
+        def opening(self, messages: Any, media: Any) -> list[int]:
+            return [1] * sum(len(str(message.content)) for message in messages)
+
+        def continuation(self, before: Any, new: Any, turn: Any, media: Any) -> list[int]:
+            return self.opening(new, media)
+
+        def decode(self, token_ids: Any) -> str:
+            return "x"
+
+        def calls(self, token_ids: Any, turn: int) -> list[Any]:
+            return []
+
+    rules = Rules(Plain(), SamplingParams(max_new_tokens=20), 0, 1, limits=Limits(fails_at=frozenset({"overflow"})))  # type: ignore[arg-type]
+    rules = replace(rules, agents={"worker": rules})
+
+    def ended(observation: Observation) -> str:
+        episode = Episode(Prompt("0:0", 0, (), (1,), "", None), 0, rules)
+        episode.start()
+        episode.on_observation(Observation(done=False))
+        episode.on_completion(Completion((5,), (-1.0,), "stop", ((0, 1),)))
+        return str(episode.on_observation(observation)[-1].trajectory.failure)  # type: ignore[union-attr]
+
+    wrong("observation longer than the context", ended(Observation(False, (Message("user", "long" * 9),))))
+    wrong("task for an unknown sub-agent", ended(Observation(False, tasks=(Task("searcher", ()),))))
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for message in messages[-2:] %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    )
+    turn = Turn((1,), (2,), (-1.0,), "stop", ((0, 1),))
+    asked, told = (Message("user", "1"), Message("user", "2")), (Message("tool", "3"),)
+    with pytest.raises(WhetError) as raised:
+        encode_continuation(tokenizer, asked, told, turn=turn)
+    wrong("template that rewrites earlier turns", str(raised.value))
+
+
+def test_an_environment_that_fails_most_of_its_episodes() -> None:
+    prompt = Prompt("0:0", 0, (), (1,), "", None)
+    failure = Failure("environment", "it broke")
+    ends = (failure, failure, None)
+    answers = [Trajectory(f"0:0:{at}", prompt, (), at, failure=each) for at, each in enumerate(ends)]
+    with pytest.raises(WhetError) as raised:
+        FailureWatch().record([Group(prompt, tuple(answers))])
+    wrong("environment that fails most of its episodes", str(raised.value))
 
 
 def test_every_line_of_the_page_is_provoked_here() -> None:

@@ -138,7 +138,10 @@ def test_gymnasium_by_name() -> None:
         first = result(host)
         assert "SFFF" in str(first.messages[0].content).replace("\x1b[41m", "").replace("\x1b[0m", "")
         refused = stepped(host, "hmm")
-        assert (refused.reward, refused.messages[0].content) == (-0.1, "There is no such action.")
+        assert (refused.reward, refused.messages[0].content) == (
+            -0.1,
+            "There is no such action. Answer with one of: left, down, right, up",
+        )
         for word in ("down", "I go DOWN", "left or right"):
             assert not stepped(host, word).done
         stepped(host, "right")

@@ -96,7 +96,9 @@ def test_context_appends_or_replaces() -> None:
         second = game.step(Answer("nothing"))
         assert (first.context, second.context) == (context, context)
         assert text_of(first).startswith("You walk on a frozen lake of 4 x 4 cells.")
-        assert text_of(second).startswith("That is no move." if context == "append" else "You walk on")
+        assert text_of(second).startswith(
+            "That is no move. Answer with <answer>Up</answer>, " if context == "append" else "You walk on"
+        )
 
 
 def test_the_limit_of_steps_truncates() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -182,6 +183,52 @@ def test_without_staleness_the_bits_are_those_of_the_synchronous_run(
     synchronous = bits("synchronous")
     monkeypatch.setattr(build, "is_continuous", lambda config: True)
     assert bits("continuous") == synchronous
+
+
+INSISTENT = """
+from whet.environments.calculator import Calculator
+
+class Insistent(Calculator):
+    '''The calculator for a model that knows nothing: the first two answers are questions for their lengths.'''
+
+    def __init__(self, prompt):
+        super().__init__(prompt)
+        self.asked = 0
+
+    def step(self, answer):
+        self.asked += 1
+        return super().step(f"<calc>{len(answer)}*3</calc>" if self.asked < 3 else answer.replace("<calc>", ""))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_episodes_of_several_turns_begin_again_after_a_kill(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "insistent.py").write_text(INSISTENT)
+    more = [
+        f"environment.name={tmp_path}/insistent.py:Insistent",
+        "environment.max_turn_tokens=8",
+        "trainer.log_rollouts=1",
+    ]
+    command, metrics, again = [*command, *more], tmp_path / "run" / "metrics.jsonl", 0
+    for _ in range(8):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        until_step(process, metrics, min(lines(metrics) + 3, STEPS))
+        process.send_signal(signal.SIGKILL)
+        said, _ = process.communicate(timeout=60)
+        found = re.search(r"(\d+) episodes of several turns begin again, with their seeds", said)
+        again += int(found[1]) if found else 0
+        if again or process.returncode == 0:
+            break
+    assert again > 0
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_trained(tmp_path / "run", steps=STEPS, batch=BATCH, rows=20, most=2)
+    for row in (row for step in trained(tmp_path / "run") for row in step):
+        assert row["failure"] is None and row["turns"] == 3
+        said_by = [each["observation"] for each in row["steps"]]
+        told = [[{"role": "tool", "content": str(3 * len(each["action"]))}] for each in row["steps"][:2]]
+        assert said_by == [[], *told]
 
 
 @pytest.mark.slow

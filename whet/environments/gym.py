@@ -30,7 +30,7 @@ class Gymnasium:
         actions: Sequence[str] = (),
         render: bool | str = False,
         invalid_reward: Finite = 0.0,
-        invalid_text: str = "There is no such action.",
+        invalid_text: str = "There is no such action. Answer with one of: {actions}",
         role: str = "user",
     ) -> None:
         try:
@@ -63,7 +63,8 @@ class Gymnasium:
                 f"environment.options.actions has {len(words)} words; expected one for each of the {count} "
                 f"actions of {env_id}, in their order, all different"
             )
-        self.invalid_reward, self.invalid_text, self.role, self.is_over = invalid_reward, invalid_text, role, False
+        self.invalid_text = invalid_text.replace("{actions}", ", ".join(words))
+        self.invalid_reward, self.role, self.is_over = invalid_reward, role, False
         self.render = load_target(render) if isinstance(render, str) else _rendered if render else None
         longest_first = sorted(map(re.escape, words), key=len, reverse=True)
         self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)

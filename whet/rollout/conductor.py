@@ -9,6 +9,7 @@ and their versions.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,11 +79,9 @@ class Conductor:
     def snapshot(self, running: Iterable[Episode]) -> list[dict[str, Any]]:
         """Returns every group that is not trained on as JSON values, in the order of admission; with the tokens so far
         of the episodes that are `running`."""
-        partial = {
-            (episode.prompt.uid, episode.sample): episode.sampled
-            for episode in running
-            if episode.rules.purpose == PURPOSE and not episode.turns
-        }
+        running = [episode for episode in running if episode.rules.purpose == PURPOSE]
+        partial = {(each.prompt.uid, each.sample): each.sampled for each in running if not each.turns}
+        again = Counter(each.prompt.uid for each in running if each.turns)
         entries = []
         for handed_out in self.stream.untrained:
             for group in handed_out.kept:
@@ -92,7 +91,7 @@ class Conductor:
             if admitted.is_kept is not False:
                 uid = admitted.prompt.uid
                 started = {sample: partial.get((uid, sample)) for sample in range(self.stream.n)}
-                entries.append(_entry(admitted, self.sampled.get(uid, {}), started))
+                entries.append({**_entry(admitted, self.sampled.get(uid, {}), started), "again": again[uid]})
         return entries
 
     def restore(self, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
@@ -118,8 +117,9 @@ class Conductor:
         if queue:
             log.info(
                 "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
-                "rest is sampled",
+                "rest is sampled; %d episodes of several turns begin again, with their seeds",
                 *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
+                sum(entry.get("again", 0) for entry in entries),
             )
         self.stream.restart(version, queue)
         return [*commands, Run(episodes)]

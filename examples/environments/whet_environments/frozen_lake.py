@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from whet.errors import ConfigError
 from whet.options import Count, NonNegative, Share
 from whet.registry import register_environment
-from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, Context, Encoding, Game, Outcome, Render
+from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, NO_MOVE, Context, Encoding, Game, Outcome, Render
 from whet_environments.tiles import TILE, Tile, draw_tiles
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class FrozenLake(Game):
         """Moves."""
         move = self.read_move(text)
         if move is None:
-            return -self.format_penalty, False, "That is no move."
+            return -self.format_penalty, False, NO_MOVE
         if self.slippery:
             move = self._draws.choice([move, *SIDES[move]])
         before, self.player = self.player, self.to(self.player, move)

@@ -23,6 +23,7 @@ LETTERS = {"u": "Up", "d": "Down", "l": "Left", "r": "Right"}
 MOVE = re.compile(r"<answer>\s*(up|down|left|right)\s*</answer>", re.IGNORECASE)
 MOST_READ = 20_000  # characters of an answer; the beginning of a longer one is not read
 HOW_TO_MOVE = "Answer with <answer>Up</answer>, <answer>Down</answer>, <answer>Left</answer> or <answer>Right</answer>."
+NO_MOVE = f"That is no move. {HOW_TO_MOVE}"
 
 Outcome = tuple[float, bool, str]  # reward, whether the game has ended, what happened in words
 

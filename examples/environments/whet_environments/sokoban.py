@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from whet.errors import ConfigError
 from whet.options import Count, NonNegative, Share
 from whet.registry import register_environment
-from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, Context, Encoding, Game, Outcome, Render
+from whet_environments.game import DIRECTIONS, HOW_TO_MOVE, NO_MOVE, Context, Encoding, Game, Outcome, Render
 from whet_environments.tiles import TILE, Tile, draw_tiles
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Sokoban(Game):
         """Moves, and pushes a box that is in the way."""
         move = self.read_move(text)
         if move is None:
-            return -self.format_penalty, False, "That is no move."
+            return -self.format_penalty, False, NO_MOVE
         before, self.state = self.state, self.after(self.state, move)
         self.is_won = self.state.boxes == self.targets
         gained = len(self.state.boxes & self.targets) - len(before.boxes & self.targets)

@@ -93,7 +93,8 @@ class TreeGame(Game):
                 self.is_choosing = True
                 return 0.0, False, "Equipment drops."
         if action is None or not self.is_choosing or action.name not in ("replace", "decompose"):
-            return -self.format_penalty / self.chops, False, "That is no action of this screen."
+            said = f"That is no action of this screen. Answer with {' or '.join(self.choices())}."
+            return -self.format_penalty / self.chops, False, said
         return self._decide(action)
 
     def _decide(self, action: Action) -> Outcome:

@@ -16,7 +16,7 @@ from whet.options import Count, NonNegative, Positive
 from whet.registry import register_environment
 from whet.types import Message, Prompt
 from whet_environments.game import MOST_READ, Context, row_seed
-from whet_environments.webshop.environment import NOT_POSSIBLE, RULES, bought
+from whet_environments.webshop.environment import RULES, bought, not_possible
 
 
 class LostServerError(RuntimeError):
@@ -93,7 +93,7 @@ class WebShopServer:
         if view["is_done"]:
             return self._observe(view, bought(view["reward"]), reward=view["reward"])
         if not view["is_possible"]:
-            return self._observe(view, NOT_POSSIBLE, reward=0.0 - self._penalty)
+            return self._observe(view, not_possible(view["buttons"]), reward=0.0 - self._penalty)
         return self._observe(view, "", reward=0.0)
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from whet.options import Count, NonNegative, Number
 from whet.registry import register_environment
@@ -13,7 +14,13 @@ from whet_environments.webshop.catalogue import catalogue
 from whet_environments.webshop.pages import DONE, Session
 
 RULES = "You shop in a web shop. Answer with search[words] on the search page, or click[name of a button]."
-NOT_POSSIBLE = "That is not possible here."
+
+
+def not_possible(buttons: Sequence[str]) -> str:
+    """The reply to an action that the page does not have; only the search page has no buttons."""
+    return (
+        f"That is not possible here. Answer with {', '.join(f'click[{each}]' for each in buttons) or 'search[words]'}."
+    )
 
 
 def bought(reward: float) -> str:
@@ -52,7 +59,7 @@ class WebShop(Game):
         """Plays the last action of a text; one that the page does not have changes nothing."""
         action = compact.read(self.session, text) if self.encoding == "compact" else text
         if not self.session.act(action):
-            return 0.0 - self._penalty, False, NOT_POSSIBLE
+            return 0.0 - self._penalty, False, not_possible(self.session.buttons())
         reward = self.session.reward
         if reward is None:
             return 0.0, False, ""
