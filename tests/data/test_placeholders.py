@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.data.seeing import IMAGE, encoded, picture
 from whet.config.schema import DataConfig, PreferenceDataConfig, SupervisedDataConfig
 from whet.config.sources import read_sources
 from whet.data.load import load_examples, load_pairs, load_prompts
-from whet.data.media import MediaLimits, MediaReader, image
+from whet.data.media import MediaLimits, MediaReader, image, images
 from whet.errors import DataError
 from whet.types import Message, Prompt
 
@@ -167,7 +168,9 @@ def test_image_tokens_count_towards_the_limit(
     large = encoded(picture(280, 280))  # 100 tokens
     rows = [{"prompt": "<image>", "images": [each]} for each in (WIDE, large)]
     assert [prompt.index for prompt in prompts(sighted, rows, max_prompt_length=60)] == [0]
-    assert "dropped 1 of 2 prompts over data.max_prompt_length=60" in caplog.text
+    assert re.search(r"dropped 1 of 2 prompts over data.max_prompt_length=60 tokens .*: rows 1\n", caplog.text)
+    prompts(sighted, rows[:1] + rows[1:] * 7, max_prompt_length=60)
+    assert ": rows 1, 2, 3, 4, 5 and 2 more\n" in caplog.text
     with pytest.raises(DataError, match=r"row 1: the prompt has 1\d\d tokens, over data.max_prompt_length=60"):
         prompts(sighted, rows, max_prompt_length=60, overlong_prompts="error")
     assert len(prompts(sighted, rows, max_prompt_length=60, max_pixels=28 * 28 * 16)) == 2
@@ -355,3 +358,14 @@ def test_fields_of_media_have_any_name(
         SupervisedDataConfig(train_files=["unused"], **keys), sighted, rows=[{**row, "response": "two"}]
     ).items
     assert len(example.media) == 2
+
+
+def test_damage_that_is_found_later_names_the_row(sighted: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(BIG)
+    rows = [{"prompt": "none", "response": "a"}, {"prompt": "<image>", "images": [str(path)], "response": "a"}]
+    [_, prompt], [_, example] = prompts(sighted, rows), examples(sighted, rows)
+    path.write_bytes(BIG[:40])
+    for media in (*prompt.media, *example.media):
+        with pytest.raises(DataError, match=r"^row 1: the image \S+a.png \(digest \w{12}\): it "):
+            images(media)

@@ -282,7 +282,8 @@ def images(media: Media) -> list[Image.Image]:
         with opened(media.source) as file:
             return video_pixels(file, media.frames)
     except DataError as error:
-        raise DataError(f"the {media.kind} {_name(media.source)} (digest {media.digest[:12]}): {error}") from error
+        row = f"{media.origin}: " if media.origin else ""
+        raise DataError(f"{row}the {media.kind} {_name(media.source)} (digest {media.digest[:12]}): {error}") from error
 
 
 def _decoded(source: Encoded) -> Image.Image:

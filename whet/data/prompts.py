@@ -164,8 +164,8 @@ class PromptFormat:
                 for error in each:
                     if isinstance(error, DataError):
                         raise error
-            media.append(tuple(each))
-        return cast(list[tuple[Media, ...]], media)
+            media.append(from_row(number, cast(list[Media], each)))
+        return media
 
     def with_media(
         self, row: Mapping[str, Any], messages: Sequence[Message]
@@ -274,9 +274,11 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
         limits = "the data has no rows" if shortest is None else f"the shortest has {shortest} tokens"
         raise DataError(f"all {len(whole)} prompts are over data.max_prompt_length={limit} tokens: {limits}; raise it")
     if too_long:
+        first, more = [prompt.index for prompt in too_long[:5]], f" and {len(too_long) - 5} more"
         logger.warning(
-            "dropped %d of %d prompts over data.max_prompt_length=%d tokens (the longest has %d)",
+            "dropped %d of %d prompts over data.max_prompt_length=%d tokens (the longest has %d): rows %s%s",
             *(len(too_long), len(whole), limit, max(len(prompt.token_ids) for prompt in too_long)),
+            *(", ".join(map(str, first)), more if len(too_long) > 5 else ""),
         )
     return kept
 
@@ -348,6 +350,11 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
             "rows (data.filter.FIELD.not='')"
         )
     return replace(prompt, messages=messages, token_ids=tuple(ids), media=media)
+
+
+def from_row(number: int | None, media: Sequence[Media]) -> tuple[Media, ...]:
+    """The media with the number of their row, for errors that are found later."""
+    return tuple(each if number is None else replace(each, origin=f"row {number}") for each in media)
 
 
 @contextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
 from whet.data.placeholders import expanded, num_whole
-from whet.data.prompts import PromptFormat, at_row, find_field, read_messages
+from whet.data.prompts import PromptFormat, at_row, find_field, from_row, read_messages
 from whet.errors import DataError
 from whet.limits import bounded
 from whet.types import Media, Message
@@ -54,6 +54,7 @@ def build_examples(
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
             example = _example(row, prompt_format, data)
+            example = replace(example, media=from_row(index, example.media))
         length = len(example.input_ids)
         if length <= max_length:
             examples.append(example)
