@@ -35,14 +35,6 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def is_file(path: Path) -> bool:
-    """Tells whether a file exists; False too for a text that is no name, such as one that is too long."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
     """Writes a file atomically, `replacing` the old one. A lone surrogate, which UTF-8 cannot encode, is written as its
     JSON escape."""

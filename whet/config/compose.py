@@ -22,7 +22,6 @@ from whet.config.foreign import foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
 from whet.config.schema import Section
 from whet.errors import ConfigError
-from whet.files import is_file
 from whet.limits import bounded, cause
 
 if TYPE_CHECKING:
@@ -97,14 +96,15 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         name = f"{name}_{command}"
     if name in shipped_recipes():
         return SHIPPED / f"{name}.yaml"
-    if is_file(path) and path.suffix == ".yaml":
+    exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
+    if exists and path.suffix == ".yaml":
         return path.resolve()
     near = difflib.get_close_matches(name, shipped_recipes(), n=1)
     is_file_name = path.suffix in (".yaml", ".yml") or "/" in name
     missing = f"the recipe {name} does not exist (seen from {Path.cwd()})" if is_file_name else f"no recipe {name!r}"
-    if is_file(path):
+    if exists:
         missing, hint = f"no recipe {name!r}", "the file exists, but the name of a recipe ends in .yaml"
-    elif is_file(path.with_suffix(".yaml")):
+    elif os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif near:
         hint = f"did you mean {near[0]}?"

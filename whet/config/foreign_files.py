@@ -25,7 +25,6 @@ from whet.config.compose import flatten
 from whet.config.foreign import tables
 from whet.config.foreign_python import arguments_of_calls, literal
 from whet.errors import ConfigError
-from whet.files import is_file
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"[+~]{0,2}[\w.@/]+=.*|--\w.*", re.DOTALL)
@@ -57,7 +56,7 @@ class Written:
 def read(source: str, system: str) -> Written:
     """Reads a file, or a command in one text.  Raises: ConfigError where `source` is neither or sets nothing."""
     path = Path(source)
-    exists = is_file(path)
+    exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
     if not exists and not re.search(r"\s", source):
         raise ConfigError(f"{source} does not exist; expected a file, or a command in quotes")
     reader = {".yaml": _of_yaml, ".yml": _of_yaml, ".py": _of_python}.get(path.suffix if exists else "", _of_shell)
@@ -116,7 +115,7 @@ def _base(values: dict[str, Any]) -> str | None:
 def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     """Adds the keys of the file that a command names, searched beside the script and above it."""
     for folder in (Path(), *script.absolute().parents):
-        if is_file(folder / base):
+        if os.path.isfile(folder / base):  # noqa: PTH113
             below = _of_yaml((folder / base).read_text(encoding="utf-8"), system)
             written.values = {**below.values, **written.values}
             written.unread += below.unread
