@@ -18,7 +18,6 @@ import yaml
 
 from whet.config.checks import check_context
 from whet.config.compose import flatten
-from whet.config.load import rename
 from whet.config.schema import ExamplesConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, loader_of
 from whet.data.loader import steps_per_epoch
@@ -37,10 +36,8 @@ from whet.types import Prompt
 log = logging.getLogger(__name__)
 MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
-OF_SPEED = re.compile(  # keys that the time of a step depends on
-    r"^(model|cluster)\.|(^|\.)engine\.|^rollout\.n$|^data\.(train_batch_size|max_\w*length)$"
-    r"|(^|\.)(mini_batch_size|epochs|max_tokens_per_micro_batch)$"
-)
+# Keys that the time of a step depends on.
+OF_SPEED = re.compile(r"^(model|cluster)\.|engine\.|^rollout\.n$|^data\.(train_batch|max_)|mini_batch|\bepochs$")
 QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
 
 
@@ -199,19 +196,14 @@ def _earlier_run(
 ) -> tuple[dict[str, float], float | None, list[str]]:
     """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; nothing
     of a run with other values of keys that its speed depends on, but the names of these keys."""
-    timings, metrics = (_last_lines(run_dir / name) for name in METRIC_FILES[::-1])
-    if not timings and not metrics:
-        return {}, None, []
     try:
-        tree = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-        rename(type(config), tree)
-        before = dict(flatten(tree))
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        return {}, None, [f"config, or {CONFIG} cannot be read"]
-    now = {key: value for key, value in flatten(config.model_dump(mode="json")) if OF_SPEED.search(key)}
-    unlike = [key for key, value in now.items() if before.get(key, value if "model.path" in before else None) != value]
-    if unlike:
+        before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):  # no earlier run, or a damaged file
+        return {}, None, []
+    now = flatten(config.model_dump(mode="json"))
+    if unlike := [key for key, value in now if OF_SPEED.search(key) and before.get(key) != value]:
         return {}, None, unlike
+    timings, metrics = (_last_lines(run_dir / name) for name in METRIC_FILES[::-1])
     names = {name for line in timings for name in line if name.startswith("time/")}
     seconds = {name: median(_numbers(timings, name)) for name in sorted(names) if _numbers(timings, name)}
     responses = _numbers(metrics, "response_length/mean")

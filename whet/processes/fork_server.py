@@ -140,10 +140,9 @@ class ForkServer:
     def _lose(self) -> list[Child]:
         """Gives all children the exit code of their template, with which they end.  Returns them."""
         code, lost = self._wait_for_template(), list(self._running.values())
-        code = ORPHANED if code < 0 else code
         self._running.clear()
         for child in lost:
-            child.exit_code = code
+            child.exit_code = ORPHANED if code < 0 else code
         return lost
 
     def _wait_for_template(self) -> int:
