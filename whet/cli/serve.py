@@ -80,7 +80,7 @@ def serve_sandbox(
     ] = "bubblewrap",
     python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
 ) -> None:
-    """Serve a sandbox for programs that nobody trusts.
+    """Serve a sandbox for untrusted programs.
 
     It answers POST /run_code as SandboxFusion does; a run uses it with reward.kwargs.sandbox=http://HOST:PORT."""
     import os
