@@ -198,12 +198,12 @@ def _earlier_run(
     of a run with other values of keys that its speed depends on, but the names of these keys."""
     try:
         before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):  # no earlier run, or a damaged file
+        timings, metrics = (read_records(run_dir / name)[-RECENT:] for name in METRIC_FILES[::-1])
+    except (WhetError, OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):  # none, or damaged
         return {}, None, []
     now = flatten(config.model_dump(mode="json"))
     if unlike := [key for key, value in now if OF_SPEED.search(key) and before.get(key) != value]:
         return {}, None, unlike
-    timings, metrics = (_last_lines(run_dir / name) for name in METRIC_FILES[::-1])
     names = {name for line in timings for name in line if name.startswith("time/")}
     seconds = {name: median(_numbers(timings, name)) for name in sorted(names) if _numbers(timings, name)}
     responses = _numbers(metrics, "response_length/mean")
@@ -212,13 +212,6 @@ def _earlier_run(
 
 def _numbers(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [line[name] for line in lines if isinstance(line.get(name), int | float)]
-
-
-def _last_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_records(path)[-RECENT:]
-    except (WhetError, OSError):  # no earlier run, or a damaged file
-        return []
 
 
 @dataclass(frozen=True)
