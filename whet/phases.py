@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
 
+T = TypeVar("T")
 Watch = Callable[[str], AbstractContextManager[None]]
 Counter = Callable[[int, int, str], None]
 _watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
@@ -37,3 +39,11 @@ def watching(watch: Watch, counter: Counter = lambda done, total, note: None) ->
         yield
     finally:
         watchers.remove(own)
+
+
+def counting(items: Iterable[T]) -> Iterator[T]:
+    """Yields the items, and counts those that are done."""
+    given = list(items)
+    for done, item in enumerate(given, 1):
+        yield item
+        counted(done, len(given))

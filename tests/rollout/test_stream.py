@@ -177,8 +177,8 @@ def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_s
     assert batch["response_mask"].sum() == 0 and batch["attention_mask"].sum() > 0
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "step 1 trains on nothing: algorithm.filter dropped all 6 groups, refills included (not said again before a "
-        "step keeps some)"
+        "step 1 trains on nothing: algorithm.filter dropped all 6 groups, refills included; this is said again only "
+        "after a step that keeps some"
     ]
 
 

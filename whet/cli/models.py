@@ -66,8 +66,8 @@ def export(
     from whet.tracking.long_phases import long_phase
 
     with long_phase("exporting"):
-        written = run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)
-    typer.echo(f"wrote {written}")
+        run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+    typer.echo(f"wrote {out}")
     if hub is not None:
         with long_phase("uploading"):
             upload(out, hub, private=private)

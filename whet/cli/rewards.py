@@ -139,16 +139,12 @@ def _print_report(report: Report, rows: int, reads_truth: bool) -> None:
     if report.findings:
         output.print()
     forms = ", ".join(report.forms) or "none of the usual ones"
-    told = (
-        f"paid forms of the ground truth: {forms}" if reads_truth else "it reads no ground truth, so nothing is wrong"
-    )
-    print_pairs(
-        output,
-        [
-            ("responses", f"{report.responses}, for {rows} rows"),
-            ("right", told),
-            ("rewards", f"{report.lowest:g} to {report.highest:g}"),
-            ("speed", f"{1e3 * report.seconds:.2g} ms for a response"),
-            ("findings", str(len(report.findings)) if report.findings else "none"),
-        ],
-    )
+    told = f"paid forms of the ground truth: {forms}" if reads_truth else "no ground truth is read, so nothing is wrong"
+    pairs = [
+        ("responses", f"{report.responses}, for {rows} rows"),
+        ("right", told),
+        ("rewards", f"{report.lowest:g} to {report.highest:g}"),
+        ("speed", f"{1e3 * report.seconds:.2g} ms for a response"),
+        ("findings", str(len(report.findings)) if report.findings else "none"),
+    ]
+    print_pairs(output, pairs)

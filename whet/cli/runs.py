@@ -44,7 +44,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="a folder with runs, or a run")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
 ) -> None:
-    """List runs with their state, best metric and how to go on.
+    """List runs with their state, best metric and next command.
 
     Of a single run: a table of its main metrics, its time, its tokens and its files."""
     from whet.tracking.console import shared_console

@@ -75,7 +75,7 @@ def serve_sandbox(
         list[str] | None, typer.Option(help="folder of a toolchain that programs see, read-only; may be repeated")
     ] = None,
 ) -> None:
-    """Serve a sandbox for programs that nobody trusts.
+    """Serve a sandbox for untrusted programs.
 
     It answers POST /run_code as SandboxFusion does; a run uses it with reward.kwargs.sandbox=http://HOST:PORT."""
     import os

@@ -48,8 +48,8 @@ class OverlongConfig(Section):
 
 
 OLD_LOG_PROBS = (
-    "source of old_log_probs; rollout: of the weights that sampled, which saves a pass; interpolated: in the loss, "
-    "between these and the policy, by the age of a token (AReaL), which saves it too"
+    "source of old_log_probs; trainer: a forward pass before the update; rollout: those of the rollout engine, "
+    "without a pass; interpolated: an estimate between rollout and policy by the staleness of a token, without a pass"
 )
 
 
@@ -77,8 +77,8 @@ class ShapingConfig(Section):
     reward_scale: float = key(1.0, "factor of scores, after reward_bias is added to them")
     reward_bias: float = key(0.0, "number added to every score")
     truncated_factor: float = key(1.0, "factor of the rewards of responses truncated at the limit")
-    norm_mean: Norm = key("none", "rows whose mean score is subtracted; running: of all steps")
-    norm_std: Norm = key("none", "rows whose standard deviation divides; running: of all steps")
+    norm_mean: Norm = key("none", "subtract the mean score of the group, the batch, or all steps (running)")
+    norm_std: Norm = key("none", "divide by the standard deviation of the group, the batch, or all steps (running)")
     reward_clip: PositiveFloat | None = key(None, "largest absolute reward of a token; unset: no limit")
     advantage_clip: PositiveFloat | None = key(None, "largest absolute advantage of a token; unset: no limit")
     whiten_advantages: bool = key(False, "mean 0 and standard deviation 1 over the sampled tokens of a step")

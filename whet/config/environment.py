@@ -22,7 +22,7 @@ class StageConfig(ToolsConfig):
     )
     options: dict[str, Any] = key({}, "options of the environment")
     max_turns: PositiveInt = key(8, "most turns of an episode")
-    max_turn_tokens: PositiveInt | None = key(None, "most tokens of a turn; unset: those that the response has left")
+    max_turn_tokens: PositiveInt | None = key(None, "most tokens of a turn; unset: the tokens left for the response")
     max_episode_tokens: PositiveInt | None = key(
         None, "most tokens that the model writes in an episode; unset: no limit"
     )
@@ -37,7 +37,7 @@ class StageConfig(ToolsConfig):
 class EnvironmentConfig(StageConfig):
     """The environment, which gives observations between the turns of the model."""
 
-    agents: dict[str, StageConfig] = key({}, "environments of sub-agents, by the name that a task has")
+    agents: dict[str, StageConfig] = key({}, "environments of sub-agents, by name; a task names its sub-agent")
     on_timeout: OnLimit = key("fail", "an episode past a deadline: fail, or truncate it to the turns that it has")
     on_overflow: OnLimit = key("truncate", "an observation without room in the context: fail, or truncate the episode")
 

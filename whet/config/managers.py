@@ -21,8 +21,8 @@ MANAGERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 MANAGER = (
-    "choice of these values by verl's name: naive (one call after the other), batch (one call for all), prime "
-    "(parallel, a deadline each), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
+    "verl's name for how rewards are called: naive (one call at a time), batch (one call for all responses), prime "
+    "(in parallel, each with a deadline), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
 )
 LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "tokens_per_request")
 TOKENS_PER_REQUEST = 2000

@@ -130,8 +130,8 @@ class DataConfig(MediaRowsConfig):
 
 ENGINE_OPTIONS = "options of the engine; `whet algorithms show NAME` lists them"
 HYBRID = (
-    "hybrid mode: frees the KV cache during training, and moves models and optimizers that fsdp trains to the host "
-    "during sampling"
+    "hybrid mode: frees the KV cache during training; during sampling, moves optimizers, and models that the rollout "
+    "does not sample from, to the host"
 )
 
 
@@ -174,8 +174,8 @@ class DomainConfig(Section):
     kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
     weight: float = key(1.0, "factor of its rewards")
     filter: GroupFilterConfig = GroupFilterConfig()
-    norm_mean: Norm | None = key(None, "its own algorithm.shaping.norm_mean, over rows of the domain; unset: that one")
-    norm_std: Norm | None = key(None, "its own algorithm.shaping.norm_std, over rows of the domain; unset: that one")
+    norm_mean: Norm | None = key(None, "algorithm.shaping.norm_mean for rows of this domain; unset: the general value")
+    norm_std: Norm | None = key(None, "algorithm.shaping.norm_std for rows of this domain; unset: the general value")
     timeout_seconds: PositiveFloat | None = key(None, "deadline for one response; unset: reward.timeout_seconds")
     num_workers: NonNegativeInt | None = key(None, "its reward processes; unset: reward.num_workers")
 

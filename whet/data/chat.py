@@ -129,8 +129,8 @@ def plain_text(
     media: Sequence[Media],
     written: Callable[[str], str] = str,
 ) -> str:
-    """The text of messages without the chat template: `written` of their own text, and the tokens of each media between
-    those that the template would put around them."""
+    """Joins the texts of messages, without the chat template; `written` escapes each text. An image or video is written
+    as its placeholder tokens, between the tokens that the template puts around them."""
     left, texts = iter(media), list[str]()
     for message in messages:
         parts = [{"text": message.content}] if isinstance(message.content, str) else message.content

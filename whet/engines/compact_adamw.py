@@ -193,8 +193,8 @@ def _mix(bits: torch.Tensor) -> None:
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """float32 numbers that bfloat16 has: one between two goes up as often as it is near the upper one; `bits` are 16
-    random ones each. Infinity and NaN stay what they are: what is added to their upper halves never carries."""
+    """Rounds float32 values to one of the two nearest bfloat16 values, the nearer one more often, so that the mean is
+    exact; `bits` are 16 random bits for each. The result stays float32; infinity and NaN do not change."""
     return (values.view(torch.int32) + bits).bitwise_and_(-HALF).view(torch.float32)
 
 
@@ -261,7 +261,7 @@ class Blocks:
         return _blocks(values).mul_(state[f"{name}_scale"][at, :, None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Keeps rows of a moment; what is above 0 stays above 0, as the first moment is divided by its root."""
+        """Stores rows of a moment. A second moment above 0 stays above 0, because the first is divided by its root."""
         blocks = _blocks(values)
         scale = blocks.abs().amax(2)
         state[f"{name}_scale"][at] = scale

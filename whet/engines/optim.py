@@ -57,7 +57,7 @@ def learning_rate(settings: OptimSettings, step: int, total_steps: int) -> float
 
 
 def optimizer_for(model: nn.Module, settings: OptimSettings, seed: int = 0) -> Optimizer:
-    """The optimizer that the settings name, over the trainable parameters; `seed` is of what it rounds at random."""
+    """Builds the configured optimizer over the trainable parameters; `seed` is that of stochastic rounding."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
         return adamw(trainable, settings, seed)

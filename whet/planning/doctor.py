@@ -20,12 +20,12 @@ from packaging.requirements import Requirement
 
 from whet import devices
 from whet.compiled import compiler, instruction_set
-from whet.config.schema import ClusterConfig, ExamplesConfig, ModelConfig, TrainConfig
+from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
 from whet.registry import ENGINES, ROLLOUT_ENGINES
-from whet.rollout.planned import ChecksAhead
+from whet.rollout.build import check_engine
 from whet.threads import POLICY, spinning
 
 if TYPE_CHECKING:
@@ -148,11 +148,8 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
 
 def _problem(name: str) -> str:
     """The error by which a rollout engine with its default options would refuse to start; "" without one."""
-    entry = ROLLOUT_ENGINES[name]
-    engine = entry.load()
     try:
-        if isinstance(engine, ChecksAhead):
-            engine.check_ahead(ModelConfig(), 0, entry.resolve_options({}, "rollout.engine.options"))
+        check_engine(TrainConfig.model_validate({"rollout": {"engine": {"name": name}}}))
     except ConfigError as error:
         return str(error)
     return ""
@@ -191,9 +188,8 @@ def _memory() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    device, build = devices.here(), f"torch {torch.__version__}"
-    if torch.version.cuda or device == devices.HOST:
-        build += f", built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
+    device, cuda = devices.here(), torch.version.cuda
+    build = f"torch {torch.__version__}" + (f", built for CUDA {cuda}" if cuda else "")
     if device != devices.HOST:
         module = torch.get_device_module(device)
         for index in range(devices.count()):

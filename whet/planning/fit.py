@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.config.schema import ActorConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, ModelError
-from whet.phases import counted, phase
+from whet.phases import counting, phase
 from whet.planning import memory as estimate
 from whet.planning.machine import free_accelerator, free_disk, free_memory
 from whet.planning.memory import Memory, Setup
@@ -147,18 +147,14 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
         return Change(" ".join(overrides), needed, room.needed - needed)
 
     with phase("settings that reduce memory"):
-        found = []
-        for number, override in enumerate(candidates, 1):
-            found.append(planned(override))
-            counted(number, len(candidates))
+        found = [planned(each) for each in counting(candidates)]
     worth = [each for each in found if each.saved_bytes > room.needed / 50]
     worth.sort(key=lambda each: -each.saved_bytes)
-    together, others = worth[:1], worth[1:]
+    together = worth[:1]
     with phase("combinations of settings"):
-        for number, each in enumerate(others, 1):
+        for each in counting(worth[1:]):
             more = planned(*together[0].override.split(), each.override)
             together = [more] if more.saved_bytes > together[0].saved_bytes else together
-            counted(number, len(others))
     return worth if together == worth[:1] else [*worth, *together]
 
 

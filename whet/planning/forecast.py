@@ -19,7 +19,6 @@ import yaml
 
 from whet.config.checks import check_context
 from whet.config.compose import flatten
-from whet.config.load import rename
 from whet.config.schema import ExamplesConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, loader_of
 from whet.data.loader import steps_per_epoch
@@ -37,10 +36,8 @@ from whet.types import Prompt
 log = logging.getLogger(__name__)
 MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
-OF_SPEED = re.compile(  # keys that the time of a step depends on
-    r"^(model|cluster)\.|(^|\.)engine\.|^rollout\.n$|^data\.(train_batch_size|max_\w*length)$"
-    r"|(^|\.)(mini_batch_size|epochs|max_tokens_per_micro_batch)$"
-)
+# Keys that the time of a step depends on.
+OF_SPEED = re.compile(r"^(model|cluster)\.|engine\.|^rollout\.n$|^data\.(train_batch|max_)|mini_batch|\bepochs$")
 QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
 
 
@@ -200,20 +197,12 @@ def _earlier_run(
     """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; nothing
     of a run with other values of keys that its speed depends on, but the names of these keys."""
     try:
+        before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
         steps = read_steps(run_dir)[-RECENT:]
-    except (WhetError, OSError):  # a damaged file
-        steps = []
-    if not steps:
+    except (WhetError, OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):  # none, or damaged
         return {}, None, []
-    try:
-        tree = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-        rename(type(config), tree)
-        before = dict(flatten(tree))
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
-        return {}, None, [f"config, or {CONFIG} cannot be read"]
-    now = {key: value for key, value in flatten(config.model_dump(mode="json")) if OF_SPEED.search(key)}
-    unlike = [key for key, value in now.items() if before.get(key, value if "model.path" in before else None) != value]
-    if unlike:
+    now = flatten(config.model_dump(mode="json"))
+    if unlike := [key for key, value in now if OF_SPEED.search(key) and before.get(key) != value]:
         return {}, None, unlike
     found: dict[str, list[float]] = {}
     for name, value in ((name, value) for step in steps for name, value in step.items() if not math.isnan(value)):

@@ -31,18 +31,17 @@ class Child:
 
 
 C = TypeVar("C", bound=Child)
+REASONS = {
+    -signal.SIGKILL: "SIGKILL (out of memory, or killed by hand)",
+    ORPHANED: "the process that guards it was killed (by the code that it runs, out of memory, or by hand)",
+    NOT_FORKED: "it could not be forked, or exit code 71 (too many processes of this user, or too little free memory)",
+}
 
 
 def exit_text(code: int) -> str:
     """Describes the exit code of a process that whet did not kill."""
-    if code == -signal.SIGKILL:
-        return "SIGKILL (out of memory, or killed by hand)"
-    if code == ORPHANED:
-        return "the process that guards it was killed (by the code that it runs, out of memory, or by hand)"
-    if code == NOT_FORKED:
-        return (
-            "it could not be forked, or exit code 71 (this user has too many processes, or too little memory is free)"
-        )
+    if code in REASONS:
+        return REASONS[code]
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -140,10 +139,9 @@ class ForkServer:
     def _lose(self) -> list[Child]:
         """Gives all children the exit code of their template, with which they end.  Returns them."""
         code, lost = self._wait_for_template(), list(self._running.values())
-        code = ORPHANED if code < 0 else code
         self._running.clear()
         for child in lost:
-            child.exit_code = code
+            child.exit_code = ORPHANED if code < 0 else code
         return lost
 
     def _wait_for_template(self) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from whet.phases import counted
+from whet.phases import counting
 from whet.rewards.pool import RewardPool
 from whet.types import Failure, Outcome, RewardItem
 
@@ -119,8 +119,7 @@ class _Check:
             [partial(self._probe, *probe) for probe in PROBES] if forms or self.full else []
         )
         parts += [self._repeatable, self._hostile, self._speed]
-        for number, part in enumerate(parts):
-            counted(number, len(parts), f"{self.count} responses")
+        for part in counting(parts):
             part()
         low, high = (min(self.rewards), max(self.rewards)) if self.rewards else (math.nan, math.nan)
         if high - low > 100:

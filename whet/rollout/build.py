@@ -39,9 +39,8 @@ def rollout_engine(
     model: ModelConfig,
     num_devices: int = 1,
 ) -> RolloutEngine:
-    """The engine that the config names: without a model yet where it samples from a module of this process, else it has
-    one of its own from the folder of `model`. Only stop strings make it load a tokenizer. Of
-    `num_devices` that it computes on, `device` is the first."""
+    """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
+    `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_pixels(model.media_cache_gib)
     given = {
@@ -83,8 +82,8 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:
-    """Gives an engine a module of its own, as `version`, in the dtype that it computes in. One that samples from no
-    module here has the weights of the model's folder as version 0.  Raises: ModelError."""
+    """Loads the model, with its adapter, into an engine that has a module of its own, marked as `version`. A server
+    engine has loaded version 0 of a model without adapter itself.  Raises: ModelError."""
     assert model.path is not None
     _, adapters = split_adapters(model.path)
     if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None and version == 0:

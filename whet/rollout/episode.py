@@ -397,7 +397,7 @@ def _text(message: Message) -> str:
 
 
 def joined(first: Completion, rest: Completion) -> Completion:
-    """The completion of one response from those of two attempts, the second of which went on behind the first."""
+    """Joins the completions of two attempts at one response; the second continued after the tokens of the first."""
     runs = [*first.versions]
     for version, count in rest.versions:
         if runs and runs[-1][0] == version:
@@ -414,8 +414,8 @@ def joined(first: Completion, rest: Completion) -> Completion:
 
 
 def unfinished(sampled: Completion, request: Request) -> Completion | None:
-    """The tokens that another attempt of a request goes on behind; None without any. A token that may have ended the
-    response is left out, to be sampled again: its engine was gone before it said so."""
+    """The sampled tokens that the next attempt at a request keeps; None if there are none. A last token that may have
+    ended the response is sampled again, because the engine was lost before it reported the end."""
     params, tokens = request.params, sampled.token_ids
     may_be_whole = bool(tokens) and (bool(params.stop) or tokens[-1] in params.stop_token_ids)
     count = min(len(tokens) - may_be_whole, params.max_new_tokens - len(request.sampled_ids) - 1)

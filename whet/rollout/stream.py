@@ -273,8 +273,8 @@ class Rollouts:
         is_scored = any(each.failure is None for group in dropped for each in group.trajectories)
         if not kept and self._kept_some and is_scored:
             log.warning(
-                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included (not said again "
-                "before a step keeps some)",
+                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
+                "again only after a step that keeps some",
                 *(step, len(dropped)),
             )
         self._kept_some = bool(kept)

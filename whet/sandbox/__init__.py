@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that nobody trusts, with limits, and without network, files or other processes to see.
+"""Untrusted programs, with limits, and without network, files or other processes to see.
 
 protocol  `Job`, `Limits`, `Ran`, and the contract of a sandbox
 local     on this machine: bubblewrap, or resource limits alone, which must be asked for

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that nobody trusts, the limits of a run, and how it ended; the contract of sandboxes."""
+"""Untrusted programs, the limits of a run, and how it ended; the contract of sandboxes."""
 
 from __future__ import annotations
 

@@ -37,30 +37,25 @@ def serve(settings: Settings) -> None:
     with ExitStack() as stack:
         bound = stack.enter_context(_bound(settings.host, settings.port))
         with long_phase("loading the model"):
-            server = _loaded(settings, stack)
+            source = _source(settings)
+            trusted = settings.trust_remote_code
+            folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
+            model = ModelConfig(path=folder, dtype=settings.dtype, trust_remote_code=trusted)
+            chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
+            rollout = RolloutConfig(engine=chosen, max_batch_size=settings.max_running)
+            tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
+            reader = BodyReader(
+                name=settings.name or Path(settings.model).expanduser().resolve().name,
+                tokenizer=tokenizer,
+                stop_ids=stop_token_ids(folder, tokenizer),
+                context=context_length(folder, trust_remote_code=trusted),
+                vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
+                max_tokens=settings.max_tokens,
+            )
+            step = _step(source)
+            engine = open_engine(rollout, model, folder, version=0 if step is None else step)
+            server = _Server(settings, reader, engine, source)
         server.run(bound)
-
-
-def _loaded(settings: Settings, stack: ExitStack) -> _Server:
-    """Loads the model; `stack` closes what the server needs until it ends."""
-    source = _source(settings)
-    trusted = settings.trust_remote_code
-    folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
-    model = ModelConfig(path=folder, dtype=settings.dtype, trust_remote_code=trusted)
-    chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
-    rollout = RolloutConfig(engine=chosen, max_batch_size=settings.max_running)
-    tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
-    reader = BodyReader(
-        name=settings.name or Path(settings.model).expanduser().resolve().name,
-        tokenizer=tokenizer,
-        stop_ids=stop_token_ids(folder, tokenizer),
-        context=context_length(folder, trust_remote_code=trusted),
-        vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
-        max_tokens=settings.max_tokens,
-    )
-    step = _step(source)
-    engine = open_engine(rollout, model, folder, version=0 if step is None else step)
-    return _Server(settings, reader, engine, source)
 
 
 class _Server:

@@ -241,7 +241,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
-    """The workers of one process, those first that others look at."""
+    """Returns the workers of one process; a worker comes after those that it reads from, as `ref` may from `actor`."""
     model, ref, critic = config.model, config.ref, config.critic
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:

@@ -170,7 +170,7 @@ class Step:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> Step:
-        """The parts; where `mode` is no aggregation of the config's own, in the place of it."""
+        """Builds the parts of a config; `mode`, if given, replaces its loss aggregation."""
         overlong = algorithm.overlong
         overlong = overlong.model_copy(update={"buffer_length": min(overlong.buffer_length, world.length - 1)})
         algorithm = algorithm.model_copy(update={"overlong": overlong})

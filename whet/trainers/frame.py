@@ -269,9 +269,7 @@ class Frame:
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
         """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""
-        again = "the same command" + (
-            " with trainer.resume=auto" if self.config.trainer.resume in checkpoint.AFRESH else ""
-        )
+        again = "the same command" + " with trainer.resume=auto" * (self.config.trainer.resume in checkpoint.AFRESH)
         if self.step == 0:
             why = "before the first step was done: there was nothing to save"
             return Stopped(f"stopped by {stopped} {why}; {again} starts again", stopped.number)

@@ -12,7 +12,7 @@ SIZES = ("tensor_parallel_size", "sequence_parallel_size", "shard_size")
 
 
 def check(use: EngineUse) -> Iterator[str]:
-    """Yields a line for every reason why these options cannot be."""
+    """Yields an error for each setting of the engine that fsdp cannot run with."""
     key, sizes = f"{use.key}.options", {name: use.options[name] for name in SIZES}
     tensor, sequence, _ = sizes.values()
     if sequence > 1 and tensor > 1:

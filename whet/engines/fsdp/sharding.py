@@ -42,13 +42,13 @@ class Whole(nn.Module):
     def forward(
         self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
-        """`outputs_of`, each in memory of its own: torch hangs its hooks on what comes out."""
+        """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns."""
         outputs = outputs_of(self.model, where, needs, settings, temperature)
         return {name: value.clone() for name, value in outputs.items()}
 
 
 def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forward: bool, cpu_offload: bool) -> Whole:
-    """The model in shards over `ranks`; its modules stay where they are."""
+    """Shards the parameters of the model over `ranks`, in place, and returns its forward pass."""
     body = body_of(model)
     if ranks.tensor_mesh is not None:
         split_heads(body, ranks.tensor_mesh)

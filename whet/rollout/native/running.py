@@ -67,7 +67,7 @@ class Running:
         return len(self.live)
 
     def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> None:
-        """Rows for requests that go on; for those that start too, whose first token comes with `sample`."""
+        """Adds a row for each request; a new request gets its first token from the next call of `sample`."""
         self._make_room(live)
         device = self.tables.device
         slots = [self._free_slots.pop() for _ in live]
@@ -118,7 +118,7 @@ class Running:
             self._read(self.live, self.columns)
 
     def read_newest(self, live: Sequence[ScheduledRequest]) -> None:
-        """Appends the tokens and log-probs that came since the last time to those of these requests that run."""
+        """Copies the tokens and log-probs sampled since the last call into those of these requests that are running."""
         chosen = set(live)
         rows = [row for row, each in enumerate(self.live) if each in chosen]
         if not rows:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines that sample with a server in a process and an environment of its own: all but the server's words."""
+"""The code shared by rollout engines that sample with a server, in a process and a Python environment of its own."""

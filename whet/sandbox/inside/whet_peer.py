@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of code that nobody trusts, in a process that the code cannot reach; nothing of whet is imported.
+"""Tests of untrusted code, in a process that the code cannot reach; nothing of whet is imported.
 
     tester - nursery - candidate
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A filter of system calls (seccomp) for programs that nobody trusts.
+"""A filter of system calls (seccomp) for untrusted programs.
 
 It denies what reaches other processes, other namespaces or the kernel's rarely used parts, sockets of every family but
 those that an empty network namespace makes harmless, and memory that no limit counts. Denied calls fail with EPERM.
