@@ -77,7 +77,7 @@ class RemoteTransport(ABC, Generic[P]):
         self._state = threading.Lock()  # over _ended_by and the `calls` of every peer
         self._ended_by: WhetError | None = None
         self._is_built = False
-        self._lost = set[int]()  # ids of peers
+        self._gone = set[int]()  # ids of peers
         self._classes: dict[str, type[Worker]] = {}  # by role
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
@@ -120,10 +120,10 @@ class RemoteTransport(ABC, Generic[P]):
         """Fails the open calls of a process that died. Ends all processes where it is of more than a role of
         `EXPENDABLE`, or the last of its pool."""
         with self._state:
-            if id(peer) in self._lost:
+            if id(peer) in self._gone:
                 return
-            self._lost.add(id(peer))
-            others = [each for each in self.peers if each.pool is peer.pool and id(each) not in self._lost]
+            self._gone.add(id(peer))
+            others = [each for each in self.peers if each.pool is peer.pool and id(each) not in self._gone]
             goes_on = {*peer.pool.roles} <= EXPENDABLE and others and self._is_built and self._ended_by is None
             calls = [*peer.calls] if goes_on else []
             if goes_on:
@@ -194,7 +194,7 @@ class RemoteTransport(ABC, Generic[P]):
             with self._state:
                 if self._ended_by is not None:
                     raise closed_error(call.role, call.method, self._ended_by)
-                if id(peer) in self._lost:
+                if id(peer) in self._gone:
                     raise LostWorkerError(f"{peer.name(call.role)} is lost, and cannot serve {call.method}")
                 peer.calls.append(call)
             self.start_call(peer, call, header, payload)

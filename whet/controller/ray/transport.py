@@ -210,7 +210,7 @@ class RayTransport(RemoteTransport[_Actor]):
         return [results[id(peer)] for peer in self.peers]
 
     def _receive(self, peer: _Actor) -> None:
-        while not self.ended.is_set() and id(peer) not in self._lost:
+        while not self.ended.is_set() and id(peer) not in self._gone:
             try:
                 self._receive_one(peer, *peer.replies.get(timeout=IDLE_SECONDS))
             except queue.Empty:
