@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -74,32 +74,32 @@ def play(
     You also play the sub-agents, whose turns are asked for by their names."""
     import asyncio
 
+    from whet.environments.running import EnvironmentSpec, Running
+
     options = ENVIRONMENTS[name].resolve_options(read_options(option or []), "--option")
-    agents = read_options(agent or [], "--agent")
-    if asyncio.run(_play("", name, options, _prompt(prompt, ground_truth), seed, agents)).failure is not None:
+    agents, running = read_options(agent or [], "--agent"), Running(EnvironmentSpec(name, options).load())
+    with asyncio.Runner() as runner:
+        try:
+            is_failed = runner.run(_play(running, _prompt(prompt, ground_truth), seed, agents)).failure is not None
+        finally:
+            runner.run(running.call("close"))
+    if is_failed:
         raise typer.Exit(1)
 
 
-async def _play(
-    agent: str, name: str, options: Mapping[str, Any], prompt: Prompt, seed: int, agents: Mapping[str, str]
-) -> Result:
+async def _play(running: Running, prompt: Prompt, seed: int, agents: Mapping[str, str], agent: str = "") -> Result:
     """Plays until the end; `agent` is the sub-agent, if any."""
-    from whet.environments.running import EnvironmentSpec, Running
-
-    running = Running(EnvironmentSpec(name, options).load())
-    try:
-        return await _turns(running, agent, prompt, seed, agents)
-    finally:
-        await running.call("close")
-
-
-async def _turns(running: Running, agent: str, prompt: Prompt, seed: int, agents: Mapping[str, str]) -> Result:
     from whet.environments.protocol import Answer, Result
+    from whet.environments.running import EnvironmentSpec, Running
     from whet.types import Failure
 
     async def of_task(task: Task) -> Result:
         given = replace(prompt, messages=task.messages, ground_truth=task.ground_truth, extra_info=task.extra_info)
-        return await _play(task.agent, agents.get(task.agent, "single_turn"), {}, given, seed, agents)
+        inside = Running(EnvironmentSpec(agents.get(task.agent, "single_turn"), {}).load())
+        try:
+            return await _play(inside, given, seed, agents, task.agent)
+        finally:
+            await inside.call("close")
 
     outcome, answers, sums = await running.call("reset", prompt, seed), list[str](), dict[str, float]()
     for message in prompt.messages:

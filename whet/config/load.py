@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +183,9 @@ def rename(
 
     A key without a source comes from the folder of an older run and gives no warning."""
     sources = {} if sources is None else sources
-    for old, (new, default) in {**RENAMED, **_of_agents(values)}.items():
+    of_agents = [key for key, _ in flatten(values) if re.match(r"environment\.agents\.[^.]*\.max_processes$", key)]
+    renamed = {**RENAMED, **{key: (key.replace("processes", "episodes"), 256) for key in of_agents}}
+    for old, (new, default) in renamed.items():
         *sections, name = old.split(".")
         place: Any = values
         for each in sections:
@@ -204,11 +207,3 @@ def rename(
         place[name] = value
         if source is not None:
             sources[new] = f"alias {old} ({source})"
-
-
-def _of_agents(values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """`RENAMED` for the sections of sub-agents."""
-    environment = values.get("environment")
-    agents = environment.get("agents") if isinstance(environment, dict) else None
-    sections = [f"environment.agents.{name}" for name in agents] if isinstance(agents, dict) else []
-    return {f"{each}.max_processes": (f"{each}.max_episodes", 256) for each in sections}

@@ -158,27 +158,22 @@ class _Check:
         yield Finding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
         yield self._of("observations", faults, f"up to {alone['characters']:,} characters")
         yield self._of("rewards", faults, f"{alone['lowest']:g} to {alone['highest']:g}")
-        yield self._size(alone["characters"])
+        found, most = alone["characters"], self.plan.max_characters
+        size = f"at most {most:,} characters" if found <= most else f"{found:,} characters; expected at most {most:,}"
+        yield Finding("observation size", found <= most, size)
         yield self._same("same seed", alone, self.second.ask("play", [seed]), "in another process")
         beside = self.first.ask("play", [seed, seed + 1])
         yield self._same("beside another", alone, beside, "while another one runs: it shares state or a generator")
         yield self._other_seeds()
         changed = alone["is_prompt_changed"]
         yield Finding("prompt", not changed, "it changes its prompt; copy it" if changed else "unchanged")
-        yield self._simple("after the end", self.first.ask("after_the_end"))
-        yield self._simple("restores", self.first.ask("restores"))
-        yield self._simple("close", self.first.ask("close"))
+        for name in ("after the end", "restores", "close"):
+            yield self._simple(name, self.first.ask(name.replace(" ", "_")))
         yield self._answers()
-        yield self._speed()
+        yield self._simple("speed", self.first.ask("speed"))
 
     def _of(self, name: str, faults: Mapping[str, str], good: str) -> Finding:
         return Finding(name, name not in faults, faults.get(name, good))
-
-    def _size(self, characters: int) -> Finding:
-        most = self.plan.max_characters
-        is_ok = characters <= most
-        what = f"at most {most:,} characters" if is_ok else f"{characters:,} characters; expected at most {most:,}"
-        return Finding("observation size", is_ok, what)
 
     def _same(self, name: str, alone: Found, other: Found, where: str) -> Finding:
         if "ended" in other:
@@ -196,10 +191,8 @@ class _Check:
         firsts = set()
         for seed in range(self.plan.seed, self.plan.seed + NUM_SEEDS):
             found = self.first.ask("play", [seed])
-            if "ended" in found:
-                return Finding("another seed", False, f"seed {seed}: {found['ended']}")
-            if "starts" in found["faults"]:
-                return Finding("another seed", False, f"seed {seed}: {found['faults']['starts']}")
+            if why := found.get("ended") or found["faults"].get("starts"):
+                return Finding("another seed", False, f"seed {seed}: {why}")
             firsts.add(tuple(found["transcripts"][0]))
         if len(firsts) == 1:
             return Finding("another seed", None, f"{NUM_SEEDS} seeds give the same episode: it is not random")
@@ -220,12 +213,6 @@ class _Check:
                 bad.append(f"{name}: {what}")
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         return Finding("answers", not bad, f"{bad[0]}{more}" if bad else f"{len(STRANGE)} strange ones")
-
-    def _speed(self) -> Finding:
-        found = self.first.ask("speed")
-        if "ended" in found:
-            return Finding("speed", False, found["ended"])
-        return Finding("speed", True, f"{found['steps'] / found['seconds']:,.0f} steps a second")
 
 
 def _short(text: object) -> str:
@@ -448,4 +435,4 @@ async def _speed(make: Callable[[Prompt], Any], plan: Plan) -> Found:
             await played.turn()
         steps, seed = steps + len(played.transcript) - 1, seed + 1
         await played.end()
-    return {"steps": steps, "seconds": time.perf_counter() - start}
+    return {"is_ok": True, "what": f"{steps / (time.perf_counter() - start):,.0f} steps a second"}

@@ -17,11 +17,13 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from whet.environments.protocol import Answer, Closes, Observation, Resets, Result, Task
 from whet.types import Message
 
+_text = attrgetter("text")  # of an Answer
 GOES_ON = Observation(done=False)
 
 
@@ -140,10 +142,6 @@ def _messages(text: Any) -> tuple[Message, ...]:
 def same(value: Any) -> Any:
     """Returns the value."""
     return value
-
-
-def _text(answer: Answer) -> str:
-    return answer.text
 
 
 def _parameters(method: Any) -> Mapping[str, inspect.Parameter]:

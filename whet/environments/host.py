@@ -127,7 +127,8 @@ def open_host(
         return InlineHost(spec, asyncio.Runner().run, max_episodes)
     is_shared = bool(entry.marks.get("shared")) and tools is None
     most = max_episodes if max_episodes or is_shared else MAX_PROCESSES
-    starts = MAX_STARTS if tools is not None and tools.has_processes else None
+    servers = [each.get("mcp", ()) for each in (tools.entries if tools else ()) if isinstance(each, Mapping)]
+    starts = MAX_STARTS if any("command" in each for each in servers) else None
     return ProcessHost(code, deadlines or Deadlines(), most, is_shared=is_shared, max_starts=starts)
 
 
@@ -135,14 +136,11 @@ class InlineHost(EnvironmentHost):
     """A host in the caller's thread: each result is ready when the call returns, or a place is free."""
 
     def __init__(
-        self,
-        spec: EnvironmentSpec | ToolSpec,
-        run: Callable[[Coroutine[Any, Any, Outcome]], Outcome],
-        max_episodes: int | None = None,
+        self, spec: EnvironmentSpec | ToolSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome], most: int | None
     ) -> None:
         super().__init__()
         self._make, self._run = spec.load(), run
-        self._most = max_episodes or math.inf
+        self._most = most or math.inf
         self._open: dict[str, Running] = {}
         self._queue: dict[str, tuple[Prompt, int]] = {}
 
@@ -198,13 +196,7 @@ class ProcessHost(EnvironmentHost):
     One thread owns it. Waits: only in `poll`."""
 
     def __init__(
-        self,
-        code: bytes,
-        deadlines: Deadlines,
-        max_episodes: int | None,
-        *,
-        is_shared: bool,
-        max_starts: int | None = None,
+        self, code: bytes, deadlines: Deadlines, max_episodes: int | None, *, is_shared: bool, max_starts: int | None
     ) -> None:
         super().__init__()
         argument = pickle.dumps((code, is_shared))
@@ -303,7 +295,6 @@ class ProcessHost(EnvironmentHost):
             if not self._is_shared:
                 self._children.kill(event.child)
             self._taken.pop(call.episode.number, None)
-            self._starting.discard(call.episode.number)
             self._assign_processes()
         elif call.is_awaited:
             self._add_result(call.episode, call.episode.failure or outcome)

@@ -104,11 +104,7 @@ class Stage:
     def open(self) -> EnvironmentHost:
         """Opens the host of the environment.  Raises: as `open_host`."""
         return open_host(
-            self.environment,
-            self.options,
-            tools=self.tools,
-            deadlines=self.seconds,
-            max_episodes=self.max_episodes,
+            self.environment, self.options, tools=self.tools, deadlines=self.seconds, max_episodes=self.max_episodes
         )
 
 

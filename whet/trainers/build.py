@@ -152,8 +152,7 @@ def build(
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         if "console" in config.trainer.logger and not dry_run:
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
-        is_placed = config.cluster.lists(ENVIRONMENT)
-        hosts = None if is_placed else open_environments(config.environment, undo)
+        hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, undo)
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer

@@ -72,11 +72,12 @@ class PlacedEnvironments:
     def call(self, agent: str, method: str, uid: str, *arguments: Any) -> None:
         """Sends a call with the next `turn`, or behind those of a replay."""
         if method == "close":
-            own, rank = self._placed.pop(uid)
-            self._calls[rank].append((agent, method, own, arguments))
-            self._waiting.pop(own, None)
-            self._owed.discard(uid)
-            del self._history[uid]
+            if uid in self._placed:
+                own, rank = self._placed.pop(uid)
+                self._calls[rank].append((agent, method, own, arguments))
+                self._waiting.pop(own, None)
+                self._owed.discard(uid)
+                del self._history[uid], self._num_sent[uid]
             return
         if method == "start":
             self._history[uid] = []
@@ -144,20 +145,16 @@ class PlacedHost(EnvironmentHost):
     def __init__(self, ranks: PlacedEnvironments, agent: str) -> None:
         super().__init__()
         self._ranks, self._agent = ranks, agent
-        self._is_open = set[str]()
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        self._is_open.add(uid)
         self._ranks.call(self._agent, "start", uid, prompt, seed)
 
     def step(self, uid: str, answer: Answer) -> None:
         self._ranks.call(self._agent, "step", uid, answer)
 
     def close(self, uid: str) -> None:
-        if uid in self._is_open:
-            self._is_open.remove(uid)
-            self._forget(uid)
-            self._ranks.call(self._agent, "close", uid)
+        self._forget(uid)
+        self._ranks.call(self._agent, "close", uid)
 
     def poll(self, timeout_seconds: float) -> list[Result]:
         if not self._results:

@@ -43,11 +43,6 @@ class Toolbox:
         """The schemas of all tools, in order."""
         return [schema for each in self.known for schema in each]
 
-    @property
-    def has_processes(self) -> bool:
-        """Tells whether a session starts a process of its own."""
-        return any("command" in each.get("mcp", ()) for each in self.entries if isinstance(each, Mapping))
-
     def around(self, inner: EnvironmentSpec) -> ToolSpec:
         """The tools around an environment."""
         return ToolSpec(inner, self.entries, self.known, self.limits, self.role)
