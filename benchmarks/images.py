@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.competitor import Entry
@@ -19,11 +19,14 @@ from benchmarks.workload import Answers
 TITLE = "Images"
 NOTE = """\
 A random Qwen2.5-VL whose prompts show an image each, of 16 to 100 tokens, new ones in every turn. Both sides begin with
-PNG files: decoding and the processor are in their times. Lengths of responses are forced as above.
+PNG files: decoding and the processor are in their times. Lengths of responses are forced as above. The step "large" has
+images of 512 to 1,024 pixels, and a cache of pixel values that holds half of a step's.
 `transformers.generate` gets one left-padded batch of the prompts, and repeats it for the responses of each. The last
 line says how long whet's step waited for pixel values, which threads prepare while it samples.
 """
 SIDES = (112, 168, 224, 280)  # pixels of the images, in patches of 14 of which 2 x 2 make a token
+LARGE_SIDES = {True: (512, 768, 1024), False: (512,)}  # whether it is thorough
+PIXEL_BYTES = 24  # of the processor's output: three colours, twice for a time of two frames, in float32
 BASELINE = "transformers.generate"
 PHASES = ("rollout", "reward", "advantage", "update", "sync", "rest")
 
@@ -42,10 +45,15 @@ def run(setting: Setting) -> dict[str, Any]:
     told = {"model": str(model), "images": files, "n": answers.n, "lengths": answers.lengths}
     engines = {BASELINE: "transformers", "whet": "native"}
     rollouts = {name: setting.whet("rollout_images", **told, engine=engine) for name, engine in engines.items()}
-    step = scale.step["ragged"]
+    step, sides = scale.step["ragged"], LARGE_SIDES[scale.is_thorough]
+    few = replace(step, prompts=max(2, step.prompts // 2))
+    large = write_images(setting.scratch / "large", turns * few.prompts, sides)
+    held = few.prompts * fmean(side**2 for side in sides) * PIXEL_BYTES / 2
+    small_cache = {"model.media_cache_gib": held / 2**30, "data.max_prompt_length": 2048}
     return {
         "rollout": _section(answers, setting, rollouts),
         "step": _section(step, setting, _steps(setting, str(model), files, step)),
+        "large": _section(few, setting, _steps(setting, str(model), large, few, small_cache)),
     }
 
 
@@ -54,7 +62,10 @@ def _section(answers: Answers, setting: Setting, entries: Mapping[str, Entry]) -
     return {"answers": asdict(answers), "records": {name: asdict(record) for name, record in records.items()}}
 
 
-def _steps(setting: Setting, model: str, files: list[str], answers: Answers) -> dict[str, Entry]:
+def _steps(
+    setting: Setting, model: str, files: list[str], answers: Answers, changes: Mapping[str, Any] | None = None
+) -> dict[str, Entry]:
+    """The steps of TRL and of whet; with `changes` to its config whet's alone."""
     told = {
         "model": model,
         "texts": ["How many figures are there?"] * len(files),
@@ -66,20 +77,21 @@ def _steps(setting: Setting, model: str, files: list[str], answers: Answers) -> 
     }
 
     def run_dir(name: str) -> str:
-        return str(setting.scratch / "runs" / "images" / name.replace(" ", "_"))
+        return str(setting.scratch / "runs" / f"images{len(changes or {})}" / name.replace(" ", "_"))
 
     entries = {}
-    if setting.trl_python is not None:
+    if setting.trl_python is not None and changes is None:
         for name, (weights, micro_batches) in TRL_VARIANTS.items():
             options = {"weights": weights, "micro_batches": micro_batches, "run_dir": run_dir(name)}
             entries[name] = setting.trl("trl_step", **{**told, **options})
             if not setting.scale.is_thorough:
                 break
-    entries["whet"] = setting.whet("whet_step", **{**told, "compile": False, "run_dir": run_dir("whet")})
+    told |= {"compile": False, "run_dir": run_dir("whet"), "changes": changes or {}}
+    entries["whet"] = setting.whet("whet_step", **told)
     return entries
 
 
-def write_images(folder: Path, count: int) -> list[str]:
+def write_images(folder: Path, count: int, sides: Sequence[int] = SIDES) -> list[str]:
     """Writes PNG files of different sizes, and returns their paths."""
     from whet.data.drawn.canvas import to_png
     from whet.data.drawn.figures import scatter
@@ -89,7 +101,7 @@ def write_images(folder: Path, count: int) -> list[str]:
     paths = []
     for number in range(count):
         path = folder / f"{number:04}.png"
-        path.write_bytes(to_png(scatter(draws, draws.randint(1, 9), draws.choice(SIDES), 4)))
+        path.write_bytes(to_png(scatter(draws, draws.randint(1, 9), draws.choice(sides), 4)))
         paths.append(str(path))
     return paths
 

@@ -9,19 +9,23 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
 from whet.models.init import Arch, init_model
 from whet.models.load import load_tokenizer
-from whet.models.vision.base import Vision
+from whet.models.vision.base import Pixels, Vision
 from whet.models.vision.load import vision_of
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.types import Group, Media, Prompt, Trajectory, Turn
 
 QWEN: tuple[Arch, ...] = ("qwen2_vl", "qwen2.5_vl", "qwen3_vl")
+SLOW = (pytest.mark.slow, pytest.mark.timeout(900))  # an image of SmolVLM is cut into tiles of many patches
+SEEING = [*QWEN, pytest.param("smolvlm", marks=SLOW)]
+ONE_FAST = [pytest.param(arch, marks=() if arch == "qwen2.5_vl" else SLOW) for arch in QWEN]
 SIZES = ((56, 56), (84, 56), (56, 112))  # width, height
 
 
@@ -54,6 +58,13 @@ def video(vision: Vision, seed: int, frames: int, size: tuple[int, int] = (56, 5
     digest = hashlib.sha256(b"".join(encoded)).hexdigest()
     media = Media("video", digest, encoded, frames=tuple(range(frames)))
     return vision.measured(media, size[1], size[0], [frame / 2 for frame in range(frames)])
+
+
+def together(pixels: Sequence[Pixels]) -> Pixels:
+    """The arguments of a forward pass of transformers for one row: patches one after the other, tiles of an image."""
+    axis = 1 if pixels and "pixel_attention_mask" in pixels[0] else 0
+    names = dict.fromkeys(name for each in pixels for name in each)
+    return {name: torch.cat([each[name] for each in pixels if name in each], axis) for name in names}
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str | Media]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 PADDED = suite.Variant(False, 10**6)
 
 
-@pytest.fixture(scope="module", params=pictures.QWEN)
+@pytest.fixture(scope="module", params=pictures.SEEING)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 
@@ -60,8 +60,8 @@ def test_log_probs_are_those_of_transformers(folder: Path) -> None:
             ids = columns["input_ids"][row][real][None]
             media = (*columns["media"][row], *columns["response_media"][row])
             pixels = [vision.pixels(each) for each in media]
-            given = {name: torch.cat([each[name] for each in pixels]) for name in (pixels[0] if pixels else ())}
-            if media:
+            given = pictures.together(pixels)
+            if media and vision.config.model_type.startswith("qwen"):
                 given["mm_token_type_ids"] = (ids == media[0].tokens.token_id).int()
             plain.model.rope_deltas = None
             log_probs = plain(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits.log_softmax(-1)
@@ -82,6 +82,7 @@ def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
         suite.check_update(engine(folder, PADDED), engine(folder, variant), objective, 2, batch_at)
 
 
+@pytest.mark.parametrize("folder", pictures.QWEN, indirect=True)
 def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     """Features are computed once then, for training and sampling; the results are those of a tower that runs anew."""
     pytest.importorskip("peft")
@@ -90,10 +91,10 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     suite.check_update(
         engine(folder, PADDED, **lora), engine(folder, suite.VARIANTS[2], **lora), suite.OBJECTIVES[1], 2, batch_at
     )
-    frozen = engine(folder, suite.VARIANTS[0], freeze=("model.visual.*",))
+    frozen = engine(folder, suite.VARIANTS[0], freeze=("vision",))
     before = {name: weight.clone() for name, weight in frozen.model.named_parameters()}
     frozen.update(batch_at(), suite.OBJECTIVES[1])
-    suite.check_forward(engine(folder, PADDED), engine(folder, PADDED, freeze=("model.visual.*",)), batch_at)
+    suite.check_forward(engine(folder, PADDED), engine(folder, PADDED, freeze=("vision",)), batch_at)
     vision, calls = vision_of(frozen.model), list[int]()
     assert vision is not None
     encode = vision._features
@@ -109,6 +110,7 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     assert moved == {"language_model"}
 
 
+@pytest.mark.parametrize("folder", pictures.ONE_FAST, indirect=True)
 def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
     """Some micro-batches have no image, and some ranks no row."""
     batch_at, fsdp = partial(pictures.batch_of_rows, folder), EngineConfig(name="fsdp", logits_chunk_tokens=16)

@@ -24,7 +24,7 @@ from whet.types import Media
 GREEDY = SamplingParams(10, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=pictures.QWEN)
+@pytest.fixture(scope="module", params=pictures.SEEING)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 
@@ -56,11 +56,8 @@ def prompts(folder: Path) -> list[tuple[tuple[int, ...], tuple[Media, ...]]]:
 
 def expected(folder: Path, vision: Vision, ids: tuple[int, ...], media: tuple[Media, ...]) -> list[int]:
     plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
-    prompt, given = torch.tensor([ids]), dict[str, Any]()
-    for each in media:
-        for name, value in vision.pixels(each).items():
-            given[name] = torch.cat([given[name], value]) if name in given else value
-    if media:
+    prompt, given = torch.tensor([ids]), pictures.together([vision.pixels(each) for each in media])
+    if media and vision.config.model_type.startswith("qwen"):
         image, film = vision.config.image_token_id, vision.config.video_token_id
         given["mm_token_type_ids"] = (prompt == image).int() + 2 * (prompt == film).int()
     with torch.no_grad():
@@ -110,7 +107,7 @@ def test_an_image_is_encoded_once(folder: Path, model: PreTrainedModel) -> None:
     ask(2)
     assert len(calls) == 1
     with torch.no_grad():
-        next(model.base_model.visual.parameters()).mul_(1.5)
+        vision._weights(model)[0].mul_(1.5)
     engine.attach(model, 2)
     assert ask(3) != first and len(calls) == 2
     assert _cache_of(model.base_model, engine._tower[1]).held_bytes > 0  # type: ignore[index]
@@ -149,6 +146,8 @@ def test_preempted_requests_with_images(folder: Path, model: PreTrainedModel) ->
         for number, (ids, media) in enumerate(prompts(folder))
         for sample in range(4)
     ]
-    roomy, tight = native(model), native(model, kv_cache_bytes=16 * 16 * 1024)
+    longest = max(len(ids) for ids, _ in prompts(folder)) + params.max_new_tokens
+    blocks = max(16, longest // 16 + 4)  # of 16 tokens, 16 KiB each
+    roomy, tight = native(model), native(model, kv_cache_bytes=blocks * 16 * 1024)
     answers = sampled(tight, requests)
     assert answers == sampled(roomy, requests) and any(each.preemptions for each in answers)

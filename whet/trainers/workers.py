@@ -254,9 +254,9 @@ def check_no_token_shares(config: TrainConfig | ExamplesConfig, media: Mapping[s
     for name in names if row is not None else ():
         engine: EngineConfig = attrgetter(name)(config)
         if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
+            split = f"{name}.options.sequence_parallel_size={size} splits rows over ranks by tokens"
             raise ConfigError(
-                f"{row} has images or videos, and {name}.options.sequence_parallel_size={size} splits rows over ranks "
-                "by tokens, which images are not; set it to 1, or exclude such rows (data.filter)"
+                f"{row} has images or videos, and {split}; set it to 1, or exclude such rows (data.filter)"
             )
 
 

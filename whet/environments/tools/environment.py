@@ -82,7 +82,8 @@ class ToolEnvironment:
         if not answer.tool_calls:
             return self._counted(await self._ask("step", answer))
         for session in self._sessions if answer.media else ():
-            session.shown(answer.media)
+            if session.shown is not None:
+                session.shown(answer.media)
         results = await asyncio.gather(*(self._result(call) for call in answer.tool_calls))
         media = tuple(part for parts in results for part in parts if isinstance(part, Media))
         told = self._messages(answer.tool_calls, results)

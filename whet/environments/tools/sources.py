@@ -35,8 +35,7 @@ class Session(ABC):
     async def start(self) -> None:  # noqa: B027 - most have nothing to start
         """Opens what the session needs.  Raises: ToolError."""
 
-    def shown(self, media: Sequence[Media]) -> None:  # noqa: B027
-        """Takes the images and videos of the conversation, before the calls of a turn."""
+    shown: Callable[[Sequence[Media]], Any] | None = None  # takes the media of the conversation, before a turn's calls
 
     @abstractmethod
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
@@ -136,12 +135,7 @@ class PythonSession(Session):
         close: Callable[[], Any] | None = None,
         shown: Callable[[Sequence[Media]], Any] | None = None,
     ) -> None:
-        self._tools, self._close, self._shown = tools, close, shown
-
-    def shown(self, media: Sequence[Media]) -> None:
-        """Implements `Session.shown`."""
-        if self._shown is not None:
-            self._shown(media)
+        self._tools, self._close, self.shown = tools, close, shown
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
         function, model = self._tools[name]

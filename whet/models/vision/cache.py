@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
+from math import inf
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -29,7 +30,7 @@ class BoundedCache(Generic[Value]):
         self._coming: dict[Hashable, Future[Value]] = {}
         self._ahead: dict[Hashable, int] = {}  # sizes of values that wait for their reader
         self._reads: Counter[Hashable] = Counter()  # that are still announced
-        self._ahead_bytes = self._largest_bytes = 0
+        self._largest_bytes = inf  # of those that were made ahead
         self._lock = Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -47,8 +48,11 @@ class BoundedCache(Generic[Value]):
             coming, found = self._coming.get(key), self._values.get(key)
             is_missing = found is None and coming is None
             self.hits, self.misses = self.hits + (not is_missing), self.misses + is_missing
-            if is_missing and key in self._waiting:
-                self._pass_over(key)
+            if is_missing and key in self._waiting:  # the reader passed over what comes before it in the order
+                for each in [*self._ahead, *takewhile(lambda each: each != key, self._waiting)]:
+                    self._ahead.pop(each, None)
+                    self._waiting.pop(each, None)
+                    del self._reads[each]
             self._waiting.pop(key, None)
             if found is not None:
                 self._values.move_to_end(key)
@@ -72,7 +76,6 @@ class BoundedCache(Generic[Value]):
         with self._lock:
             if self._size(value) <= self.limit_bytes:
                 self._hold(key, value)
-                self._trim()
         return value
 
     def prefetch(self, jobs: Iterable[tuple[Hashable, Callable[[], Value]]]) -> None:
@@ -92,15 +95,16 @@ class BoundedCache(Generic[Value]):
         """Forgets all values."""
         with self._lock:
             self._values.clear()
-            for each in (self._ahead, self._waiting, self._reads):
-                each.clear()
-            self.held_bytes = self._ahead_bytes = 0
+            self._ahead.clear()
+            self.held_bytes = 0
 
     def _make(self, key: Hashable, make: Callable[[], Value]) -> Value:
         try:
             value = make()
             with self._lock:
-                self._keep_ahead(key, value)
+                self._ahead[key] = size = self._size(value)
+                self._largest_bytes = size if self._largest_bytes == inf else max(self._largest_bytes, size)
+                self._hold(key, value)
             return value
         finally:
             with self._lock:
@@ -109,51 +113,34 @@ class BoundedCache(Generic[Value]):
 
     def _top_up(self) -> None:
         """Begins as many of the waiting values as there is room for."""
-        while self._waiting and self._has_room():
+        while self._waiting and (
+            not (self._coming or self._ahead)
+            or 2 * (sum(self._ahead.values()) + self._largest_bytes * (len(self._coming) + 1)) <= self.limit_bytes
+        ):
             key, make = self._waiting.popitem(last=False)
             if key in self._values:
-                self._keep_ahead(key, self._values[key])
+                self._ahead[key] = self._size(self._values[key])
                 continue
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="whet-media")
             self._coming[key] = self._threads.submit(self._make, key, make)
 
-    def _has_room(self) -> bool:
-        if not self._coming and not self._ahead:
-            return True
-        if not self._largest_bytes:  # nothing says how large they are
-            return False
-        return 2 * (self._ahead_bytes + self._largest_bytes * (len(self._coming) + 1)) <= self.limit_bytes
-
-    def _keep_ahead(self, key: Hashable, value: Value) -> None:
-        self._hold(key, value)
-        self._ahead[key] = size = self._size(value)
-        self._ahead_bytes, self._largest_bytes = self._ahead_bytes + size, max(self._largest_bytes, size)
-        self._trim()
-
     def _read(self, key: Hashable) -> None:
         self._reads[key] -= 1
         if self._reads[key] <= 0:
             del self._reads[key]
-            self._ahead_bytes -= self._ahead.pop(key, 0)
+            self._ahead.pop(key, None)
         self._trim()
         self._top_up()
 
-    def _pass_over(self, key: Hashable) -> None:
-        """Lets go of what comes before `key` in the order, since the reader did not ask for it."""
-        gone = [*self._ahead, *takewhile(lambda each: each != key, self._waiting)]
-        for each in gone:
-            self._ahead_bytes -= self._ahead.pop(each, 0)
-            self._waiting.pop(each, None)
-            del self._reads[each]
-
     def _hold(self, key: Hashable, value: Value) -> None:
+        """Holds a value, and lets others go that were used least recently, but none that waits for its reader."""
         if key not in self._values:
             self._values[key] = value
             self.held_bytes += self._size(value)
+        self._trim()
 
     def _trim(self) -> None:
-        """Lets the values go that were used least recently, but none that waits for its reader."""
         gone, over = [], self.held_bytes - self.limit_bytes
         for key, value in self._values.items():
             if over <= 0:
