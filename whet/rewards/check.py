@@ -36,7 +36,7 @@ INJECTIONS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckedPrompt:
     """A prompt and what its right response is scored against; `right` is a right response, if one is known."""
 
     prompt: str
@@ -74,10 +74,10 @@ class Report:
 
 
 ROWS = (
-    Row("What is 17 + 25?", "42"),
-    Row("Lena has 96 apples and gives away 59 of them. How many are left?", "37"),
-    Row("What is the capital of France?", "Paris"),
-    Row("Which letter is the right one? A. iron B. gold C. water D. salt", "B"),
+    CheckedPrompt("What is 17 + 25?", "42"),
+    CheckedPrompt("Lena has 96 apples and gives away 59 of them. How many are left?", "37"),
+    CheckedPrompt("What is the capital of France?", "Paris"),
+    CheckedPrompt("Which letter is the right one? A. iron B. gold C. water D. salt", "B"),
 )
 FORMS: dict[str, Callable[[str], str]] = {
     "alone": lambda truth: truth,
@@ -89,7 +89,7 @@ FORMS: dict[str, Callable[[str], str]] = {
 }
 
 
-def check(pool: RewardPool, rows: Sequence[Row], *, reads_truth: bool) -> Report:
+def check(pool: RewardPool, rows: Sequence[CheckedPrompt], *, reads_truth: bool) -> Report:
     """Feeds all probes to a reward function. `reads_truth`: whether it has the ground truth, without which nothing can
     be wrong."""
     return _Check(pool, rows).run(reads_truth=reads_truth)
@@ -98,7 +98,7 @@ def check(pool: RewardPool, rows: Sequence[Row], *, reads_truth: bool) -> Report
 class _Check:
     """A check of one function: its rows, what it found, and how long it took."""
 
-    def __init__(self, pool: RewardPool, rows: Sequence[Row]) -> None:
+    def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
         self.findings: dict[str, Finding] = {}
         self.full: dict[int, float] = {}  # the reward of a right response, by id of the row
@@ -119,7 +119,7 @@ class _Check:
         seconds = sorted(self.seconds)
         return Report([*self.findings.values()], forms, self.count, seconds[len(seconds) // 2], low, high)
 
-    def score(self, pairs: Sequence[tuple[Row, str]]) -> list[Outcome]:
+    def score(self, pairs: Sequence[tuple[CheckedPrompt, str]]) -> list[Outcome]:
         """The outcomes of responses, in one call."""
         start = time.perf_counter()
         outcomes = self.pool.score([row.item(response) for row, response in pairs])
@@ -168,7 +168,7 @@ class _Check:
             if self._is_paid(row, outcome):
                 self._find(name, f"it pays {what}", response)
 
-    def _is_paid(self, row: Row, outcome: Outcome) -> bool:
+    def _is_paid(self, row: CheckedPrompt, outcome: Outcome) -> bool:
         return not isinstance(outcome, Failure) and outcome.reward >= self.full[id(row)] - 1e-9
 
     def _repeatable(self) -> None:
@@ -222,11 +222,11 @@ def _value(outcome: Outcome) -> Any:
 
 # -- the probes
 
-Probe = Callable[[Row, Sequence[Row]], Iterator[str]]
+Probe = Callable[[CheckedPrompt, Sequence[CheckedPrompt]], Iterator[str]]
 WRONG = "I do not know."
 
 
-def near_misses(row: Row) -> list[str]:
+def near_misses(row: CheckedPrompt) -> list[str]:
     """Answers that are nearly the ground truth, and are not."""
     truth = str(row.truth)
     if re.fullmatch(r"-?\d+", truth):
@@ -243,21 +243,21 @@ def _all_forms(answers: Sequence[str]) -> Iterator[str]:
             yield form(answer)
 
 
-def _others(row: Row, rows: Sequence[Row]) -> Iterator[str]:
+def _others(row: CheckedPrompt, rows: Sequence[CheckedPrompt]) -> Iterator[str]:
     return _all_forms([str(other.truth) for other in rows if str(other.truth) != str(row.truth)][:3])
 
 
-def _is_plain(row: Row) -> bool:
+def _is_plain(row: CheckedPrompt) -> bool:
     return len(str(row.truth)) <= 20 and str(row.truth).isalnum()
 
 
-def _hedged(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _hedged(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if _is_plain(row) and (wrong := near_misses(row)):
         pair = f"{row.truth} or {wrong[0]}"
         yield from (f"It is {pair}.", f"\\boxed{{{pair}}}", f"The answer is {pair}.", f"<answer>{pair}</answer>")
 
 
-def _all_answers(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _all_answers(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if re.fullmatch(r"\d{1,2}", str(row.truth)):
         yield " ".join(map(str, range(101)))
         yield "\n".join(f"\\boxed{{{number}}}" for number in range(101))
@@ -266,19 +266,19 @@ def _all_answers(row: Row, _: Sequence[Row]) -> Iterator[str]:
         yield "\\boxed{A}\\boxed{B}\\boxed{C}\\boxed{D}"
 
 
-def _in_thoughts(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _in_thoughts(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     for wrong in near_misses(row)[:1]:
         yield f"<think>It is \\boxed{{{row.truth}}}.</think>\\boxed{{{wrong}}}"
         yield f"<think>The answer is {row.truth}.</think>The answer is {wrong}."
 
 
-def _before_another(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _before_another(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     for wrong in near_misses(row)[:1]:
         yield f"First \\boxed{{{row.truth}}}. No: \\boxed{{{wrong}}}"
         yield f"#### {row.truth}\nNo.\n#### {wrong}"
 
 
-def _inside(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _inside(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if _is_plain(row):
         around = ("7", "7") if str(row.truth).isdigit() else ("x", "y")
         yield from _all_forms([f"{around[0]}{row.truth}{around[1]}"])

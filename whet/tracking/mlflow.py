@@ -17,7 +17,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import is_tracking_uri_set
 
 from whet.tracking.service import TrackedRun
-from whet.tracking.tracker import NO_TABLES, Row, Tables
+from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 
 LAST_STEP = "whet.last_step"  # a tag, since MLflow adds a second point if a step is logged twice
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 6000  # of one request, and of one value
@@ -68,7 +68,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[Param]:
             yield Param(REFUSED.sub("_", f"{prefix}{key}"), str(value)[:MAX_PARAM_LENGTH])
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[TableRow]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
