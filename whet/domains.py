@@ -17,7 +17,7 @@ FIELD = "domain"  # of a row, which names its domain
 OTHERS = "others"  # the domain of rows that reward.function scores, where there are domains
 
 
-class Row(Protocol):
+class HasSource(Protocol):
     """A prompt, or a response to score."""
 
     @property
@@ -42,7 +42,7 @@ class Domains:
         takes_others = bool(named) and (has_function or bool(reward.function))
         return cls({**named, OTHERS: ["*"]} if takes_others else named)
 
-    def of(self, row: Row) -> str:
+    def of(self, row: HasSource) -> str:
         """The domain of a row: that in its field `domain`, else the first one with a pattern that its data source
         matches; "" where there are no domains.  Raises: DataError for a row of no domain."""
         if not self.sources:

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import DataConfig, SupervisedDataConfig
-from whet.data.load import VAL, Part, listed, load_examples, load_prompts
+from whet.data.load import VAL, EntryCounts, listed, load_examples, load_prompts
 from whet.errors import DataError
 
 FUNCTIONS = """
@@ -70,7 +70,7 @@ def test_sources_have_keys_and_templates_of_their_own(tokenizer: PreTrainedToken
     assert [p.data_source for p in loaded.items] == ["first"] * 6 + ["second"] * 3
     assert [p.index for p in loaded.items] == list(range(9))
     assert [p.uid for p in loaded.items] == [f"0:{i}" for i in range(9)]
-    assert loaded.parts == (Part("a.jsonl", 6, 6, 6), Part("b.jsonl", 3, 3, 3))
+    assert loaded.parts == (EntryCounts("a.jsonl", 6, 6, 6), EntryCounts("b.jsonl", 3, 3, 3))
 
 
 def test_a_filter_keeps_row_numbers(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,7 +78,7 @@ def test_a_filter_keeps_row_numbers(tokenizer: PreTrainedTokenizerBase, caplog: 
     caplog.set_level("INFO")
     loaded = load_prompts(data("a.jsonl", own), tokenizer, where={"level": {"min": 1}})
     assert [p.index for p in loaded.items] == [1, 2, 4, 5, 6, 8]
-    assert loaded.parts == (Part("a.jsonl", 6, 4, 4), Part("b.jsonl", 3, 2, 2))
+    assert loaded.parts == (EntryCounts("a.jsonl", 6, 4, 4), EntryCounts("b.jsonl", 3, 2, 2))
     assert "a.jsonl: data.filter leaves 4 of 6 rows" in caplog.text
     write("c.jsonl", [{"prompt": "a", "level": 1}, {"level": 2}, {"level": 3}])
     with pytest.raises(DataError, match=r"^c.jsonl: row 2: field 'prompt' is missing; the row has level"):
@@ -144,7 +144,7 @@ def test_what_ends_is_listed() -> None:
 def test_rows_from_python_take_the_place_of_files(tokenizer: PreTrainedTokenizerBase) -> None:
     loaded = load_prompts(data("gone.jsonl", weights=[1.0]), tokenizer, rows=({"prompt": c} for c in "ab"))
     assert [p.messages[0].content for p in loaded.items] == ["a", "b"]
-    assert loaded.parts == (Part("data", 2, 2, 2),)
+    assert loaded.parts == (EntryCounts("data", 2, 2, 2),)
 
 
 def test_examples_come_from_several_sources_too(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -154,7 +154,7 @@ def test_examples_come_from_several_sources_too(tokenizer: PreTrainedTokenizerBa
         train_files=files, weights=[1, 3], apply_chat_template=False, max_length=20, overlong="drop"
     )
     loaded = load_examples(config, tokenizer, where={})
-    assert loaded.parts == (Part("a.jsonl", 6, 6, 6, 0.25), Part("c.jsonl", 4, 4, 3, 0.75))
+    assert loaded.parts == (EntryCounts("a.jsonl", 6, 6, 6, 0.25), EntryCounts("c.jsonl", 4, 4, 3, 0.75))
     assert len(loaded.items) == 9 and tokenizer.decode(list(loaded.items[-1].input_ids)).startswith("c3x")
     with pytest.raises(DataError, match=r"^c.jsonl: row 3: field 'response' is missing"):
         only = SupervisedDataConfig(train_files=[{"path": "c.jsonl", "prompt_key": "q", "filter": {"ok": 3}}])

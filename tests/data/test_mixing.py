@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from whet.config import TrainConfig, load_config
 from whet.config.mix import mean_shares, shares_at
 from whet.config.schema import DataConfig
-from whet.data.load import Loaded, Part
+from whet.data.load import EntryCounts, Loaded
 from whet.data.mixing import MixedLoader
 from whet.data.samplers import make_loader
 from whet.errors import ConfigError, DataError
@@ -22,7 +22,7 @@ def loaded(**counts: int) -> Loaded[Prompt]:
     """Prompts of several data sources, numbered over all."""
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     prompts = [Prompt(f"0:{i}", i, (), (i,), kind, None, {"level": i}) for i, kind in enumerate(kinds)]
-    return Loaded(tuple(prompts), (Part("all", len(kinds), len(kinds), len(kinds)),))
+    return Loaded(tuple(prompts), (EntryCounts("all", len(kinds), len(kinds), len(kinds)),))
 
 
 def loader(of: Loaded[Prompt], *, total_draws: int = 100, **data: Any) -> MixedLoader:
@@ -117,7 +117,7 @@ def test_kinds_that_do_not_fit_the_rows(mix: dict[str, float], message: str) -> 
 
 def test_what_a_mix_excludes() -> None:
     of = loaded(a=2, b=2)
-    weighted = Loaded(of.items, (Part("a", 2, 2, 2, 0.5), Part("b", 2, 2, 2, 0.5)))
+    weighted = Loaded(of.items, (EntryCounts("a", 2, 2, 2, 0.5), EntryCounts("b", 2, 2, 2, 0.5)))
     with pytest.raises(DataError, match=r"data.mix and weights of data entries both say how much"):
         loader(weighted, mix={"a": 0.5, "b": 0.5})
     with pytest.raises(DataError, match=r"learnability chooses among all prompts, which excludes data.mix; unset one"):

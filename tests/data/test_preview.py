@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.seeing import encoded, picture
 from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
-from whet.data.load import Part
+from whet.data.load import EntryCounts
 from whet.data.preview import histogram, percentile, pieces, preview, shortened, spans, thumbnail
 from whet.errors import DataError
 
@@ -53,7 +53,7 @@ def test_prompts_over_the_limit_are_counted_and_shown(tokenizer: PreTrainedToken
     config = TrainConfig.model_validate({"data": {**data, "shuffle": False, "val_files": data["train_files"]}})
     found = preview(config, tokenizer, num_rows=2)
     assert found.lengths == [1, 40, 2, 50] and (found.num_over, found.over_limit) == (2, "dropped")
-    assert found.parts == (Part(str(tmp_path / "a.jsonl"), 4, 4, 4),)
+    assert found.parts == (EntryCounts(str(tmp_path / "a.jsonl"), 4, 4, 4),)
     assert found.data_sources == {"s": 2, "t": 2} and found.num_unanswered == 0
     assert [(row.title, len(row.token_ids), row.mask) for row in found.rows] == [
         ("row 0", 1, None),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from whet.config.schema import DataConfig
-from whet.data.load import Loaded, Part
+from whet.data.load import EntryCounts, Loaded
 from whet.data.loader import in_order, mixture, shuffled
 from whet.data.samplers import Learnability, make_loader, order_of
 from whet.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ def loaded(*sizes: int, weights: list[float] | None = None) -> Loaded[Prompt]:
     """Prompts whose row number is twice their place, and whose level is their place."""
     prompts = [Prompt(f"0:{2 * i}", 2 * i, (), (i,), "s", None, {"level": i}) for i in range(sum(sizes))]
     shares = weights or [None] * len(sizes)
-    return Loaded(tuple(prompts), tuple(Part("s", n, n, n, w) for n, w in zip(sizes, shares, strict=True)))
+    return Loaded(tuple(prompts), tuple(EntryCounts("s", n, n, n, w) for n, w in zip(sizes, shares, strict=True)))
 
 
 def places(prompts: list[Prompt]) -> list[int]:

@@ -18,7 +18,7 @@ from test_single import engine
 from whet.config import TrainConfig, load_config
 from whet.config.schema import OptimConfig
 from whet.engines import compact_adamw
-from whet.engines.compact_adamw import BLOCK, HALF, Blocks, Draws, Part, _codes, round_at_random
+from whet.engines.compact_adamw import BLOCK, HALF, Blocks, Draws, RankPart, _codes, round_at_random
 from whet.engines.optim import optimizer_for
 from whet.errors import ConfigError
 from whet.keyed import key
@@ -108,7 +108,7 @@ def test_rounding_at_random_keeps_the_mean() -> None:
     """1 + 1/1024 lies an eighth of the way between two bfloat16 numbers: to nearest it would never be left. And a
     number that lies at f between two goes up f times as often as it is rounded, as nearly as chance has it."""
     weight, at = torch.zeros(200, 200), slice(0, 200)
-    rounded = round_at_random(torch.full((200, 200), 1 + 1 / 1024), Draws(7, Part.of(weight)).upper(at))
+    rounded = round_at_random(torch.full((200, 200), 1 + 1 / 1024), Draws(7, RankPart.of(weight)).upper(at))
     assert set(rounded.flatten().tolist()) == {1.0, 1 + 1 / 128}
     assert rounded.mean().item() == pytest.approx(1 + 1 / 1024, abs=5e-5)
     values = torch.rand(200, 200, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -116,7 +116,7 @@ def test_rounding_at_random_keeps_the_mean() -> None:
     above = round_at_random(values, torch.full((200, 200), HALF - 1, dtype=torch.int32))
     f = ((values - below) / (above - below)).nan_to_num(0.0)
     for bits in (Draws.lower, Draws.upper):
-        draws = [Draws(key(0, "optimizer", 0, step), Part.of(weight)) for step in range(64)]
+        draws = [Draws(key(0, "optimizer", 0, step), RankPart.of(weight)) for step in range(64)]
         ups = torch.stack([round_at_random(values, bits(each, at)) == above for each in draws]).float().mean(0)
         between = (f > 0.1) & (f < 0.9)
         z = (ups - f)[between] / (f * (1 - f) / 64)[between].sqrt()
@@ -132,7 +132,7 @@ def test_numbers_that_are_none_are_not_rounded_to_one() -> None:
 
 def test_random_bits_are_evenly_spread_and_differ_by_key_and_place() -> None:
     whole = torch.zeros(512, 256)
-    drawn = [Draws(key(0, "optimizer", place, step), Part.of(whole)) for place in range(2) for step in range(2)]
+    drawn = [Draws(key(0, "optimizer", place, step), RankPart.of(whole)) for place in range(2) for step in range(2)]
     for half in (Draws.lower, Draws.upper):
         bits = torch.stack([half(each, slice(0, 512)).flatten() for each in drawn]).double() / HALF
         assert ((bits.mean(1) - 0.5).abs() < 4 * (1 / 12 / 2**17) ** 0.5).all()
@@ -143,8 +143,8 @@ def test_random_bits_are_evenly_spread_and_differ_by_key_and_place() -> None:
 
 def test_a_part_draws_what_the_whole_draws_there() -> None:
     weight = torch.zeros(30, 20)
-    whole = Draws(11, Part.of(weight)).upper(slice(0, 30))
-    part = Draws(11, Part(weight[10:22, 5:12], 10, 5, 20))
+    whole = Draws(11, RankPart.of(weight)).upper(slice(0, 30))
+    part = Draws(11, RankPart(weight[10:22, 5:12], 10, 5, 20))
     assert torch.equal(part.upper(slice(0, 12)), whole[10:22, 5:12])
     assert torch.equal(part.upper(slice(3, 7)), whole[13:17, 5:12])
 

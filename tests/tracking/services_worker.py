@@ -11,7 +11,7 @@ from pathlib import Path
 
 from whet.tracking.jsonl import JsonlTracker, cut_back
 from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.tracker import Row
+from whet.tracking.tracker import TableRow
 
 FLUSH_SECONDS = 3.0  # in which a service has written what it was told, most of them
 
@@ -21,7 +21,7 @@ def value(step: int) -> float:
     return step / 8
 
 
-def rows(step: int) -> list[Row]:
+def rows(step: int) -> list[TableRow]:
     """The table of a step: markup, line breaks, commas, nothing."""
     return [
         {"prompt": f"{step}+1=", "response": '<b>|`2`\n3, "4"</b>', "reward": 0.5, "accuracy": None, "failure": ""},

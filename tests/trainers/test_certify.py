@@ -15,7 +15,7 @@ from whet.trainers.certify import (
     GAP,
     STALENESS,
     SUMS,
-    Row,
+    Certified,
     World,
     certify,
     kl_error,
@@ -65,7 +65,7 @@ def test_the_objectives_gradient_is_that_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("row", CLAIMS)
-def test_what_claims_to_be_exact_is(row: Row) -> None:
+def test_what_claims_to_be_exact_is(row: Certified) -> None:
     assert certify(row.algorithm, SMALL, mode=row.mode, gap=row.gap).relative_error < 1e-8
 
 

@@ -23,7 +23,7 @@ from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, TOOLS, WRAPPERS, Entry, Registry, load_target
 
 if TYPE_CHECKING:
-    from whet.trainers.certify import Row
+    from whet.trainers.certify import Certified
 
 LEGEND = {  # the columns of a certificate
     "exact": "yes: a test requires an on-policy error below 1e-8",
@@ -159,7 +159,7 @@ def certify_all() -> list[list[str]]:
     return [[row.kind, row.name, *cells(row)] for row in counting(rows())]
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Certified) -> list[str]:
     """The certificates of one row as text, in the order of `TITLES`."""
     from whet.trainers.certify import certificates
 

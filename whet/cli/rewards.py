@@ -18,7 +18,7 @@ from whet.registry import REWARDS, Entry
 from whet.rewards.peers import stand_ins
 
 if TYPE_CHECKING:
-    from whet.rewards.check import Report, Row
+    from whet.rewards.check import CheckedPrompt, Report
 
 WHOLE = {"ground_truth", "ground_truths", "reward_input", "reward_inputs", "data"}  # parameters with the ground truth
 
@@ -99,9 +99,9 @@ def check_reward(
         raise typer.Exit(1)
 
 
-def example_rows(entry: Entry) -> list[Row]:
+def example_rows(entry: Entry) -> list[CheckedPrompt]:
     """The examples that are paid most, as rows with a right response."""
-    from whet.rewards.check import Row
+    from whet.rewards.check import CheckedPrompt
 
     given = entry.marks.get("examples", ())
     best = max((reward for _, _, reward, *_ in given), default=0.0)
@@ -110,15 +110,16 @@ def example_rows(entry: Entry) -> list[Row]:
         fields = dict(more[0]) if more else {}
         extra = fields.get("extra_info", {})
         if reward == best:
-            rows.append(Row(fields.get("prompt_str", ""), truth, response, fields.get("data_source", "unknown"), extra))
+            prompt, source = fields.get("prompt_str", ""), fields.get("data_source", "unknown")
+            rows.append(CheckedPrompt(prompt, truth, response, source, extra))
     return rows
 
 
-def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[Row]:
+def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[CheckedPrompt]:
     """Raises: DataError."""
     from whet.data.prompts import find_field, ground_truth, read_messages
     from whet.data.sources import read_rows
-    from whet.rewards.check import Row
+    from whet.rewards.check import CheckedPrompt
 
     found = []
     for row in read_rows(file)[:count]:
@@ -126,7 +127,7 @@ def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) ->
         text = row[field] if isinstance(row[field], str) else str(read_messages(row, field)[-1].content)
         extra = {**row, **(row.get("extra_info") or {})}
         source = str(row.get("data_source") or "unknown")
-        found.append(Row(text, ground_truth(row, answer_key), data_source=source, extra=extra))
+        found.append(CheckedPrompt(text, ground_truth(row, answer_key), data_source=source, extra=extra))
     return found
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 
-Share = float | Mapping[int, float]  # one number, or numbers by step
+MixShare = float | Mapping[int, float]  # one number, or numbers by step
 
 
-def shares_at(mix: Mapping[str, Share], step: float) -> dict[str, float]:
+def shares_at(mix: Mapping[str, MixShare], step: float) -> dict[str, float]:
     """The share of each kind at a step: linear between the steps that are given, constant before and after them."""
     return {name: share if isinstance(share, int | float) else _between(share, step) for name, share in mix.items()}
 
@@ -24,7 +24,7 @@ def _between(shares: Mapping[int, float], step: float) -> float:
     return (1 - part) * shares[before] + part * shares[after]
 
 
-def mean_shares(mix: Mapping[str, Share], steps: int) -> dict[str, float]:
+def mean_shares(mix: Mapping[str, MixShare], steps: int) -> dict[str, float]:
     """The mean share of each kind over the steps of a run."""
     at = [shares_at(mix, step) for step in range(max(1, steps))]
     return {name: sum(shares[name] for shares in at) / len(at) for name in mix}

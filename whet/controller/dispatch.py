@@ -25,7 +25,7 @@ RESERVED = "block"  # keyword of a call that the dispatcher reads itself
 EVEN_LENGTH = 9216
 MAX_DIFFERENCED = 16  # blocks per part; with more of them the greedy partition is within 0.2 % of even
 MAX_STEPS = 2**16  # of differencing, approximately: with many parts it runs on fewer blocks per part
-Part = tuple[float, list[int]]  # work, blocks
+WorkPart = tuple[float, list[int]]  # work, blocks
 
 
 class Dispatch(enum.Enum):
@@ -266,7 +266,7 @@ def inverse_order(shards: Iterable[Sequence[int]]) -> list[int]:
     return positions
 
 
-def _greedy(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[Part]:
+def _greedy(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[WorkPart]:
     """Assigns the blocks in `order` (largest first) to the part with the least work, then with the fewest blocks."""
     found: list[list[int]] = [[] for _ in range(parts)]
     least_loaded = [(0.0, 0, part) for part in range(parts)]
@@ -278,12 +278,12 @@ def _greedy(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[P
     return [(works[part], chosen) for part, chosen in enumerate(found)]
 
 
-def _differenced(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[Part]:
+def _differenced(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[WorkPart]:
     """Partition of the blocks in `order` (largest first); its parts are sorted by their first block.
 
     Each block starts as a partition of its own. The two least even partitions are joined, the fullest part of one with
     the emptiest of the other, until one is left. A partition lists its non-empty parts, fullest first."""
-    heap: list[tuple[float, int, list[Part]]] = [  # (emptiest minus fullest, age to order equal ones, parts)
+    heap: list[tuple[float, int, list[WorkPart]]] = [  # (emptiest minus fullest, age to order equal ones, parts)
         (-blocks[index] if parts > 1 else 0.0, age, [(blocks[index], [index])]) for age, index in enumerate(order)
     ]
     heapq.heapify(heap)
@@ -296,7 +296,7 @@ def _differenced(blocks: Sequence[float], order: Sequence[int], parts: int) -> l
     return [*found, *((0.0, []) for _ in range(parts - len(found)))]
 
 
-def _joined(one: list[Part], other: list[Part], parts: int) -> list[Part]:
+def _joined(one: list[WorkPart], other: list[WorkPart], parts: int) -> list[WorkPart]:
     """Joins part i of `one` with part `parts - 1 - i` of `other`, where both exist."""
     both = len(one) + len(other) - parts  # number of joined parts: the last ones of each
     if both <= 0:

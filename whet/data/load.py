@@ -35,7 +35,7 @@ DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig, PreferenceDataConfig)
 
 
 @dataclass(frozen=True)
-class Part:
+class EntryCounts:
     """The numbers of an entry: its rows, those that pass the filter, the items made from them, its sampling weight."""
 
     name: str
@@ -50,7 +50,7 @@ class Loaded(Generic[T]):
     """The items of all entries, in order."""
 
     items: tuple[T, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[EntryCounts, ...]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _load(
     weights = read_weights(list(filter(None, sources)), data.weights) if key == TRAIN and rows is None else None
     supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
     items: list[T] = []
-    parts: list[Part] = []
+    parts: list[EntryCounts] = []
     first = 0
     for number, source in enumerate(sources):
         name, conditions, own = "data", {**(where or {})}, data
@@ -179,7 +179,7 @@ def _load(
             built = build(own, replace(read, folder=_folder_of(source)), first)
         items += built
         weight = None if weights is None else weights[number]
-        parts.append(Part(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
+        parts.append(EntryCounts(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
         first += read.num_rows
     return Loaded(tuple(items), tuple(parts))
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.config.mix import Share, shares_at
+from whet.config.mix import MixShare, shares_at
 from whet.data.loader import PromptLoader, found
 from whet.errors import DataError
 from whet.types import Group, Prompt
 
 
-def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, Share]) -> dict[str, list[Prompt]]:
+def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str, list[Prompt]]:
     """The prompts of each kind that `mix` names: a domain, or a data source where there are no domains.
 
     Raises: DataError for a kind without rows, and for rows of a kind that is not named."""
@@ -38,7 +38,7 @@ class MixedLoader:
     A step of the schedule is `batch_size` draws; those that replace what a filter dropped count too.
     """
 
-    def __init__(self, loaders: Mapping[str, PromptLoader], mix: Mapping[str, Share], batch_size: int) -> None:
+    def __init__(self, loaders: Mapping[str, PromptLoader], mix: Mapping[str, MixShare], batch_size: int) -> None:
         self._loaders, self._mix, self._batch_size = dict(loaders), mix, batch_size
         self._owed = dict.fromkeys(self._loaders, 0.0)
         self._drawn = 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet import files
 from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
-from whet.data.load import TRAIN, VAL, Loaded, Part, loader_of
+from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, loader_of
 from whet.data.loader import OrderLoader, steps_per_epoch
 from whet.data.media import images
 from whet.data.pixels import png
@@ -47,7 +47,7 @@ class Shown:
 class Preview:
     """Statistics of a data set, and the chosen rows."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[EntryCounts, ...]
     lengths: list[int]  # in tokens, of all rows, those over the limit included
     limit: int
     limit_key: str

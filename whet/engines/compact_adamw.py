@@ -95,7 +95,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return self._small if is_small else self._large
 
     def _step(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
-        codec, state, part = self._codec(parameter), self.begin(parameter), Part.of(parameter)
+        codec, state, part = self._codec(parameter), self.begin(parameter), RankPart.of(parameter)
         assert parameter.grad is not None
         state["step"] += 1
         step = int(state["step"])
@@ -127,7 +127,7 @@ class CompactAdamW(torch.optim.Optimizer):
             weight[at] = new
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """A rank's part of a weight: consecutive rows, and a stretch of each."""
 
     own: torch.Tensor
@@ -136,7 +136,7 @@ class Part(NamedTuple):
     columns: int  # of the whole
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> Part:
+    def of(cls, weight: torch.Tensor) -> RankPart:
         """Returns this rank's part of a sharded weight, or the whole of any other."""
         columns = math.prod(weight.shape[1:]) if weight.dim() > 1 else weight.numel()
         if not isinstance(weight, DTensor):
@@ -157,7 +157,7 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
 class Draws:
     """32 random bits for each number of a part, from the key and the number's place in the whole weight alone."""
 
-    def __init__(self, seed: int, part: Part) -> None:
+    def __init__(self, seed: int, part: RankPart) -> None:
         self._keys = [(seed >> shift) & 0x7FFFFFFF for shift in (0, 31)]
         self._part = part
         self._made: tuple[slice, torch.Tensor] | None = None

@@ -37,7 +37,7 @@ INJECTIONS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckedPrompt:
     """A prompt and what its right response is scored against; `right` is a right response, if one is known."""
 
     prompt: str
@@ -80,10 +80,10 @@ class Report:
 
 
 ROWS = (
-    Row("What is 17 + 25?", "42"),
-    Row("Lena has 96 apples and gives away 59 of them. How many are left?", "37"),
-    Row("What is the capital of France?", "Paris"),
-    Row("Which letter is the right one? A. iron B. gold C. water D. salt", "B"),
+    CheckedPrompt("What is 17 + 25?", "42"),
+    CheckedPrompt("Lena has 96 apples and gives away 59 of them. How many are left?", "37"),
+    CheckedPrompt("What is the capital of France?", "Paris"),
+    CheckedPrompt("Which letter is the right one? A. iron B. gold C. water D. salt", "B"),
 )
 FORMS: dict[str, Callable[[str], str]] = {
     "alone": lambda truth: truth,
@@ -95,7 +95,7 @@ FORMS: dict[str, Callable[[str], str]] = {
 }
 
 
-def check(pool: RewardPool, rows: Sequence[Row], *, reads_truth: bool) -> Report:
+def check(pool: RewardPool, rows: Sequence[CheckedPrompt], *, reads_truth: bool) -> Report:
     """Feeds all probes to a reward function. `reads_truth`: whether it has the ground truth, without which nothing can
     be wrong."""
     return _Check(pool, rows).run(reads_truth=reads_truth)
@@ -104,7 +104,7 @@ def check(pool: RewardPool, rows: Sequence[Row], *, reads_truth: bool) -> Report
 class _Check:
     """A check of one function: its rows, what it found, and how long it took."""
 
-    def __init__(self, pool: RewardPool, rows: Sequence[Row]) -> None:
+    def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
         self.findings: dict[str, Finding] = {}
         self.full: dict[int, tuple[float, float]] = {}  # rewards of no answer and of a right one, by id of the row
@@ -127,7 +127,7 @@ class _Check:
         seconds = sorted(self.seconds)
         return Report([*self.findings.values()], forms, self.count, seconds[len(seconds) // 2], low, high)
 
-    def score(self, pairs: Sequence[tuple[Row, str]]) -> list[Outcome]:
+    def score(self, pairs: Sequence[tuple[CheckedPrompt, str]]) -> list[Outcome]:
         """The outcomes of responses, in one call."""
         start = time.perf_counter()
         outcomes = self.pool.score([row.item(response) for row, response in pairs])
@@ -175,7 +175,7 @@ class _Check:
         for (row, response), outcome in zip(pairs, self.score(pairs), strict=True):
             self._examine(name, what, row, response, outcome)
 
-    def _examine(self, name: str, what: str, row: Row, response: str, outcome: Outcome) -> None:
+    def _examine(self, name: str, what: str, row: CheckedPrompt, response: str, outcome: Outcome) -> None:
         """Finds whether a wrong response is paid: in full, or for more than half where it answers nothing."""
         if isinstance(outcome, Failure) or id(row) not in self.full:
             return
@@ -243,11 +243,11 @@ def _value(outcome: Outcome) -> Any:
 
 # -- the probes
 
-Probe = Callable[[Row, Sequence[Row]], Iterator[str]]
+Probe = Callable[[CheckedPrompt, Sequence[CheckedPrompt]], Iterator[str]]
 WRONG = "I do not know."
 
 
-def near_misses(row: Row) -> list[str]:
+def near_misses(row: CheckedPrompt) -> list[str]:
     """Answers that are nearly the ground truth, and are not."""
     truth = row.answer
     if re.fullmatch(r"-?\d+", truth):
@@ -270,11 +270,11 @@ def _all_forms(answers: Sequence[str]) -> Iterator[str]:
             yield form(answer)
 
 
-def _others(row: Row, rows: Sequence[Row]) -> Iterator[str]:
+def _others(row: CheckedPrompt, rows: Sequence[CheckedPrompt]) -> Iterator[str]:
     return _all_forms([other.answer for other in rows if other.answer != row.answer][:3])
 
 
-def _far(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _far(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     truth = row.answer
     if re.fullmatch(r"-?\d+", truth):
         yield from _all_forms([f"{1000 * abs(int(truth)) + 7}"])
@@ -282,17 +282,17 @@ def _far(row: Row, _: Sequence[Row]) -> Iterator[str]:
         yield from _all_forms(near_misses(row)[:1] if len(truth) == 1 else ["xqzv"])
 
 
-def _is_plain(row: Row) -> bool:
+def _is_plain(row: CheckedPrompt) -> bool:
     return len(row.answer) <= 20 and row.answer.isalnum()
 
 
-def _hedged(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _hedged(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if _is_plain(row) and (wrong := near_misses(row)):
         pair = f"{row.answer} or {wrong[0]}"
         yield from (f"It is {pair}.", f"\\boxed{{{pair}}}", f"The answer is {pair}.", f"<answer>{pair}</answer>")
 
 
-def _all_answers(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _all_answers(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if re.fullmatch(r"\d{1,2}", row.answer):
         yield " ".join(map(str, range(101)))
         yield "\n".join(f"\\boxed{{{number}}}" for number in range(101))
@@ -301,19 +301,19 @@ def _all_answers(row: Row, _: Sequence[Row]) -> Iterator[str]:
         yield "\\boxed{A}\\boxed{B}\\boxed{C}\\boxed{D}"
 
 
-def _in_thoughts(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _in_thoughts(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     for wrong in near_misses(row)[:1]:
         yield f"<think>It is \\boxed{{{row.answer}}}.</think>\\boxed{{{wrong}}}"
         yield f"<think>The answer is {row.answer}.</think>The answer is {wrong}."
 
 
-def _before_another(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _before_another(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     for wrong in near_misses(row)[:1]:
         yield f"First \\boxed{{{row.answer}}}. No: \\boxed{{{wrong}}}"
         yield f"#### {row.answer}\nNo.\n#### {wrong}"
 
 
-def _inside(row: Row, _: Sequence[Row]) -> Iterator[str]:
+def _inside(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if _is_plain(row):
         around = ("7", "7") if row.answer.isdigit() else ("x", "y")
         yield from _all_forms([f"{around[0]}{row.answer}{around[1]}"])

@@ -59,7 +59,7 @@ class Sample:
         return Piece(text, calls, token_ids, log_probs, versions, "tool_calls" if called else finish_reason)
 
 
-class Answer:
+class ClientResponse:
     """A response to one request: `whole` of complete samples, or a `chunk` for each piece and an `end`."""
 
     kind, chunk_kind, prefix = "", "", ""
@@ -125,7 +125,7 @@ class Answer:
         raise NotImplementedError
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ClientResponse):
     """A chat completion."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -154,7 +154,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
 
-class TextAnswer(Answer):
+class TextAnswer(ClientResponse):
     """A completion of a text."""
 
     kind = chunk_kind = "text_completion"

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from whet.config.schema import Dtype
 from whet.errors import WhetError
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
-from whet.serving.answers import Answer, ChatAnswer, Piece, Sample, TextAnswer, fingerprint
+from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
 from whet.serving.bodies import ApiError, Asked, BodyReader
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
@@ -213,13 +213,13 @@ class App:
             self._unfinished -= len(requests)
             self._engine.abort([request.uid for request in requests])
 
-    async def _whole(self, events: Samples, answer: Answer) -> dict[str, Any]:
+    async def _whole(self, events: Samples, answer: ClientResponse) -> dict[str, Any]:
         async with aclosing(events):
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
         return answer.whole(sorted(pieces, key=lambda each: each[0].index))
 
     async def _chunks(
-        self, first: tuple[Sample, Event], events: Samples, answer: Answer, path: str, started: float
+        self, first: tuple[Sample, Event], events: Samples, answer: ClientResponse, path: str, started: float
     ) -> AsyncGenerator[str, None]:
         """The lines of a stream."""
         samples, status = dict[int, Sample](), 499

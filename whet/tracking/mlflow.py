@@ -17,7 +17,7 @@ from mlflow.tracking import is_tracking_uri_set
 
 from whet.config.compose import flatten
 from whet.tracking.service import TrackedRun
-from whet.tracking.tracker import NO_TABLES, Row, Tables
+from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 
 LAST_STEP = "whet.last_step"  # a tag, since MLflow adds a second point if a step is logged twice
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 6000  # of one request, and of one value
@@ -60,7 +60,7 @@ class MlflowTracker:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[TableRow]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from torch.utils.tensorboard import SummaryWriter
 
 from whet.tracking.service import TrackedRun
-from whet.tracking.tracker import NO_TABLES, Row, Tables
+from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 
 
 class TensorboardTracker:
@@ -36,7 +36,7 @@ class TensorboardTracker:
         self._writer.close()
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[TableRow]) -> str:
     """A table in Markdown, with markup in its cells escaped."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Protocol
 
-Row = Mapping[str, str | float | None]  # the same fields in every row of a table
-Tables = Mapping[str, Sequence[Row]]
+TableRow = Mapping[str, str | float | None]  # the same fields in every row of a table
+Tables = Mapping[str, Sequence[TableRow]]
 NO_TABLES: Tables = MappingProxyType({})
 
 
@@ -28,9 +28,9 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
-        self._tables: dict[str, Sequence[Row]] = {}
+        self._tables: dict[str, Sequence[TableRow]] = {}
 
-    def add_table(self, name: str, rows: Sequence[Row]) -> None:
+    def add_table(self, name: str, rows: Sequence[TableRow]) -> None:
         """Keeps a table for the next `log`, so that an interrupted step logs nothing."""
         if rows:
             self._tables[name] = rows

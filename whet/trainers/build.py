@@ -20,7 +20,7 @@ from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.load import VAL, Loaded, Part, load_prompts
+from whet.data.load import VAL, EntryCounts, Loaded, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.preview import shortened
 from whet.data.samplers import make_loader
@@ -196,7 +196,7 @@ def _prompts(
     domains = Domains.of_config(config.reward, has_function=reward is not None)
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
     loaded = replace(loaded, items=domains.assign(loaded.items))
-    held_out, val_parts = tuple[Prompt, ...](), tuple[Part, ...]()
+    held_out, val_parts = tuple[Prompt, ...](), tuple[EntryCounts, ...]()
     if files.val_files or val_data is not None:
         given = load_prompts(
             files, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=media_folder
@@ -210,7 +210,7 @@ def _prompts(
     return loaded, held_out
 
 
-def _check_truths(config: TrainConfig, parts: Sequence[Part], prompts: Sequence[Prompt]) -> None:
+def _check_truths(config: TrainConfig, parts: Sequence[EntryCounts], prompts: Sequence[Prompt]) -> None:
     """Lets the reward functions check the ground truths that they will read.  Raises: DataError naming file and row."""
     entries: dict[str, list[Entry]] = {}
     for prompt in prompts:

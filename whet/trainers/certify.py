@@ -317,7 +317,7 @@ SUMS = "seq-mean-token-sum"
 
 
 @dataclass(frozen=True)
-class Row:
+class Certified:
     """The part that is certified, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
 
     kind: str
@@ -333,45 +333,45 @@ def plain(**changed: Any) -> AlgorithmConfig:
     return AlgorithmConfig(**{"adv_estimator": "rloo", "policy_loss": "reinforce", **changed})
 
 
-def rows() -> list[Row]:
+def rows() -> list[Certified]:
     """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, and weight),
     then those of the shipped recipes."""
     kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
-    found.append(Row(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
-    found.append(Row(WEIGHTS.kind, "none", plain(), gap=GAP))
+    found.append(Certified(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
+    found.append(Certified(WEIGHTS.kind, "none", plain(), gap=GAP))
     seen = list[AlgorithmConfig]()
     for name in shipped_recipes():
         if not name.endswith(("_sft", "_eval")):  # of other commands
             algorithm = load_config(TrainConfig, name, checked=False).config.algorithm
             if algorithm not in seen:  # or it is one of these on more processes
-                found.append(Row("recipe", name, algorithm, mode=None))
+                found.append(Certified("recipe", name, algorithm, mode=None))
             seen.append(algorithm)
     return found
 
 
-def rows_of(entry: Entry) -> list[Row]:
+def rows_of(entry: Entry) -> list[Certified]:
     """The rows of one function; none of a kind that has no part in a gradient, or of another name for a function."""
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
     if kind == KL_FORMS.kind:
-        settings = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
+        terms = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
         exact = name.startswith("k1")  # in the reward
-        return [Row(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in settings]
+        return [Certified(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in terms]
     if entry.alias_of is not None:
         return []
     by_kind = {
-        ADV_ESTIMATORS.kind: lambda: Row(kind, name, plain(adv_estimator=name), exact),
-        POLICY_LOSSES.kind: lambda: Row(
+        ADV_ESTIMATORS.kind: lambda: Certified(kind, name, plain(adv_estimator=name), exact),
+        POLICY_LOSSES.kind: lambda: Certified(
             kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS)
         ),
-        AGGREGATIONS.kind: lambda: Row(kind, name, plain(), exact, mode=name),
-        WEIGHTS.kind: lambda: Row(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP),
+        AGGREGATIONS.kind: lambda: Certified(kind, name, plain(), exact, mode=name),
+        WEIGHTS.kind: lambda: Certified(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP),
     }
     return [by_kind[kind]()] if kind in by_kind else []
 
 
-def certificates(row: Row) -> tuple[Certificate, Certificate]:
+def certificates(row: Certified) -> tuple[Certificate, Certificate]:
     """Computes certificates on the policy's own samples, and on those of a policy `STALENESS` away."""
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:

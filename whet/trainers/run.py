@@ -24,7 +24,7 @@ from whet.rollout.groups import by_player
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
-from whet.tracking.tracker import Row
+from whet.tracking.tracker import TableRow
 from whet.trainers.columns import ColumnPlan, Sources
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame
@@ -210,10 +210,10 @@ def copy_media(folder: Path, groups: Sequence[Group]) -> None:
                 files.write(target, source.read_bytes())
 
 
-def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Row]:
+def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[TableRow]:
     """The first trajectory of each group, then the second of each, up to `limit`; `lines` are `readable`, by group."""
 
-    def row(read: dict[str, Any]) -> Row:
+    def row(read: dict[str, Any]) -> TableRow:
         failure = read["failure"]
         return {
             **{name: printable(str(read[name])) for name in ("uid", "prompt", "response", "ground_truth")},

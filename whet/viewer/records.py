@@ -20,7 +20,7 @@ INDEX_SECONDS = 0.15  # of one request; a query over more files says how many it
 KEPT_QUERIES = 8
 
 
-class Row(NamedTuple):
+class ListedTrajectory(NamedTuple):
     """A trajectory as lists are made of it: its place, and what it is sorted and filtered by."""
 
     kind: str
@@ -48,14 +48,14 @@ class Query:
     text: str = ""
 
 
-SHOWN: dict[str, Callable[[Row], bool]] = {
+SHOWN: dict[str, Callable[[ListedTrajectory], bool]] = {
     "all": lambda row: True,
     "right": lambda row: (row.accuracy or 0) > 0,
     "wrong": lambda row: not row.failed and row.accuracy == 0,
     "failed": lambda row: row.failed,
     "truncated": lambda row: row.truncated,
 }
-SORTED: dict[str, Callable[[Row], Any]] = {
+SORTED: dict[str, Callable[[ListedTrajectory], Any]] = {
     "best": lambda row: (row.failed, -(row.reward or 0.0)),
     "worst": lambda row: (row.failed, row.reward or 0.0),
     "longest": lambda row: -row.tokens,
@@ -69,9 +69,9 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._rows: dict[Path, tuple[Any, list[Row]]] = {}
+        self._rows: dict[Path, tuple[Any, list[ListedTrajectory]]] = {}
         self._tokens: OrderedDict[Path, tuple[Any, dict[str, list[int]]]] = OrderedDict()
-        self._queries: OrderedDict[Any, list[Row]] = OrderedDict()
+        self._queries: OrderedDict[Any, list[ListedTrajectory]] = OrderedDict()
         self._lock = threading.RLock()
 
     def steps(self) -> dict[str, list[int]]:
@@ -153,8 +153,8 @@ class Records:
                 self._rows[path] = stamp, list(_rows(file, kind, step))
         return stamp
 
-    def _chosen(self, query: Query, paths: Sequence[Path]) -> list[Row]:
-        chosen: list[Row] = []
+    def _chosen(self, query: Query, paths: Sequence[Path]) -> list[ListedTrajectory]:
+        chosen: list[ListedTrajectory] = []
         for path in paths:
             rows = self._rows[path][1]
             if query.text:
@@ -163,7 +163,7 @@ class Records:
             chosen += filter(SHOWN[query.show], rows)
         return sorted(chosen, key=SORTED[query.sort]) if query.sort in SORTED else chosen
 
-    def _shown(self, row: Row) -> dict[str, Any]:
+    def _shown(self, row: ListedTrajectory) -> dict[str, Any]:
         record = _line_at(self._path(row.kind, row.step), row.offset)
         failure = record.get("failure") or {}
         return {
@@ -198,14 +198,14 @@ def inside(folder: Path, path: Path) -> Path:
     return path
 
 
-def _rows(file: Any, kind: str, step: int) -> Iterator[Row]:
+def _rows(file: Any, kind: str, step: int) -> Iterator[ListedTrajectory]:
     """The row of each line; a damaged line is left out."""
     offset, number = 0, 0
     for line in file:
         try:
             record = json.loads(line)
             uid = str(record.get("uid", ""))
-            yield Row(
+            yield ListedTrajectory(
                 *(kind, step, number, offset, uid.rpartition(":")[0]),
                 *(_finite(record.get("reward")), _finite(record.get("accuracy"))),
                 *(int(record.get("tokens") or 0), int(record.get("turns") or 0)),
