@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +35,10 @@ class Worker:
     `neighbours` are the workers of other roles in this process, by role; in `__init__` those built earlier. A rollout
     worker gets the actor's module from there, without a copy.
     """
+
+    # The ranks work apart from each other, without a process group: in a pool of such workers alone, one that is lost
+    # may be started again.
+    is_replica: ClassVar[bool] = False
 
     def __init__(self, placement: Placement) -> None:
         self.role, self.rank, self.world_size = placement.role, placement.rank, placement.world_size

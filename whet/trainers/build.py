@@ -162,14 +162,12 @@ def build(
         if REWARD in roles:
             scorer = PlacedRewards(roles[REWARD])
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
-        dtype = config.rollout.dtype or config.model.dtype
         run = Run(
             config=config,
             opened=opened,
             services=services,
             tokenizer=tokenizer,
             roles=roles,
-            weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
             rollouts=_rollouts(config, tokenizer, loader, roles, scorer, stop_ids, total_steps),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
@@ -271,7 +269,10 @@ def _rollouts(
     workers, hosts = roles["rollout"], None
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    engine = Replicas(workers, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
+    dtype = config.rollout.dtype or config.model.dtype
+    sync = weight_sync(roles["actor"], workers, dtype, config.cluster.deadline_seconds)
+    here, most = config.cluster.stays_here, config.rollout.max_batch_size
+    engine = Replicas(workers, most, gathers=not here, weight_sync=sync)
     is_continuous = config.rollout.max_staleness > 0
     kind = BackgroundCollector if is_continuous else Collector
     make: Callable[..., Rollouts] = Rollouts
