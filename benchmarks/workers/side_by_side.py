@@ -27,7 +27,7 @@ def fit(run: Run) -> None:
             kept = [name for name in before.tensors() if name not in planned]
             batch = run.columns.add(before.select(kept), run.sources(groups, step), Metrics())
             update(run, add_advantages(run, batch, step, Metrics()), step, Metrics())
-            run.weight_sync(step)
+            run.engine.sync(step)
 
     began = time.perf_counter()
     with ThreadPoolExecutor(2) as threads:

@@ -139,6 +139,12 @@ class Rollout(Worker):
             (self.folder / f"closed by {self.rank}").write_text(" ".join(self.neighbours))
 
 
+class Replica(Actor):
+    """A rank that needs no other."""
+
+    is_replica = True
+
+
 class Misconfigured(Worker):
     """A worker whose config is wrong on one rank."""
 

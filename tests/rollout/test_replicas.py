@@ -192,6 +192,9 @@ class Ranks:
             self.takes -= 1
             return self.takes < 0
 
+        def expire(self) -> None:
+            """Is never late."""
+
         def result(self) -> Any:
             [reply] = self.replies.values()
             return reply.result()
@@ -217,6 +220,23 @@ def test_the_requests_of_a_lost_engine_go_on_elsewhere(
     if not losses[1]:
         assert (1, "serve") in ranks.calls[lost : lost + 3]  # while the other starts
     assert "rank 0 of the rollout is started again: it is gone" in caplog.text
+
+
+def test_an_engine_that_starts_delays_no_checkpoint(model: PreTrainedModel) -> None:
+    """A pause, the tokens so far and the state are asked of the other rank alone."""
+    ranks = Ranks(Host(Fragile(model, [1])), Host(Fragile(model, [])), restart_takes=99)
+    replicas = Replicas(ranks, 256, gathers=False)
+    for each in suite.requests(groups=4, n=2, stop_token_ids=(), max_new_tokens=40):
+        replicas.submit(each)
+    while (0, "restart") not in ranks.calls:
+        replicas.poll(0.0)
+    ranks.calls.clear()
+    replicas.pause()
+    assert replicas.poll(0.0)
+    replicas.resume()
+    assert replicas.status().running > 0
+    assert {rank for rank, _ in ranks.calls} == {1}
+    assert [method for _, method in ranks.calls if method != "serve"] == ["pause", "resume", "status"]
 
 
 def test_a_single_lost_engine_is_waited_for(model: PreTrainedModel) -> None:

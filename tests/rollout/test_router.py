@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from whet.rollout.protocol import Completion, Failed, Finished, Partial, Request, SamplingParams
-from whet.rollout.router import RETRIES, Abort, Drop, Give, Load, Pause, Resume, Router, Synced, Tell, assign
+from whet.rollout.router import RETRIES, Abort, Give, Load, Pause, Resume, Router, Synced, Tell, assign
 from whet.types import Failure
 
 
@@ -144,31 +144,32 @@ def test_a_replica_gets_nothing_before_it_has_the_newest_weights() -> None:
     assert made.on_loaded(1, other.generation, 2) == [Synced(2)]
 
 
-def test_weights_that_fail_are_loaded_again_and_requests_go_elsewhere() -> None:
+def test_a_replica_whose_weights_fail_joins_again_and_its_requests_go_elsewhere() -> None:
     made = router()
     made.submit(request())
     made.give()
     first, second = made.on_weights(1)
     assert isinstance(first, Load) and isinstance(second, Load)
     assert made.on_loaded(1, second.generation, 1) == []
-    again, synced = made.on_load_failed(0, first.generation, 1)
-    assert isinstance(again, Load) and again.generation > first.generation and synced == Synced(1)
-    assert made.on_loaded(0, first.generation, 1) == []
+    assert made.on_lost(0, first.generation) == [Synced(1)]
     assert gives(made.give()) == {1: [("a", 1, ())]}
+    [again] = made.on_join(0)
+    assert isinstance(again, Load) and again.generation > first.generation
+    assert made.on_loaded(0, first.generation, 1) == []
     assert made.on_loaded(0, again.generation, 1) == [] and made.replicas[0].is_ready
 
 
-def test_a_late_replica_is_dropped_and_one_that_leaves_ends_its_work() -> None:
-    made = router()
-    made.submit(request("a"))
-    made.submit(request("b"))
+def test_what_a_lost_replica_had_goes_to_the_front_of_those_that_are_left() -> None:
+    made = router(most=1)
+    for uid in ("a", "b", "c"):
+        made.submit(request(uid))
     assert gives(made.give()) == {0: [("a", 0, ())], 1: [("b", 0, ())]}
-    leaving, late = made.replicas[0].generation, made.replicas[1].generation
-    assert made.on_leave(0, leaving) == []
-    assert made.on_late(1, late) == [Drop(1, late)]
-    assert made.give() == [], "the one that is left takes nothing more"
-    assert finish(made, 0, "a", 0, completion(1))[1:] == [Drop(0, leaving)]
-    assert list(made.waiting) == ["b"] and not made.replicas
+    assert made.on_lost(1, made.replicas[1].generation) == []
+    assert made.give() == [], "the one that is left is full"
+    assert len(finish(made, 0, "a", 0, completion(1))) == 1
+    assert gives(made.give()) == {0: [("b", 1, ())]} and list(made.waiting) == ["c"]
+    assert made.on_lost(0, made.replicas[0].generation) == [] == made.give()
+    assert list(made.waiting) == ["b", "c"] and not made.replicas
 
 
 def test_aborts_find_a_request_wherever_it_is() -> None:

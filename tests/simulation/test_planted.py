@@ -109,7 +109,7 @@ def sampling_goes_ahead_before_the_weights_are_there() -> list[Patch]:
         return [routing.Synced(self.version)] if is_new else []
 
     def ready(self: routing.Replica) -> bool:
-        return self.version is not None and not self.is_leaving
+        return self.version is not None
 
     return [(Router, "_sync", sync), (routing.Replica, "is_ready", property(ready))]
 
@@ -183,7 +183,7 @@ def tokens_of_a_lost_attempt_are_forgotten() -> list[Patch]:
 @bug(8)
 def a_start_overtakes_a_load() -> list[Patch]:
     def ready(self: routing.Replica) -> bool:
-        return self.version is not None and not self.is_leaving
+        return self.version is not None
 
     return [(routing.Replica, "is_ready", property(ready))]
 

@@ -27,7 +27,7 @@ from whet.rollout.conductor import Conductor
 from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.groups import Filter, HandOut, Stream
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.router import Drop, Load, Router, Synced, Tell
+from whet.rollout.router import Load, Router, Synced, Tell
 from whet.rollout.stream import with_outcomes
 from whet.types import Group, Prompt, Trajectory
 
@@ -262,10 +262,6 @@ class World:
                 self.engine.events.append(command.event)
             elif isinstance(command, Synced):
                 self.post(0.0, "synced", self.incarnation, command.version)
-            elif isinstance(command, Drop):
-                if self.draw() < 0.5:
-                    self._die(self.replicas[command.replica])
-                self.post(2 + self.draw() * 10, "restarts", command.replica)
             else:
                 if isinstance(command, routing.Give):
                     self.retries += sum(each.attempt % routing.RETRIES > 0 for each in command.requests)
@@ -298,7 +294,8 @@ class World:
         elif kind == "loaded":
             self.carry_out(self.router.on_loaded(number, generation, what))
         else:
-            self.carry_out(self.router.on_load_failed(number, generation, what))
+            self.carry_out(self.router.on_lost(number, generation))
+            self.post(self.draw() * 4, "restarts", number)
         self.settle()
 
     def settle(self) -> None:
@@ -316,9 +313,16 @@ class World:
         for number, each in list(self.router.replicas.items()):
             is_busy = bool(each.given) or each.loading is not None
             if is_busy and self.now - self._heard[number] > PATIENCE and not self.router.is_paused:
-                self.carry_out(self.router.on_late(number, each.generation))
+                self._give_up(number, each.generation)
         self.settle()
         self.post(WATCH_SECONDS, "watch")
+
+    def _give_up(self, number: int, generation: tuple[int, int]) -> None:
+        """Ends a replica, or only the connection to it; it joins again later."""
+        if self.draw() < 0.5:
+            self._die(self.replicas[number])
+        self.post(2 + self.draw() * 10, "restarts", number)
+        self.carry_out(self.router.on_lost(number, generation))
 
     def on_joins(self, number: int, process: int) -> None:
         """A replica connects."""
@@ -443,7 +447,7 @@ class World:
             replica.failing_loads += 1
         elif fault.kind == "leave":
             if connected is not None:
-                self.carry_out(self.router.on_leave(number, connected.generation))
+                self._give_up(number, connected.generation)
         else:
             if fault.kind != "cut":
                 self._die(replica)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +14,7 @@ from whet.controller.local_workers import BUILD, LocalWorkers
 from whet.controller.processes import ProcessTransport
 from whet.controller.remote import RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, with_roles
-from whet.controller.worker_group import Reply, WorkerGroup, closed_error
+from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error
 from whet.errors import WhetError, WorkerError
 from whet.phases import phase
 
@@ -64,12 +65,13 @@ def launch(
         raise
 
 
-class SameProcess:
+class SameProcess(Transport):
     """The transport to workers in this process: a direct call."""
 
     def __init__(self) -> None:
         self.workers = LocalWorkers()
         self._closed_by: WhetError | None = None
+        self.ended = threading.Event()
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Implements `RemoteTransport.build`."""
@@ -96,6 +98,7 @@ class SameProcess:
 
     def abort(self, error: WhetError) -> None:
         self._closed_by = self._closed_by or error
+        self.ended.set()
 
     def close(self) -> None:
         self._closed_by = self._closed_by or WorkerError("close() was called")

@@ -115,13 +115,13 @@ class LocalWorkers:
         own, rank, world_size = self._spec, 0, 1
         if own is not None:
             rank, world_size = own.rank, own.pool.processes
-            if world_size > 1 and not torch.distributed.is_initialized():
+            if world_size > 1 and not spec.cls.is_replica and not torch.distributed.is_initialized():
                 own.join_group(self._device)
         placement = Placement(
             role=spec.role,
             rank=rank,
             world_size=world_size,
-            process_group=torch.distributed.group.WORLD if world_size > 1 else None,
+            process_group=torch.distributed.group.WORLD if torch.distributed.is_initialized() else None,
             neighbours=self.by_role,
             address=LOOPBACK if own is None else own.address,
             device=self._device,

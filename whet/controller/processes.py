@@ -31,6 +31,7 @@ CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Process(Peer):
     child: Child
+    spec: RankSpec
 
     @property
     def socket(self) -> socket.socket:
@@ -51,9 +52,6 @@ class ProcessTransport(RemoteTransport[_Process]):
         if 0 < found < wanted:
             log.warning("%d processes for %d accelerators: all processes compute on the host", wanted, found)
         for pool, rank, first in ranks:
-            peer = _Process(pool=pool, rank=rank, child=self._server.spawn(Child))
-            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-            peer.socket.settimeout(deadline_seconds)
             spec = RankSpec(
                 pool=pool,
                 rank=rank,
@@ -63,10 +61,19 @@ class ProcessTransport(RemoteTransport[_Process]):
                 address=LOOPBACK,
                 deadline_seconds=deadline_seconds,
             )
-            frames.send(peer.socket, 0, [pickle.dumps(spec)])
-            self.peers.append(peer)
+            self.peers.append(self._spawn(spec))
         for peer in self.peers:
-            threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.name()).start()
+            self._listen(peer)
+
+    def open(self, lost: _Process) -> _Process:
+        """Implements `RemoteTransport.open`."""
+        return self._listen(self._spawn(lost.spec))
+
+    def end_process(self, peer: _Process) -> None:
+        """Kills the process and all that it started."""
+        with contextlib.suppress(OSError):
+            peer.socket.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it
+        self._server.kill(peer.child)
 
     def prepare(self, frames: list[wire.Frame]) -> list[wire.Frame]:
         """Returns the frames unchanged."""
@@ -77,11 +84,12 @@ class ProcessTransport(RemoteTransport[_Process]):
         try:
             frames.send(peer.socket, call.number, [header, *payload])
         except TimeoutError:
-            self.abort(
+            self.lose(
+                peer,
                 DeadlineError(
                     f"{peer.name(call.role)} did not take the arguments of {call.method} within "
                     f"{self.deadline_seconds:g} s; its processes were ended"
-                )
+                ),
             )
         except OSError:
             self.lose(peer, self._death(peer))
@@ -89,12 +97,24 @@ class ProcessTransport(RemoteTransport[_Process]):
     def end_processes(self, *, is_orderly: bool) -> None:
         """Closes the sending side and waits where `is_orderly`; then kills the processes that are left."""
         until = time.monotonic() + CLOSE_SECONDS
-        for peer in self.peers if is_orderly else ():
+        running = [peer for peer in self.peers if is_orderly and peer not in self._losses]
+        for peer in running:
             with contextlib.suppress(OSError):
                 peer.socket.shutdown(socket.SHUT_WR)
-        for peer in self.peers if is_orderly else ():
+        for peer in running:
             self._server.wait(peer.child, until - time.monotonic())
         self._server.close()
+
+    def _spawn(self, spec: RankSpec) -> _Process:
+        peer = _Process(pool=spec.pool, rank=spec.rank, child=self._server.spawn(Child), spec=spec)
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        peer.socket.settimeout(self.deadline_seconds)
+        frames.send(peer.socket, 0, [pickle.dumps(spec)])
+        return peer
+
+    def _listen(self, peer: _Process) -> _Process:
+        threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.name()).start()
+        return peer
 
     def _receive(self, peer: _Process) -> None:
         with peer.socket:
@@ -107,7 +127,7 @@ class ProcessTransport(RemoteTransport[_Process]):
                         raise EOFError  # a process that it started may hold the connection open
                     number, reply = wire.receive(peer.socket)
                 except (EOFError, OSError, ValueError):  # ValueError: the launch has ended
-                    if not self.ended.is_set():
+                    if not self.ended.is_set() and peer not in self._losses:
                         self.lose(peer, self._death(peer))
                     return
                 except frames.BrokenMessageError:

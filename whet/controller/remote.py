@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caller's side of workers in other processes: the open calls of each, and a common end of all.
 
-The pools of a launch share one transport, so the first failure in any of them ends every process; only workers that
-`may_be_lost` leave the others as they are, up to the last of their pool.
+The pools of a launch share one transport, so the first failure in any of them ends every process. Only a lost replica
+(`is_replica` of Worker) leaves the others as they are, and may be started again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, CallPlan, is_concurrent
 from whet.controller.local_workers import BUILD
-from whet.controller.worker import Layout, ResourcePool, Worker, WorkerSpec
+from whet.controller.worker import Layout, ResourcePool, WorkerSpec
 from whet.controller.worker_group import PendingCall, Reply, closed_error
 from whet.errors import LostRankError, LostWorkerError, WhetError, WorkerError
 
@@ -74,17 +74,19 @@ class RemoteTransport(ABC, Generic[P]):
         self.deadline_seconds = deadline_seconds
         self.peers: list[P] = []
         self.ended = threading.Event()
-        self._state = threading.Lock()  # over _ended_by, gone and the `calls` of every peer
-        self.gone: dict[str, LostRankError] = {}  # by name of the peer
+        self._state = threading.Lock()  # over _ended_by, _losses and the `calls` of every peer
         self._ended_by: WhetError | None = None
         self._is_built = False
-        self._classes: dict[str, type[Worker]] = {}  # by role
+        self._specs: dict[str, WorkerSpec] = {}  # by role
+        self._losses: dict[Peer, WhetError] = {}  # why, while others go on
+        self._starter = ThreadPoolExecutor(thread_name_prefix="start")
+        self._starting = threading.Lock()  # so that no process starts after the end
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Builds the workers in every process.  Returns the layout of each rank by role.
 
         Raises: WorkerError or the WhetError that a constructor raised; DeadlineError. The processes have ended then."""
-        self._classes = {spec.role: spec.cls for spec in specs}
+        self._specs = {spec.role: spec for spec in specs}
         try:
             calls = [self._build(spec) for spec in specs]
             layouts = {spec.role: call.result() for spec, call in zip(specs, calls, strict=True)}
@@ -105,33 +107,43 @@ class RemoteTransport(ABC, Generic[P]):
                 "functions and classes of a module"
             ) from error
         payloads = {number: self.prepare(frames) for number, frames in encoded.items()}
-        peers = [peer for peer in self.peers if role in peer.pool.roles]
-        concurrent = is_concurrent(self._classes[role], method)
+        peers = self._peers_of(role)
+        concurrent = is_concurrent(self._specs[role].cls, method)
         return {
             rank: self._send(peers[rank], OpenCall(role, method, is_concurrent=concurrent), header, payloads[id(each)])
             for rank, each in arguments.items()
         }
-
-    def lose(self, peer: P, error: WhetError) -> None:
-        """Fails the calls of a process that is gone where the others can go on without it; else ends them all."""
-        may_go = self._is_built and all(self._classes[role].may_be_lost for role in peer.pool.roles)
-        with self._state:
-            left = [each for each in self.peers if each.pool is peer.pool and each.name() not in self.gone]
-            if may_go := may_go and isinstance(error, LostWorkerError) and left != [peer]:
-                self.gone.setdefault(peer.name(), LostRankError(str(error)))
-            calls = [*peer.calls] if may_go else []
-            for call in calls:
-                peer.calls.remove(call)
-        for call in calls:
-            call.reply.set_exception(self.gone[peer.name()])
-        if not may_go:
-            self.abort(error)
 
     def abort(self, error: WhetError) -> None:
         self._end(error, is_orderly=False)
 
     def close(self) -> None:
         self._end(WorkerError("close() was called"), is_orderly=True)
+
+    def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
+        """Implements `Transport.give_up`."""
+        for peer in [self._peers_of(role)[rank] for rank in ranks]:
+            self.lose(peer, error)
+
+    def lose(self, peer: P, error: WhetError) -> None:
+        """Ends a process that is lost or late, and fails its calls; all processes, unless it is a replica."""
+        if not self._is_built or not all(self._specs[role].cls.is_replica for role in peer.pool.roles):
+            self.abort(error)
+            return
+        with self._state:
+            if self._ended_by is not None or peer in self._losses:
+                return
+            error = LostRankError(str(error)) if isinstance(error, LostWorkerError) else error
+            self._losses[peer] = error
+            calls = list(peer.calls)
+            peer.calls.clear()
+        self.end_process(peer)
+        for call in calls:
+            call.reply.set_exception(error)
+
+    def start_again(self, role: str, rank: int) -> Reply:
+        """Implements `Transport.start_again`."""
+        return self._starter.submit(self._start_again, role, rank)
 
     def complete(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:
         """Completes the open call `number` of a process with its reply."""
@@ -140,11 +152,11 @@ class RemoteTransport(ABC, Generic[P]):
         except Exception as error:
             succeeded, result = False, WorkerError(f"{peer.name()}: its reply cannot be read here: {error}")
         if not succeeded:
-            if not self.ended.wait(self.ECHO_SECONDS):
+            if not self.ended.wait(self.ECHO_SECONDS) and peer not in self._losses:
                 self.abort(result)
             return
         with self._state:
-            if self._ended_by is not None:
+            if self._ended_by is not None or peer in self._losses:
                 return
             call = next((each for each in peer.calls if each.number == number), None)
             if call is not None:
@@ -171,14 +183,37 @@ class RemoteTransport(ABC, Generic[P]):
 
     @abstractmethod
     def start_call(self, peer: P, call: OpenCall, header: bytes, payload: Any) -> None:
-        """Starts a call on a process; aborts where that fails."""
+        """Starts a call on a process; loses it where that fails."""
+
+    @abstractmethod
+    def open(self, lost: P) -> P:
+        """Starts a process without workers in the place of one that was lost."""
+
+    @abstractmethod
+    def end_process(self, peer: P) -> None:
+        """Ends one process, without waiting."""
 
     @abstractmethod
     def end_processes(self, *, is_orderly: bool) -> None:
         """Ends all processes and waits for their end; where `is_orderly`, workers may close first."""
 
-    def _build(self, spec: WorkerSpec) -> PendingCall:
-        ranks = range(sum(spec.role in peer.pool.roles for peer in self.peers))
+    def _peers_of(self, role: str) -> list[P]:
+        return [peer for peer in self.peers if role in peer.pool.roles]
+
+    def _start_again(self, role: str, rank: int) -> None:
+        lost = self._peers_of(role)[rank]
+        with self._starting:
+            if self._ended_by is not None:
+                raise closed_error(role, BUILD, self._ended_by)
+            try:
+                self.peers[self.peers.index(lost)] = self.open(lost)
+            except OSError as error:
+                raise LostWorkerError(f"{lost.name()} could not be started again: {error}") from error
+        for each in lost.pool.roles:
+            self._build(self._specs[each], [rank]).result()
+
+    def _build(self, spec: WorkerSpec, ranks: Iterable[int] | None = None) -> PendingCall:
+        ranks = range(len(self._peers_of(spec.role))) if ranks is None else ranks
         plan = CallPlan({}, lambda layouts: [layouts[rank] for rank in ranks])
         replies = self.send(spec.role, BUILD, dict.fromkeys(ranks, spec))
         return PendingCall(spec.role, BUILD, replies, plan, self, self.deadline_seconds)
@@ -188,8 +223,8 @@ class RemoteTransport(ABC, Generic[P]):
             with self._state:
                 if self._ended_by is not None:
                     raise closed_error(call.role, call.method, self._ended_by)
-                if peer.name() in self.gone:
-                    call.reply.set_exception(self.gone[peer.name()])
+                if peer in self._losses:
+                    call.reply.set_exception(self._losses[peer])
                     return call.reply
                 peer.calls.append(call)
             self.start_call(peer, call, header, payload)
@@ -207,6 +242,7 @@ class RemoteTransport(ABC, Generic[P]):
         self.ended.set()
         if self._is_built and not calls and not is_orderly:
             log.error("%s", error)  # no open call can raise it; the next call will
-        self.end_processes(is_orderly=is_orderly)
+        with self._starting:
+            self.end_processes(is_orderly=is_orderly)
         for call in calls:
             call.reply.set_exception(error)

@@ -36,7 +36,9 @@ class Worker:
     worker gets the actor's module from there, without a copy.
     """
 
-    may_be_lost: ClassVar[bool] = False  # a pool goes on without one of its ranks if this holds for all its roles
+    # The ranks work apart from each other, without a process group: in a pool of such workers alone, one that is lost
+    # may be started again.
+    is_replica: ClassVar[bool] = False
 
     def __init__(self, placement: Placement) -> None:
         self.role, self.rank, self.world_size = placement.role, placement.rank, placement.world_size

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,9 +25,20 @@ class Transport(Protocol):
         """Starts `method` on the ranks in `arguments` and returns at once, with a reply for each.
 
         A rank serves its calls in the order of sending. A failed reply holds a WhetError that names role, rank and
-        method; after it all open calls fail and the processes are ended.
+        method; after it all open calls fail and the processes are ended. Only the loss of a replica (`is_replica` of
+        Worker) fails the calls of this rank alone.
         """
         ...
+
+    ended: threading.Event  # set once all processes end
+
+    def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
+        """Ends ranks that do not answer, or all where the others need them, and fails their open calls."""
+        self.abort(error)
+
+    def start_again(self, role: str, rank: int) -> Reply:
+        """Starts another process in the place of a lost rank, with its workers, and returns at once."""
+        raise WorkerError(f"{role} rank {rank} runs in this process, and cannot be started again")
 
     def abort(self, error: WhetError) -> None:
         """Ends all processes now and fails the open calls with `error`."""
@@ -47,6 +60,12 @@ class PendingCall:
     plan: CallPlan
     transport: Transport
     deadline_seconds: float
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_lost(self) -> bool:
+        """Tells whether an error of this call is the loss of its ranks alone: the others have not ended."""
+        return not self.transport.ended.is_set()
 
     def done(self) -> bool:
         """True where `result` would return or raise at once."""
@@ -64,14 +83,23 @@ class PendingCall:
         for reply in finished:
             reply.result()
         if late:
-            ranks = ", ".join(str(rank) for rank, reply in self.replies.items() if reply in late)
-            error = DeadlineError(
-                f"{self.role} rank {ranks} did not answer {self.method} within {seconds:g} s, and the "
-                "processes were ended; if the call may take longer, raise cluster.deadline_seconds"
-            )
-            self.transport.abort(error)
-            raise error
+            raise self.give_up(seconds)
         return self.plan.collect({rank: reply.result() for rank, reply in self.replies.items()})
+
+    def expire(self) -> None:
+        """Gives up where the ranks have not answered within the deadline, counted from the start."""
+        if not self.done() and time.monotonic() - self.started_at > self.deadline_seconds:
+            self.give_up(self.deadline_seconds)
+
+    def give_up(self, seconds: float) -> DeadlineError:
+        """Ends the ranks that have not answered within `seconds`.  Returns the error that `result` raises then."""
+        late = [rank for rank, reply in self.replies.items() if not reply.done()]
+        error = DeadlineError(
+            f"{self.role} rank {', '.join(map(str, late))} did not answer {self.method} within {seconds:g} s, and the "
+            "processes were ended; if the call may take longer, raise cluster.deadline_seconds"
+        )
+        self.transport.give_up(self.role, late, error)
+        return error
 
 
 class WorkerGroup:
@@ -112,6 +140,11 @@ class WorkerGroup:
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
         return self._send(method, CallPlan({rank: Arguments(args, {})}, lambda results: results[rank]))
+
+    def start_again(self, rank: int) -> PendingCall:
+        """Starts another process in the place of a lost rank."""
+        replies = {rank: self._transport.start_again(self.role, rank)}
+        return PendingCall(self.role, "start", replies, CallPlan({}, dict), self._transport, self._deadline_seconds)
 
     def close(self) -> None:
         """Closes the workers of all roles of the launch, and ends their processes. May be called twice."""

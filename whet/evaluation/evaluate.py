@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from whet.models.load import context_length, load_tokenizer, stop_token_ids, tor
 from whet.phases import counted, phase
 from whet.rewards.pool import scorer_of
 from whet.rollout.build import build_collector, check_media, load_model, rollout_engine, sampling_params
-from whet.rollout.protocol import RolloutEngine
+from whet.rollout.protocol import Restarts, RolloutEngine
+from whet.rollout.restarted import Restarted
 from whet.rollout.stream import Rollouts
 
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
@@ -127,13 +128,14 @@ def evaluate(
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
-    """Opens an engine that samples from the model in the folder `model_path`, as `version`."""
+    """Opens an engine that samples from the model in the folder `model_path`, as `version`. One that can be lost is
+    started again then."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     dtype = torch_dtype(rollout.dtype or model.dtype)
     engine = rollout_engine(rollout, dtype, load, device, own)
     load_model(engine, own, device, dtype, version=version)
-    return engine
+    return cast(RolloutEngine, Restarted(engine)) if isinstance(engine, Restarts) else engine
 
 
 def summarise(answers: Sequence[Record], *, seed: int = 0) -> Evaluation:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several replicas as one engine, as a state machine: requests, events and news of replicas go in; commands come out.
 
-It has no clock, thread or socket: a deadline is an event, and a driver carries the commands out. The choice of a
-replica changes no token, as random draws are keyed by request and position.
+It has no clock, thread or socket: a driver carries the commands out, and gives up replicas that are late. The choice of
+a replica changes no token, as random draws are keyed by request and position.
 
 An event is heard only from the attempt of its request that runs (`attempt`), on the connection that its replica has now
 (`generation`). So whatever comes late, twice, or from a replica that was given up changes nothing.
@@ -45,8 +45,8 @@ class Abort:
 
 @dataclass(frozen=True)
 class Load:
-    """Fill a replica with weights, and tell `on_loaded` or `on_load_failed`. What runs there goes on under them; what
-    runs there for an earlier generation is forgotten."""
+    """Fill a replica with weights, and tell `on_loaded`, or `on_lost` where they did not arrive whole. What runs there
+    goes on under them; what runs there for an earlier generation is forgotten."""
 
     replica: int
     generation: Generation
@@ -70,14 +70,6 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Drop:
-    """Let go of a replica, which may join again: it is late, or it left and has nothing more to do."""
-
-    replica: int
-    generation: Generation
-
-
-@dataclass(frozen=True)
 class Tell:
     """Show an event to the caller, under the attempt of its request."""
 
@@ -91,7 +83,7 @@ class Synced:
     version: int
 
 
-Command = Give | Abort | Load | Pause | Resume | Drop | Tell | Synced
+Command = Give | Abort | Load | Pause | Resume | Tell | Synced
 
 
 @dataclass
@@ -150,22 +142,21 @@ class Replica:
     generation: Generation
     version: int | None = None  # of its weights
     loading: int | None = None  # the version that is on its way to it
-    is_leaving: bool = False
     given: dict[str, None] = field(default_factory=dict)  # uids of its unfinished requests, in their order
 
     @property
     def is_ready(self) -> bool:
         """Tells whether it takes requests."""
-        return self.version is not None and self.loading is None and not self.is_leaving
+        return self.version is not None and self.loading is None
 
 
 @dataclass
 class Router:
     """Requests for several replicas, each of which gets no more while it has `most`.
 
-    A replica gets the first request when it has the newest weights. Requests of a replica that is lost or late go to
-    the others, in front of those that wait, with all tokens that were heard of. A request that was lost with
-    `most_retries` replicas and one more fails: it may be what ends them.
+    A replica gets the first request when it has the newest weights. Requests of a replica that is lost go to the
+    others, in front of those that wait, with all tokens that were heard of. A request that was lost with `most_retries`
+    replicas and one more fails: it may be what ends them.
     """
 
     most: int  # unfinished requests of a replica
@@ -239,7 +230,6 @@ class Router:
                 continue
             commands += self._told(flight, event)
             self._end(flight)
-            commands += self._left(replica)
         return commands
 
     # ---- replicas
@@ -252,25 +242,12 @@ class Router:
         return [*commands, *self._load(replica, joined_)]
 
     def on_lost(self, replica: int, generation: Generation) -> list[Command]:
-        """Notes that a replica is gone."""
+        """Notes that a replica is gone, or was given up."""
         if not self._is_current(replica, generation):
             return []
         lost = self.replicas.pop(replica)
         self._homes = {prefix: home for prefix, home in self._homes.items() if home != replica}
         return [*self._release(lost), *self._sync()]
-
-    def on_late(self, replica: int, generation: Generation) -> list[Command]:
-        """Gives a replica up that was not heard of in time."""
-        if not self._is_current(replica, generation):
-            return []
-        return [Drop(replica, generation), *self.on_lost(replica, generation)]
-
-    def on_leave(self, replica: int, generation: Generation) -> list[Command]:
-        """Gives no more requests to a replica, and drops it when it has none."""
-        if not self._is_current(replica, generation):
-            return []
-        self.replicas[replica].is_leaving = True
-        return self._left(replica)
 
     # ---- weights
 
@@ -288,15 +265,6 @@ class Router:
         each = self.replicas[replica]
         each.version, each.loading = version, None
         return self._load(replica, each) if version < self.version else self._sync()
-
-    def on_load_failed(self, replica: int, generation: Generation, version: int) -> list[Command]:
-        """Tries again with weights that did not arrive whole; the replica's requests go to the others."""
-        if not self._is_current(replica, generation) or self.replicas[replica].loading != version:
-            return []
-        each = self.replicas[replica]
-        commands = self._release(each)
-        each.generation, each.version = self._next_generation(), None
-        return [*commands, *self._load(replica, each), *self._sync()]
 
     def pause(self) -> list[Command]:
         """Stops all sampling."""
@@ -370,13 +338,6 @@ class Router:
             del self.replicas[flight.replica].given[uid]
         if not self.flights:
             self._homes.clear()
-
-    def _left(self, replica: int) -> list[Command]:
-        each = self.replicas[replica]
-        if not each.is_leaving or each.given:
-            return []
-        del self.replicas[replica]
-        return [Drop(replica, each.generation), *self._sync()]
 
     def _noted(self, flight: Flight, partial: Partial) -> list[Command]:
         """Tokens as the caller knows the request: all so far, or where it streams those that are new."""

@@ -157,14 +157,12 @@ def build(
         undo.callback(roles["rollout"].close)
         scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
         stop_ids = stop_token_ids(str(config.model.path), tokenizer)
-        dtype = config.rollout.dtype or config.model.dtype
         run = Run(
             config=config,
             opened=opened,
             services=services,
             tokenizer=tokenizer,
             roles=roles,
-            weight_sync=weight_sync(roles["actor"], roles["rollout"], dtype, config.cluster.deadline_seconds),
             rollouts=_rollouts(config, tokenizer, loader, roles, scorer, stop_ids, total_steps, hosts),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
@@ -292,7 +290,10 @@ def _rollouts(
     ranks = roles["rollout"]
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    engine = Replicas(ranks, config.rollout.max_batch_size, gathers=not config.cluster.stays_here)
+    dtype = config.rollout.dtype or config.model.dtype
+    sync = weight_sync(roles["actor"], ranks, dtype, config.cluster.deadline_seconds)
+    here, most = config.cluster.stays_here, config.rollout.max_batch_size
+    engine = Replicas(ranks, most, gathers=not here, weight_sync=sync)
     kind = BackgroundCollector if is_continuous(config) else Collector
     make: Callable[..., Rollouts] = Rollouts
     if is_continuous(config):

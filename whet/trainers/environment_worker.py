@@ -32,7 +32,7 @@ Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode
 class EnvironmentWorker(Worker):
     """A rank that owns the processes of environments, `environment.max_episodes` of them at most."""
 
-    may_be_lost = True
+    is_replica = True
 
     def __init__(self, placement: Placement, config: EnvironmentConfig) -> None:
         super().__init__(placement)
@@ -129,8 +129,10 @@ class PlacedEnvironments:
                     self.hosts[agent].add((uid, outcome))
 
     def _lose(self, rank: int, error: LostRankError) -> None:
-        """Places the episodes of a lost rank on others."""
+        """Places the episodes of a lost rank on others.  Raises: `error` where there are none."""
         self._ranks.remove(rank)
+        if not self._ranks:
+            raise error
         gone = [uid for uid, (_, at) in self._placed.items() if at == rank]
         log.warning("%s; %d episodes begin again on other ranks, with their seeds and turns", error, len(gone))
         for uid in gone:

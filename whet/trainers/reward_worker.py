@@ -23,7 +23,7 @@ ROLE = "reward"
 class RewardWorker(Worker):
     """The process that owns the reward processes of its machine."""
 
-    may_be_lost = True
+    is_replica = True
 
     def __init__(
         self, placement: Placement, config: RewardConfig, function: Callable[..., Any] | None, model: ModelConfig

@@ -29,6 +29,8 @@ class RolloutWorker(Worker):
     """A rank that samples: from the module of an actor in its process where its engine can, else from weights of its
     own, which come by `load`."""
 
+    is_replica = True
+
     def __init__(
         self,
         placement: Placement,
@@ -145,14 +147,15 @@ class RolloutWorker(Worker):
         else:
             self.engine.load(weights, version)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def site(self) -> Site:
         """The place where this rank runs."""
         return Site.here(self.address, self.device)
 
-    @register(Dispatch.ALL_TO_ALL)
+    @register(Dispatch.ALL_TO_ALL, concurrent=True)
     def open_inlet(self, route: Route, deadline_seconds: float) -> None:
-        """Opens this rank's end of the link to the trainer."""
+        """Opens this rank's end of the link to the trainer, in the place of an earlier one."""
+        self._close_link()
         self._inlet = open_inlet(route, deadline_seconds, self.device)
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)

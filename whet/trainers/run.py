@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,7 @@ from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.groups import by_player
 from whet.rollout.protocol import SamplingParams
+from whet.rollout.replicas import Replicas
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import TableRow
@@ -34,7 +35,6 @@ from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.run_dir import MEDIA
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt
-from whet.weight_sync.routes import WeightSync
 
 log = logging.getLogger(__name__)
 TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # whole numbers of a token
@@ -46,7 +46,6 @@ class Run(Frame):
     """A training run. The loop reads it; only `step` and what roles hold change."""
 
     config: TrainConfig
-    weight_sync: WeightSync
     rollouts: Rollouts
     columns: ColumnPlan
     estimator: Chosen
@@ -60,6 +59,11 @@ class Run(Frame):
     health: Health = field(default_factory=Health)
     has_gap: bool = False  # between rewards and held-out accuracy, and it was said
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
+
+    @property
+    def engine(self) -> Replicas:
+        """The ranks of the rollout."""
+        return cast(Replicas, self.rollouts.collector.engine)
 
     @property
     def validates(self) -> bool:
@@ -79,6 +83,8 @@ class Run(Frame):
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers and to the callbacks; after a validation also warns of a gap between
         rewards and accuracy."""
+        if lost := self.engine.num_lost:
+            metrics.max("rollout/lost_ranks", lost)
         if metrics.value("val/accuracy") is not None:
             self._check_gap(step, metrics)
         super().log(step, metrics)
@@ -123,7 +129,7 @@ class Run(Frame):
 
     def sync(self, step: int) -> None:
         """Lets the rollout sample from the weights of `step`.  Raises: WeightSyncError, DeadlineError, WorkerError."""
-        self.digests[step] = self.weight_sync(step)
+        self.digests[step] = self.engine.sync(step)
         self.rollouts.on_weights(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:

@@ -130,7 +130,8 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
-        """Opens this rank's ends of links.  Returns their addresses."""
+        """Opens this rank's ends of links, in the place of earlier ones.  Returns their addresses."""
+        self.close()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import WeightSyncError
+from whet.errors import DeadlineError, LostWorkerError, WeightSyncError
 from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet, spans
 from whet.weight_sync.link import Inlet, LinkClosedError, Outlet
 from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 Way = Literal["memory", "broadcast"]
-WeightSync = Callable[[int], str]  # sends a version of the weights to the rollout, and returns their digest
+Loss = LostWorkerError | DeadlineError
+# Sends a version of the weights to the rollout, and returns their digest; see `BetweenPools`.
+WeightSync = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def open_outlets(
     near, far = ([route for route in own if route.way == way] for way in ("memory", "broadcast"))
     outlets: dict[Way, Outlet] = {}
     if near:
-        outlets["memory"] = SharedMemoryOutlet(len(near), deadline_seconds)
+        outlets["memory"] = SharedMemoryOutlet(len(near), deadline_seconds, spares=True)
     if far:
         where = device if far[0].on_accelerator else None
         outlets["broadcast"] = CollectiveOutlet(len(far), address, deadline_seconds, where)
@@ -103,41 +105,74 @@ def weight_sync(actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_s
     """Chooses how weights are sent: `rollout.sync` where each rollout rank has an actor rank in its process, else
     `BetweenPools`. `dtype` is the rollout's."""
     if all(rollout.is_beside_actor()):
-        return lambda version: _common(rollout.sync(version), version)
+        return lambda version, *_: _common(rollout.sync(version), version)
     return BetweenPools(actor, rollout, dtype, deadline_seconds)
 
 
 class BetweenPools:
     """Sends weights from the ranks of the actor to those of the rollout, which run in other processes.
 
-    Links are opened for the first version and reused. Both sides are called at the same time and wait for each other,
-    at most `deadline_seconds` for one bucket.
+    Links are opened for the first version and reused until the ranks change. Both sides are called at the same time and
+    wait for each other, for one bucket at most half of `deadline_seconds`: so the sender is not late itself where a
+    receiver hangs.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> None:
         self._actor, self._rollout, self._dtype = actor, rollout, dtype
         self._deadline_seconds = deadline_seconds
         self._only_adapter = all(rollout.takes_adapter())
-        self._is_open = False
+        self._linked: Mapping[int, int] = {}  # ranks that have a link
 
-    def __call__(self, version: int) -> str:
-        """Sends one version.  Raises: WeightSyncError, DeadlineError, WorkerError."""
-        if not self._is_open:
-            self._open()
+    def __call__(
+        self, version: int, ranks: Mapping[int, int] | None = None, lost: dict[int, Loss] | None = None
+    ) -> str:
+        """Sends one version to `ranks`, by default all, each with a number that is new when its process is. `lost` gets
+        the ranks that are lost while others go on; without it that is an error.
+
+        Raises: WeightSyncError, DeadlineError, WorkerError."""
+        ranks = ranks or dict.fromkeys(range(self._rollout.world_size), 0)
+        losses = dict[int, Loss]()
+        if ranks != self._linked:
+            self._open(ranks, losses)
+        receivers, self._linked = {rank: (version,) for rank in ranks if rank not in losses}, {}
         with ThreadPoolExecutor(2) as threads:  # a pool of one process may be this process, where a call blocks
             calls = [
                 threads.submit(self._actor.publish, version, self._dtype, self._only_adapter),
-                threads.submit(self._rollout.receive, version),
+                threads.submit(self._on, "receive", receivers, losses),
             ]
-        if errors := [error for call in calls if (error := call.exception()) is not None]:
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        if errors or lost is None or len(losses) == len(ranks):
+            errors += losses.values()
+        if errors:
             raise min(errors, key=lambda error: isinstance(error, LinkClosedError))  # the cause before its effect
+        if lost is not None:
+            lost.update(losses)
+        self._linked = {} if losses else dict(ranks)
         return _common([digest for call in calls for digest in call.result()], version)
 
-    def _open(self) -> None:
-        routes, seconds = plan_routes(self._actor.site(), self._rollout.site()), self._deadline_seconds
-        opened = self._actor.open_outlets(routes, seconds)
-        self._rollout.open_inlet(with_addresses(routes, opened), [seconds] * self._rollout.world_size)
-        self._is_open = True
+    def _open(self, ranks: Iterable[int], lost: dict[int, Loss]) -> None:
+        """Opens links to ranks, and closes earlier ones; begins again where one is lost meanwhile."""
+        left, seconds = None, self._deadline_seconds / 2
+        while left is None or len(left) > len(self._on("open_inlet", left, lost)):
+            asked = [rank for rank in ranks if rank not in lost]
+            sites = self._on("site", dict.fromkeys(asked, ()), lost)
+            routes = plan_routes(self._actor.site(), sites)
+            routes = with_addresses(routes, self._actor.open_outlets(routes, seconds))
+            there = [rank for rank in asked if rank not in lost]
+            left = {rank: (route, seconds) for rank, route in zip(there, routes, strict=True)}
+
+    def _on(self, method: str, arguments: Mapping[int, tuple[Any, ...]], lost: dict[int, Loss]) -> list[Any]:
+        """Calls ranks at the same time.  Returns their results; `lost` gets those that are lost while others go on."""
+        calls = {rank: self._rollout.start_on(rank, method, *each) for rank, each in arguments.items()}
+        found = list[Any]()
+        for rank, call in calls.items():
+            try:
+                found.append(call.result())
+            except (LostWorkerError, DeadlineError) as error:
+                if not call.is_lost:
+                    raise
+                lost[rank] = error
+        return found
 
 
 def _common(digests: Iterable[str | None], version: int) -> str:

@@ -12,20 +12,24 @@ import mmap
 import os
 import socket
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from whet.weight_sync.link import BUCKET_BYTES, SLOTS, Inlet, Outlet
+from whet.errors import DeadlineError
+from whet.weight_sync.link import BUCKET_BYTES, SLOTS, Inlet, LinkClosedError, Outlet
 
 
 class SharedMemoryOutlet(Outlet):
-    """The sender's end, for a number of receivers."""
+    """The sender's end, for a number of receivers; where it `spares` the others, one that fails is left out."""
 
-    def __init__(self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES, *, spares: bool = False
+    ) -> None:
         super().__init__(deadline_seconds)
-        self._expected = receivers
+        self._expected, self._spares = receivers, spares
         self._folder = tempfile.TemporaryDirectory(prefix="whet-weights-")
         self.address = str(Path(self._folder.name, "socket"))
         self._listener = socket.socket(socket.AF_UNIX)
@@ -47,10 +51,10 @@ class SharedMemoryOutlet(Outlet):
     def post(self, used: int) -> None:
         """Signals to every receiver that the slot is full."""
         self._posted += 1
-        for receiver in self._unread:
-            with self.waiting("sending weights to a rollout rank"):
+        for receiver in list(self._unread):
+            with self._sparing(receiver, "sending weights to a rollout rank"):
                 receiver.sendall(b".")
-            self._unread[receiver] += 1
+                self._unread[receiver] += 1
 
     def finish(self) -> None:
         """Waits until every receiver has read everything."""
@@ -69,17 +73,31 @@ class SharedMemoryOutlet(Outlet):
                 connection, _ = self._listener.accept()
                 connection.settimeout(self.deadline_seconds)
                 self._unread[connection] = 0
+            with self._sparing(connection, "sending weights to a rollout rank"):
                 socket.send_fds(connection, [b"."], [self._file])
             if len(self._unread) == self._expected:
                 self._folder.cleanup()
 
     def _wait_for(self, unread: int) -> None:
         """Waits until no receiver has more than `unread` buckets to read."""
-        for receiver in self._unread:
-            while self._unread[receiver] > unread:
-                with self.waiting("waiting for a rollout rank to read its weights"):
+        for receiver in list(self._unread):
+            with self._sparing(receiver, "waiting for a rollout rank to read its weights"):
+                while self._unread[receiver] > unread:
                     _read(receiver)
-                self._unread[receiver] -= 1
+                    self._unread[receiver] -= 1
+
+    @contextmanager
+    def _sparing(self, receiver: socket.socket, doing: str) -> Iterator[None]:
+        """Waits for a receiver, which is left out where it fails and the outlet `spares` the others."""
+        try:
+            with self.waiting(doing):
+                yield
+        except (DeadlineError, LinkClosedError):
+            if not self._spares:
+                raise
+            receiver.close()
+            del self._unread[receiver]
+            self._expected -= 1
 
 
 class SharedMemoryInlet(Inlet):

@@ -13,6 +13,7 @@ import re
 import textwrap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,7 @@ HEAD = "the head of the Ray cluster"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Actor(Peer):
     handle: Any
+    first: int  # of its devices
     location: Location | None = None  # None until the actor has started
     replies: queue.SimpleQueue[tuple[OpenCall, Any]] = field(default_factory=queue.SimpleQueue)  # Ray's references
 
@@ -78,7 +80,8 @@ class RayTransport(RemoteTransport[_Actor]):
             self._reserved = reserve(wanted, cluster, is_alone=is_alone)
             self._connection = on_error.pop_all()
         self.peers = [
-            _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, first)) for pool, rank, first in ranks
+            _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, first), first=first)
+            for pool, rank, first in ranks
         ]
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
@@ -93,21 +96,41 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def _assign_ranks(self) -> None:
         """Waits until every actor runs and has the user's code, then sends each its RankSpec."""
-        code = ray.put(UserCode.of_this_process())
+        self._code = code = ray.put(UserCode.of_this_process())
         found = self._all("start", lambda peer: peer.handle.prepare.remote(code, peer.rank == 0, self.deadline_seconds))
         self.peers = [replace(peer, location=location) for peer, location in zip(self.peers, found, strict=True)]
-        first = {peer.pool.name: location for peer, location in zip(self.peers, found, strict=True) if peer.rank == 0}
-        specs = {
-            id(peer): self._rank_spec(peer, location, first[peer.pool.name])
-            for peer, location in zip(self.peers, found, strict=True)
-        }
-        self._all("become a rank", lambda peer: peer.handle.assign.remote(specs[id(peer)]))
+        self._first = {peer.pool.name: peer.location for peer in self.peers if peer.rank == 0}
+        self._all("become a rank", lambda peer: peer.handle.assign.remote(self._rank_spec(peer)))
         used = {location.node_id for location in found}
         machines = {node.id: (node.address, node.port) for node in all_nodes() if node.id in used}
         self._watch = Watch({**machines, HEAD: head_address()}, self._lost)
         for peer in self.peers:
-            self._threads.append(threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.name()))
-            self._threads[-1].start()
+            self._listen(peer)
+
+    def open(self, lost: _Actor) -> _Actor:
+        """Implements `RemoteTransport.open`."""
+        again = f", start {1 + len(self._losses)}"
+        fresh: dict[str, Any] = {"calls": deque(), "sending": threading.Lock(), "replies": queue.SimpleQueue()}
+        peer = replace(lost, handle=self._start(lost.pool, lost.rank, lost.first, again), location=None, **fresh)
+        try:
+            [location] = self._all(
+                "start", lambda each: each.handle.prepare.remote(self._code, False, self.deadline_seconds), [peer]
+            )
+            peer = replace(peer, location=location)
+            self._all("become a rank", lambda each: each.handle.assign.remote(self._rank_spec(each)), [peer])
+        except BaseException:
+            self.end_process(peer)
+            raise
+        self._listen(peer)
+        return peer
+
+    def end_process(self, peer: _Actor) -> None:
+        """Kills the actor."""
+        attempt(KILL_SECONDS, lambda: ray.kill(peer.handle))
+
+    def _listen(self, peer: _Actor) -> None:
+        self._threads.append(threading.Thread(target=self._receive, args=(peer,), daemon=True, name=peer.name()))
+        self._threads[-1].start()
 
     def close(self) -> None:
         """Implements `Transport.close`; the connection to Ray ends too, if the launch made it."""
@@ -162,10 +185,10 @@ class RayTransport(RemoteTransport[_Actor]):
             ray.kill(peer.handle)
         remove_placement_group(self._reserved.group)
 
-    def _start(self, pool: ResourcePool, rank: int, first: int) -> Any:
+    def _start(self, pool: ResourcePool, rank: int, first: int, again: str = "") -> Any:
         name = f"{', '.join(pool.roles)} rank {rank}"
         options = {
-            "name": name,
+            "name": f"{name}{again}",
             "namespace": self._reserved.name,  # a name stays in use until Ray has removed the dead actor
             "num_cpus": self._reserved.cpus * pool.devices,
             "num_gpus": self._reserved.gpus * pool.devices,
@@ -180,25 +203,31 @@ class RayTransport(RemoteTransport[_Actor]):
         remote = ray.remote(concurrency_groups={CONCURRENT: threads})(RankActor)  # type: ignore[call-overload]
         return remote.options(**options).remote(name)
 
-    def _rank_spec(self, peer: _Actor, location: Location, first: Location) -> RankSpec:
-        assert first.store_port is not None
+    def _rank_spec(self, peer: _Actor) -> RankSpec:
+        first = self._first[peer.pool.name]
+        assert peer.location is not None and first is not None and first.store_port is not None
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
             device_index=0 if self._reserved.gpus else None,  # Ray makes only the actor's own GPUs visible
             devices_here=self._reserved.devices_here,
             store=(first.address, first.store_port),
-            address=location.address,
+            address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
         )
 
-    def _all(self, what: str, call: Callable[[_Actor], Any]) -> list[Any]:
-        """Calls all actors.  Returns their results, in the order of peers. `what` names the call in errors."""
-        pending = {call(peer): peer for peer in self.peers}
+    def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
+        """Calls actors, by default all.  Returns their results, in the order of peers. `what` names the call in
+        errors."""
+        peers = self.peers if peers is None else peers
+        pending = {call(peer): peer for peer in peers}
         results: dict[int, Any] = {}
         until = time.monotonic() + self.deadline_seconds
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+            left = until - time.monotonic()
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, min(left, CHECK_SECONDS)))
+            if not ready and left > 0 and not self.ended.is_set():
+                continue
             if not ready:
                 late = ", ".join(peer.name() for peer in pending.values())
                 raise DeadlineError(f"{late} did not {what} within {self.deadline_seconds:g} s")
@@ -207,10 +236,10 @@ class RayTransport(RemoteTransport[_Actor]):
                 results[id(peer)] = ray.get(ready[0])
             except RayError as error:
                 raise self._failure(peer, None, error) from error
-        return [results[id(peer)] for peer in self.peers]
+        return [results[id(peer)] for peer in peers]
 
     def _receive(self, peer: _Actor) -> None:
-        while not (self.ended.is_set() or peer.name() in self.gone):
+        while not self.ended.is_set() and peer not in self._losses:
             try:
                 self._receive_one(peer, *peer.replies.get(timeout=IDLE_SECONDS))
             except queue.Empty:
