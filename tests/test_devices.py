@@ -129,8 +129,8 @@ def test_the_pretend_accelerator_is_one(runs: Any) -> None:
 
 @pytest.mark.slow
 def test_rollout_engines_keep_to_their_suite_on_the_device() -> None:
-    """Log-probs, choices under rules, new weights, in the middle of a response too, and streams."""
-    chosen = "log_probs_are or tokens_are_those or weights or streamed"
+    """New weights between responses and in the middle of one, against the model's own forward."""
+    chosen = "(weights_from_outside or weights_change) and model_folder and not short"
     assert on_the_device("suite", arguments=["tests/rollout/test_engines.py", "-k", chosen])["result"] == 0
 
 

@@ -115,11 +115,10 @@ class _Check:
     def run(self, *, reads_truth: bool) -> Report:
         """Returns the report."""
         forms = self._right() if reads_truth else []
-        parts: list[Callable[[], None]] = (
-            [partial(self._probe, *probe) for probe in PROBES] if forms or self.full else []
-        )
-        parts += [self._repeatable, self._hostile, self._speed]
-        for part in counting(parts):
+        parts: list[Callable[[], None]] = []
+        if forms or self.full:
+            parts = [partial(self._probe, *probe) for probe in PROBES]
+        for part in counting([*parts, self._repeatable, self._hostile, self._speed]):
             part()
         low, high = (min(self.rewards), max(self.rewards)) if self.rewards else (math.nan, math.nan)
         if high - low > 100:
