@@ -142,8 +142,6 @@ def build(
     check_reward_model(config, tokenizer)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
-    check_media(config.rollout, tokenizer, [*loaded.items, *val_prompts])
-    check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     draws = total_steps * config.data.train_batch_size
@@ -208,6 +206,8 @@ def _prompts(
         given = load_prompts(files, tokenizer, VAL, rows=val_data, seed=seed, media_folder=media_folder).items
         given = given[: files.val_max_prompts]
         held_out = domains.assign(given)
+    check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
+    check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     for line in domains.unused([*loaded.items, *held_out]):
         log.warning("%s", line)
     return loaded, held_out
