@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
@@ -23,9 +22,6 @@ from whet.rollout.batch import to_batch
 from whet.types import Group, Media, Prompt, Trajectory, Turn
 
 QWEN: tuple[Arch, ...] = ("qwen2_vl", "qwen2.5_vl", "qwen3_vl")
-SLOW = (pytest.mark.slow, pytest.mark.timeout(900))  # an image of SmolVLM is cut into tiles of many patches
-SEEING = [*QWEN, pytest.param("smolvlm", marks=SLOW)]
-ONE_FAST = [pytest.param(arch, marks=() if arch == "qwen2.5_vl" else SLOW) for arch in QWEN]
 SIZES = ((56, 56), (84, 56), (56, 112))  # width, height
 
 

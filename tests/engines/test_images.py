@@ -32,7 +32,10 @@ OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 PADDED = suite.Variant(False, 10**6)
 
 
-@pytest.fixture(scope="module", params=pictures.SEEING)
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]  # an image of SmolVLM is cut into tiles of many patches
+
+
+@pytest.fixture(scope="module", params=[*pictures.QWEN, pytest.param("smolvlm", marks=SLOW)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 
@@ -110,7 +113,9 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     assert moved == {"language_model"}
 
 
-@pytest.mark.parametrize("folder", pictures.ONE_FAST, indirect=True)
+@pytest.mark.parametrize(
+    "folder", [pytest.param(arch, marks=() if arch == "qwen2.5_vl" else SLOW) for arch in pictures.QWEN], indirect=True
+)
 def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
     """Some micro-batches have no image, and some ranks no row."""
     batch_at, fsdp = partial(pictures.batch_of_rows, folder), EngineConfig(name="fsdp", logits_chunk_tokens=16)

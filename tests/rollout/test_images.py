@@ -24,7 +24,10 @@ from whet.types import Media
 GREEDY = SamplingParams(10, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=pictures.SEEING)
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]  # an image of SmolVLM is cut into tiles of many patches
+
+
+@pytest.fixture(scope="module", params=[*pictures.QWEN, pytest.param("smolvlm", marks=SLOW)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 

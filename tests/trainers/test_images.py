@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,46 @@ def test_an_export_is_a_model_that_sees(folder: Path, tmp_path: Path) -> None:
     assert vision is not None and own is not None and own.identity == vision.identity
     tower = [name for name, _ in made.named_parameters() if ".visual." in name]
     assert tower and all(made.get_parameter(name).equal(start.get_parameter(name)) for name in tower)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.trainers import test_images as this
+from whet.trainers.run import Run
+
+def end(run: Run, step: int, numbers: object) -> None:
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+rows = list(this.counting("train", 0, num_rows=16, prompt="<image>?"))
+config = this.config(Path(sys.argv[1]), Path(sys.argv[2]), **{"trainer.callbacks": ["__main__:end"]})
+this.train(config, reward=this.score, data=rows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    """kill -9 in the third step: the checkpoint of the second and the images in media/ are all that is left."""
+    command = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "killed")]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        ended = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=file, stderr=file, timeout=400)
+    assert ended.returncode == -signal.SIGKILL, output.read_text()[-2000:]
+    newest = tmp_path / "killed" / "checkpoints"
+    assert [each.name for each in newest.iterdir() if each.name.startswith("global_step_")] == ["global_step_2"]
+    for name in ("killed", "whole"):
+        run_of(folder, tmp_path / name)
+    killed, whole = (
+        [(tmp_path / name / "metrics.jsonl").read_text(), export(tmp_path / name, tmp_path / f"out {name}")]
+        for name in ("killed", "whole")
+    )
+    assert killed[0] == whole[0]
+    one, other = (load_policy(out).state_dict() for out in (killed[1], whole[1]))
+    assert all(one[name].equal(other[name]) for name in other)
+    media = [{each.name for each in (tmp_path / name / "media").iterdir()} for name in ("killed", "whole")]
+    assert media[0] == media[1] and media[0]
 
 
 @pytest.mark.parametrize("arch", ["qwen2.5_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])

@@ -134,8 +134,6 @@ def build(
     workers.check_reward_model(config, tokenizer)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
-    check_media(config.rollout, tokenizer, [*loaded.items, *val_prompts])
-    workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
     total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
     draws = total_steps * config.data.train_batch_size
@@ -203,6 +201,8 @@ def _prompts(
     if reward is None:
         _check_truths(config, loaded.parts, loaded.items)
         _check_truths(config, val_parts, held_out)
+    check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
+    workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     for line in domains.unused([*loaded.items, *held_out]):
         log.warning("%s", line)
     return loaded, held_out
