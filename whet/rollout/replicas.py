@@ -51,6 +51,7 @@ class Replicas:
         self._calls: dict[int, PendingCall] = {}  # under way, by rank
         self._restarts: dict[int, PendingCall] = {}  # of engines, whose ranks the router does not know at the time
         self._starts: dict[int, PendingCall] = {}  # of processes
+        self._to_start: list[int] = []  # ranks lost during a weight sync, whose calls no other process may get
         self._new = set(range(group.world_size))  # ranks without weights
         self._loads: dict[int, Generation] = {}  # of weights, by rank
         self._is_loading = False
@@ -133,6 +134,7 @@ class Replicas:
         digest = self._weight_sync(version, processes, lost)
         with self._turn:
             self._is_loading = False
+            self._start_processes()
             for rank in [rank for rank in processes if rank in self._loads]:  # others were lost meanwhile
                 if rank in lost:
                     self._replace(rank, lost[rank])
@@ -177,14 +179,14 @@ class Replicas:
         """Lets engines that were started again sample, and new processes after the next weights."""
         for rank in [rank for rank, call in self._restarts.items() if call.done()]:
             self._result(rank, self._restarts)
-            if rank not in self._starts:
+            if rank not in (*self._starts, *self._to_start):
                 self._join([rank])
                 if not self._is_loading:  # it has the newest weights
                     self._on_loaded(rank)
                 log.warning("rank %d of the rollout samples again", rank)
         for rank in [rank for rank, call in self._starts.items() if call.done()]:
             self._result(rank, self._starts)
-            if rank not in self._starts:
+            if rank not in (*self._starts, *self._to_start):
                 self._new.add(rank)
                 log.warning("rank %d of the rollout runs again, and samples after the next weight sync", rank)
 
@@ -208,7 +210,14 @@ class Replicas:
             "rank %d of the rollout is started again (%d of %d times): %s",
             *(rank, RESTARTS - self._left[rank], RESTARTS, error),
         )
-        self._starts[rank] = self._group.start_again(rank)
+        self._to_start.append(rank)
+        if not self._is_loading:
+            self._start_processes()
+
+    def _start_processes(self) -> None:
+        while self._to_start:
+            rank = self._to_start.pop()
+            self._starts[rank] = self._group.start_again(rank)
 
     def _forget(self, rank: int) -> None:
         """Gives the requests of a lost rank to the others."""
