@@ -189,7 +189,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         KL_FORMS[f"{tmp_path}/empty.py:f"]
     monkeypatch.setitem(sys.modules, "whet_environments", None)
     with pytest.raises(RegistryError, match=r"no module 'whet_environments.* comes with a package of games: "):
-        ENVIRONMENTS["whet_environments.sokoban:Sokoban"]
+        ENVIRONMENTS["whet_environments.never_imported:Sokoban"]
     with pytest.raises(RegistryError, match="no module 'no_such_package' on the Python path; set PYTHONPATH"):
         KL_FORMS["no_such_package.inside:f"]
 

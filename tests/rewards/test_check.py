@@ -9,7 +9,7 @@ import pytest
 from tests.rewards.broken_graders import FAULTS, right
 from whet.cli.app import main
 from whet.registry import REQUIRED, REWARDS, Entry
-from whet.rewards.check import ROWS, Row, check, shorten
+from whet.rewards.check import ROWS, CheckedPrompt, check, shorten
 from whet.rewards.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def test_no_shipped_function_is_caught_on_published_rows(
 
 
 def test_a_row_as_published_has_its_answer_behind_the_mark() -> None:
-    assert Row("?", "1 + 2 = 3\n#### 3").answer == Row("?", 3).answer == "3"
+    assert CheckedPrompt("?", "1 + 2 = 3\n#### 3").answer == CheckedPrompt("?", 3).answer == "3"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
