@@ -50,6 +50,7 @@ def test_an_exported_folder_is_uploaded_byte_by_byte(hub: Hub, run_dir: Path, tm
     assert "model.safetensors" in written and hub.private == {"me/model": True}
 
 
+@pytest.mark.slow
 def test_a_failed_upload_says_why_and_how_to_go_on(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = whet_command(hub.url, "export", str(run_dir), str(out), "--hub", "me/model", token="hf_wrong")
@@ -58,6 +59,7 @@ def test_a_failed_upload_says_why_and_how_to_go_on(hub: Hub, run_dir: Path, tmp_
     assert (out / "model.safetensors").is_file()  # nothing is lost
 
 
+@pytest.mark.slow
 def test_a_run_uploads_its_checkpoints_and_its_model(hub: Hub, model_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "response": "2"}\n')
@@ -79,6 +81,7 @@ def test_a_run_uploads_its_checkpoints_and_its_model(hub: Hub, model_folder: Pat
     assert hub.private == {"me/run": True}
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_ends_no_run(model_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "response": "2"}\n')

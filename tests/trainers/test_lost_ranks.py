@@ -123,11 +123,10 @@ FAULTS: dict[str, dict[int, Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(
-    "fault", [name if name == "killed" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_lost_rank_changes_no_result(
     fault: str,
     ahead: bool,

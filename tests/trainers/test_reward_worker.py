@@ -92,6 +92,7 @@ class Named(RewardWorker):
         return os.getpid()
 
 
+@pytest.mark.slow
 def test_items_go_to_the_rank_with_the_fewest_and_to_another_if_theirs_is_lost(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\ndef compute_score(solution_str):\n    time.sleep(float(solution_str))\n    return 1.0\n"
