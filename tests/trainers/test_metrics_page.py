@@ -6,11 +6,14 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,13 @@ from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_colu
 from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
+from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
-from whet.rollout.stream import count_failures
+from whet.rollout.replicas import Replicas
+from whet.rollout.stream import count_failures, count_judges
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
+from whet.trainers.columns import ColumnPlan
 from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
@@ -124,17 +130,39 @@ FIRST_STEP = itertools.count(1)
 
 
 def of_episodes() -> set[str]:
-    """The metrics of an episode with tools that ends at a limit."""
+    """The metrics of an episode with tools that ends at a limit, scored by a judge."""
     tools = {f"tools/{name}": 1.0 for name in ("calls", "errors", "malformed", "late", "cut")}
     prompt = Prompt("0:0", 0, (), (1,), "games", None)
     trajectory = Trajectory("0:0:0", prompt, (), 0, fields={"success": 1.0, **tools}, limit="turns")
+    trajectory = replace(trajectory, parts={"judge_tokens": 3.0, "judge_cost": 0.5})
     metrics = Metrics()
     count_failures([trajectory], metrics)
+    count_judges([trajectory], metrics, {"judge_tokens": 4.0})
+    judged = {name: metrics.value(name) for name in ("reward/judge_tokens_total", "reward/judge_cost_total")}
+    assert [*judged.values()] == [7.0, 0.5]
     measure_groups(metrics, [Group(prompt, (trajectory,))], "games")
     measure_environment(metrics, [Group(prompt, (trajectory,))], "val/env/games")
     names = {*tools, "env/games/success", "env/games/limit/turns", "val/env/games/success"}
     assert all(metrics.value(name) == 1.0 for name in names)
-    return names
+    return names | judged.keys()
+
+
+def of_verdicts() -> set[str]:
+    """The metric of a trajectory of two whose verdict cannot be read."""
+    ones = torch.ones(2, 3)
+    batch = DataProto.from_dict(
+        tensors={
+            "response_mask": ones,
+            "token_level_scores": ones,
+            "judge_scores": torch.tensor([math.nan, 0.5]),
+            "trajectory_uid": torch.arange(2),
+        },
+        non_tensors={"error": [None, None]},
+    )
+    metrics = Metrics()
+    judged = ColumnPlan(())._without_unjudged(batch, metrics)
+    assert judged["response_mask"].sum(1).tolist() == [0.0, 3.0] and metrics.value("failures/reward") == 1.0
+    return {"failures/reward"}
 
 
 def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -146,6 +174,12 @@ def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         measured = SystemMeter().measure()
     assert measured["system/driver/accelerator_gib"] == 3.0 and measured["system/driver/accelerator_use"] == 0.4
     return {*measured}
+
+
+def lost_one(engine: Replicas, begin: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Begins with a rank that was lost, for rollout/lost_ranks."""
+    begin(engine, *args, **kwargs)
+    engine.num_lost = 1
 
 
 def broken(solution_str: str) -> float:
@@ -238,8 +272,9 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     train_reward(load_config(RewardTrainingConfig, None, common | fine | to_pairs, given={"data"}).config, data=pairs)
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": -1}
+    monkeypatch.setattr(Replicas, "__init__", partialmethod(lost_one, Replicas.__init__))
     whet.train(reward=moody, data=additions, **{**common, **small, **where, **against})
-    logged |= of_episodes() | of_accelerators(monkeypatch)
+    logged |= of_episodes() | of_verdicts() | of_accelerators(monkeypatch)
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
 
