@@ -13,7 +13,6 @@ WhetError
 ├── WeightSyncError (RuntimeError) weights of the rollout that differ from those of the trainer
 ├── WorkerError (RuntimeError)   a worker that raised or died; names role, rank and method
 │   └── LostWorkerError          a lost process, node or connection: a restart may succeed
-│       └── LostRankError        a lost rank without which the others go on
 ├── DeadlineError (TimeoutError) a wait that reached its deadline; names both sides of it
 ├── CheckpointError (RuntimeError) a checkpoint that is missing, damaged or of another run
 ├── StorageError (OSError)       a disk that is full or not writable; names the file
@@ -87,10 +86,6 @@ class WorkerError(WhetError, RuntimeError):
 
 class LostWorkerError(WorkerError):
     """A worker whose process died, or whose node is gone or cannot be reached."""
-
-
-class LostRankError(LostWorkerError):
-    """A worker that was lost, while the others of its launch go on."""
 
 
 class DeadlineError(WhetError, TimeoutError):

@@ -146,6 +146,10 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 @pytest.mark.slow
 def test_episodes_of_a_lost_rank_begin_again_on_others(
     place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
@@ -165,12 +169,8 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
 
     pids = [int(each.fields["pid"]) for each in stepped(host, "3").values()]
     expected = stepped(alone, "3")
-    ranks = sorted({parent(parent(parent(pid))) for pid in pids})
-    assert [Path(f"/proc/{pid}/comm").read_text() for pid in ranks] == [
-        "whet games 0\n",
-        "whet games 1\n",
-        "whet games 2\n",
-    ]
+    ranks = sorted({parent(parent(parent(pid))) for pid in pids}, key=name_of)
+    assert [name_of(pid) for pid in ranks] == ["whet games 0", "whet games 1", "whet games 2"]
     os.kill(ranks[0], signal.SIGKILL)  # while nothing runs
     time.sleep(1.0)
     expected, found = stepped(alone, "4"), stepped(host, "4")

@@ -161,7 +161,7 @@ def test_the_run_ends_where_no_rank_is_left(
     faults.at = {2: send(signal.SIGKILL, 0, 1)}
     with pytest.raises(LostWorkerError, match=r"^rollout rank [01] died in serve: SIGKILL"):
         train(train_config(AHEAD if ahead else RUN), reward=pays_for_sevens, data=additions)
-    assert "samples after" not in caplog.text
+    assert ahead or "samples after" not in caplog.text  # `Faults.sync` waits for a start before the run ends
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from whet.controller.dispatch import Arguments, CallPlan, is_concurrent
 from whet.controller.local_workers import BUILD
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec
 from whet.controller.worker_group import PendingCall, Reply, closed_error
-from whet.errors import LostRankError, LostWorkerError, WhetError, WorkerError
+from whet.errors import LostWorkerError, WhetError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,6 @@ class RemoteTransport(ABC, Generic[P]):
         with self._state:
             if self._ended_by is not None or peer in self._losses:
                 return
-            error = LostRankError(str(error)) if isinstance(error, LostWorkerError) else error
             self._losses[peer] = error
             calls = list(peer.calls)
             peer.calls.clear()

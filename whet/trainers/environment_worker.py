@@ -16,7 +16,7 @@ from whet.controller.worker import Placement, Worker
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
-from whet.errors import LostRankError
+from whet.errors import LostWorkerError
 from whet.rollout.build import open_environments
 from whet.rollout.collect import SHORT_SECONDS
 from whet.rollout.episode import MAIN
@@ -117,7 +117,7 @@ class PlacedEnvironments:
         for rank in [rank for rank, call in self._open.items() if call.done()]:
             try:
                 results = self._open.pop(rank).result()
-            except LostRankError as error:
+            except LostWorkerError as error:
                 self._lose(rank, error)
                 continue
             for agent, (own, outcome) in results:
@@ -128,7 +128,7 @@ class PlacedEnvironments:
                     self._owed.remove(uid)
                     self.hosts[agent].add((uid, outcome))
 
-    def _lose(self, rank: int, error: LostRankError) -> None:
+    def _lose(self, rank: int, error: LostWorkerError) -> None:
         """Places the episodes of a lost rank on others.  Raises: `error` where there are none."""
         self._ranks.remove(rank)
         if not self._ranks:
