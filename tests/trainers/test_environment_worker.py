@@ -194,6 +194,22 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
 
 
 @pytest.mark.slow
+def test_a_loss_that_ends_the_launch_starts_no_episode_again(
+    place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
+) -> None:
+    placed = place(2, "Counts")
+    host = placed.hosts[""]
+    host.start("0", PROMPT, 0)
+    results(host, 1)
+    host.step("0", Answer("slow"))
+    host.poll(0.1)
+    placed._group._transport.abort(LostWorkerError("actor rank 0 died in update"))
+    with pytest.raises(LostWorkerError, match="actor rank 0 died in update"):
+        results(host, 1)
+    assert "begin again" not in caplog.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["World", "Manager"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_with_environments_in_a_pool_computes_the_same(

@@ -115,9 +115,12 @@ class PlacedEnvironments:
             return_when=FIRST_COMPLETED,
         )
         for rank in [rank for rank, call in self._open.items() if call.done()]:
+            call = self._open.pop(rank)
             try:
-                results = self._open.pop(rank).result()
+                results = call.result()
             except LostWorkerError as error:
+                if not call.is_lost:
+                    raise
                 self._lose(rank, error)
                 continue
             for agent, (own, outcome) in results:

@@ -102,4 +102,6 @@ class Placed:
                 outcomes: list[Outcome] = self.call.result()
                 return outcomes
             except LostWorkerError as error:
+                if not self.call.is_lost:
+                    raise
                 self.call = self.rewards.start(self.items, error)
