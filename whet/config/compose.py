@@ -172,7 +172,10 @@ def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConf
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
+    if recipe is None and not overrides:
+        return OmegaConf.create(), []
     folder = recipe.parent if recipe else SHIPPED
     name = recipe.stem if recipe else None
     with _own_hydra(), hydra.initialize_config_dir(str(folder), version_base="1.3"):
@@ -219,7 +222,7 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
     for key, value in arguments.items():
         OmegaConf.update(composed, key, value, merge=True, force_add=True)
     _drop_empty_sections(schema, composed)
-    values = OmegaConf.to_container(OmegaConf.merge(defaults, composed), resolve=True, throw_on_missing=True)
+    values = OmegaConf.to_container(OmegaConf.unsafe_merge(defaults, composed), resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
