@@ -68,7 +68,7 @@ def folder_of(model: PreTrainedModel) -> str:
     return str(model.config._name_or_path)
 
 
-@pytest.fixture(scope="module", params=["model_folder", "qwen25_folder"])
+@pytest.fixture(scope="module", params=["model_folder", pytest.param("qwen25_folder", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, device: torch.device) -> PreTrainedModel:
     loaded = load_policy(request.getfixturevalue(request.param)).eval().to(device)
     with torch.no_grad():  # random weights say nearly the same of every token: sharpen them
