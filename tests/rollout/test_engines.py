@@ -423,8 +423,11 @@ def test_what_engines_can_do(kind: type[NativeEngine] | type[HFEngine]) -> None:
     assert isinstance(kind(), SharesModule) and isinstance(kind(), Sleeps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", suite.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [*suite.QUICK_CHECKS, *(pytest.param(check, marks=pytest.mark.slow) for check in suite.CHECKS)],
+    ids=lambda check: check.__name__,
+)
 def test_as_every_engine(engine: RolloutEngine, model: PreTrainedModel, check: suite.Check) -> None:
     suite.begin(engine, model, 0)
     check(engine, model)
