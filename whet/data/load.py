@@ -17,7 +17,7 @@ from whet.config.sources import Source, files_of, read_sources, read_weights
 from whet.data.preferences import PreferencePair, build_pairs
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.row_filter import matching, within_window
-from whet.data.sources import Row, read_hub, read_rows
+from whet.data.sources import DataRow, read_hub, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import DataError
 from whet.phases import phase
@@ -57,7 +57,7 @@ class Loaded(Generic[T]):
 class _Read:
     """The rows of one entry after the filter, with their row numbers; or the prompts that a function returned."""
 
-    rows: list[Row]
+    rows: list[DataRow]
     numbers: list[int]
     num_rows: int  # before the filter
     prompts: tuple[Prompt, ...] = ()
