@@ -11,7 +11,7 @@ import torch
 
 from whet.devices import HOST
 from whet.rollout.constraints import NEVER, Constraints
-from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import Request
 
 OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
 
@@ -41,7 +41,8 @@ class SamplingState:
         row = torch.tensor([number[id(request.params)] for request in requests], dtype=torch.int64, device=device)
         most = max((len(p.stop_token_ids) for p in params), default=0)
         stops = [[*p.stop_token_ids, *[NEVER] * (most - len(p.stop_token_ids))] for p in params]
-        is_free = not any(map(_is_constrained, params))
+        no_penalty = all((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1, 0, 0) for p in params)
+        is_free = no_penalty and not any(p.bad_words or p.allowed_token_ids is not None for p in params)
         uncut = all(p.temperature == 1 and p.top_p == 1 and p.top_k == 0 and p.min_p == 0 for p in params)
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> torch.Tensor:
@@ -138,9 +139,3 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
 def is_stop(tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """[S] bool: the token ends its response."""
     return (tokens[:, None] == state.stop_ids).any(1)
-
-
-def _is_constrained(p: SamplingParams) -> bool:
-    """Tells whether something but temperature and cuts changes the choice of tokens."""
-    penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-    return penalised or bool(p.bad_words) or p.allowed_token_ids is not None
