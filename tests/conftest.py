@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with an argument `engine_name` run with each engine."""
     if "engine_name" in metafunc.fixturenames:
         metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or SHIPPED_ENGINES)
+
+
+ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files of slow tests alone where none is to run: what they import takes a second of each process."""
+    is_left_out = config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py"
+    return True if is_left_out and ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+
+
+def pytest_sessionstart() -> None:
+    """Collects no garbage while tests are collected: there is none among what they import."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Hides what was imported from the garbage collector."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

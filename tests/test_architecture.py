@@ -32,7 +32,7 @@ MAX_ALGORITHM_LINES = 25
 [MAX_PACKAGE_LINES] = [
     int(number.replace(",", "")) for number in re.findall(r"lines of Python in `whet/` \| ([\d,]+)", PAGE)
 ]
-MAX_KEYS = 193  # of the config; ten are of images and videos (two as verl and EasyR1 name them), one is of the hub
+MAX_KEYS = 188  # of the config; ten are of images and videos (two as verl and EasyR1 name them), one is of the hub
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", "mcp", *TRACKERS}

@@ -355,7 +355,8 @@ def test_what_is_wrong_with_images(
     whole = encoded(picture(), "PNG")
     Path("fine.png").write_bytes(whole)
     Path("a.png").write_bytes(whole[:-20])
-    Path("b.png").write_bytes(encoded(picture(9000, 9000)))
+    if images == ["b.png"]:  # it takes a second
+        Path("b.png").write_bytes(encoded(picture(9000, 9000)))
     frames = [picture(colour=(40 * number, 0, 0)) for number in range(6)]
     Path("a.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
     if images == ["a.mp4"]:

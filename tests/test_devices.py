@@ -134,6 +134,7 @@ def test_rollout_engines_keep_to_their_suite_on_the_device() -> None:
     assert on_the_device("suite", arguments=["tests/rollout/test_engines.py", "-k", chosen])["result"] == 0
 
 
+@pytest.mark.slow
 def test_doctor_finds_an_accelerator_of_any_kind() -> None:
     assert on_the_device("doctor_gpus")["result"] == [["GPU 0", "gpu, 64.0 GiB of 80.0 GiB free"]]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from whet.config.foreign import UNSET, Row, Table, tables
+from whet.config.foreign import UNSET, KeyRow, Table, tables
 
 _TABLE = re.compile(r"^## (From .*)\n(?:(?!## |\|).*\n)*((?:\|.*\n)+)", re.MULTILINE)  # the first one below a heading
 KINDS = {"speed": "concerns speed or memory", "check": "set by hand"}
@@ -25,7 +25,7 @@ def _lines(table: Table) -> Iterator[str]:
         yield f"| {', '.join(f'`{key}`' for key in row.theirs)} | {ours} | {_remark(row)}{' ' * bool(_remark(row))}|\n"
 
 
-def _remark(row: Row) -> str:
+def _remark(row: KeyRow) -> str:
     parts = [row.remark, KINDS.get(row.kind or "", "")]
     if row.default not in (UNSET, None) and "default:" not in row.remark and "${" not in str(row.default):
         parts.append(f"default there: {str(row.default).lower()}")

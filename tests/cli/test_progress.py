@@ -42,6 +42,7 @@ def phases_of(*arguments: str) -> dict[str, tuple[int, int] | None]:
     return seen.phases
 
 
+@pytest.mark.slow
 def test_plan_counts_the_settings_that_it_tries_and_doctor_says_that_it_checks(
     model_folder: Path, tmp_path: Path
 ) -> None:

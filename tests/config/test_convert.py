@@ -149,6 +149,7 @@ QUICK = ("easyr1_cispo", "roll_grpo_vl", "trl_gspo", "verl_dapo_7b", "verl_ppo")
 DRY_RUNS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_a_recipe_passes_a_dry_run(
     name: str, tmp_path: Path, model_folder: Path, additions: list[dict[str, str]]

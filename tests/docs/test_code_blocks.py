@@ -24,7 +24,7 @@ ONLY_SHOWN = {
     "train.sbatch",
     "data.schema.json",
 }  # for a cloud, a scheduler, an editor
-LONG = {"rewards.md", "troubleshooting.md", "migrating.md"}  # many commands
+LONG = {"plotting.md", "quickstart.md", "rewards.md", "troubleshooting.md", "migrating.md"}  # many commands
 SLOW = [page for page in FOLLOWED if any(block.kind == "slow" for block in blocks(page))]
 
 

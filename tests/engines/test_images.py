@@ -77,7 +77,15 @@ def test_log_probs_are_those_of_transformers(folder: Path) -> None:
                 torch.testing.assert_close(got, expected[-int(own.sum()) :][mask[own]], atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("variant", suite.VARIANTS[:1] + suite.VARIANTS[2:], ids=str)
+VARIANTS = suite.VARIANTS[:1] + suite.VARIANTS[2:]
+SPLITS = [
+    pytest.param(arch, variant, marks=SLOW if arch == "smolvlm" else [pytest.mark.slow] * ((place - number) % 3 > 0))
+    for place, arch in enumerate([*pictures.QWEN, "smolvlm"])
+    for number, variant in enumerate(VARIANTS)
+]  # the fast tests split with each of the families, and in each of the ways
+
+
+@pytest.mark.parametrize(("folder", "variant"), SPLITS, ids=str, indirect=["folder"])
 def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
     batch_at = partial(pictures.batch_of_rows, folder)
     suite.check_forward(engine(folder, PADDED), engine(folder, variant), batch_at)

@@ -17,7 +17,7 @@ from whet.errors import ConfigError, RewardError
 from whet.metrics import Metrics
 from whet.registry import REWARDS
 from whet.rewards.judge import client as client_module
-from whet.rewards.judge.client import Answer, Cache, Client, Settings
+from whet.rewards.judge.client import Cache, Client, JudgeReply, Settings
 from whet.rewards.judge.rubrics import RUBRICS, Rubric, load_rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.stream import count_judges
@@ -36,11 +36,11 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-def ask(address: str, *contents: str, **settings: Any) -> tuple[list[Answer], Client]:
+def ask(address: str, *contents: str, **settings: Any) -> tuple[list[JudgeReply], Client]:
     """The replies of one client to all contents at the same time."""
     client = Client(Settings(address, "m", **{"deadline_seconds": 10.0, **settings}))
 
-    async def run() -> list[Answer]:
+    async def run() -> list[JudgeReply]:
         asked = ([{"role": "user", "content": each}] for each in contents or ("Is it?",))
         try:
             return list(await asyncio.gather(*(client.complete(each) for each in asked)))

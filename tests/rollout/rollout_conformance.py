@@ -22,6 +22,7 @@ from whet.config.schema import LoraConfig
 from whet.keyed import key
 from whet.models.load import load_policy
 from whet.models.lora import add_adapter, merged_weights
+from whet.rollout.in_process import InProcessEngine
 from whet.rollout.protocol import (
     Completion,
     Finished,
@@ -33,6 +34,8 @@ from whet.rollout.protocol import (
     generate,
 )
 from whet.rollout.sampling import SamplingState, sample
+from whet.weight_sync import in_process
+from whet.weight_sync.buckets import Digest
 
 log = logging.getLogger(__name__)
 BytesOf = Callable[[Any], int]
@@ -242,6 +245,37 @@ def check_weights(
     assert_same(generate(engine, made), back, tolerance)
 
 
+def check_digests(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    """After an update the weights that the engine was given have the digest of the trainer's, copied or shared; so have
+    those that it holds, where they can be read. One bit of one weight changes it."""
+    digests, other = {digest_of(model)}, changed(model, 1.0)
+    own(engine, model)
+    for version in (1, 2):
+        with torch.no_grad():
+            next(other.parameters()).view(torch.int32)[0].bitwise_xor_(1)
+            list(other.parameters())[-version].mul_(1.01)
+        given = in_process.copy(engine.load, named(other), version, torch.float32)
+        assert given == digest_of(other) and given not in digests
+        assert engine.status().version == version
+        digests.add(given)
+        if isinstance(engine, InProcessEngine):
+            assert engine.policy.require() is not other and digest_of(engine.policy.require()) == given
+    if isinstance(engine, SharesModule):
+        assert in_process.attach(engine, other, named(other), 3) == digest_of(other)
+        with torch.no_grad():  # an optimizer's step in place
+            next(other.parameters()).view(torch.int32)[0, 0].bitwise_xor_(1)
+        assert digest_of(other) not in digests
+        if isinstance(engine, InProcessEngine):
+            assert digest_of(engine.policy.require()) == digest_of(other)
+
+
+def digest_of(model: PreTrainedModel) -> str:
+    digest = Digest()
+    for name, weight in model.named_parameters():
+        digest.add(name, weight.detach())
+    return str(digest)
+
+
 def own_bytes(engine: RolloutEngine) -> int:
     """The memory of this process, for an engine that computes in it."""
     gc.collect()
@@ -331,3 +365,4 @@ def check_memory(engine: RolloutEngine, model: PreTrainedModel, bytes_of: BytesO
 
 
 CHECKS: tuple[Check, ...] = (check_frequencies, check_twenty_updates, check_adapter, check_memory)
+QUICK_CHECKS: tuple[Check, ...] = (check_digests,)

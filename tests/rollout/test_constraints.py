@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from whet.errors import DataError, EngineError
-from whet.rollout.constraints import Constraints, bad_word_ids, is_constrained
+from whet.rollout.constraints import Constraints, bad_word_ids
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.sampling import SamplingState, _cut
 
@@ -103,8 +103,8 @@ def test_a_row_without_constraints_keeps_its_bits_and_rows_do_not_see_each_other
     assert torch.equal(found[2], logits[2])
     for row in (0, 1, 3):
         assert torch.equal(applied(logits[row : row + 1], [answers[row]], [requests[row]])[0], found[row])
-    assert [is_constrained(each.params) for each in requests] == [True, True, False, True]
-    assert SamplingState.of(requests[2:3], VOCABULARY, CPU).constraints is None
+    constraints = [SamplingState.of([each], VOCABULARY, CPU).constraints for each in requests]
+    assert [each is not None for each in constraints] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def folder_of(model: PreTrainedModel) -> str:
     return str(model.config._name_or_path)
 
 
-@pytest.fixture(scope="module", params=["model_folder", "qwen25_folder"])
+@pytest.fixture(scope="module", params=["model_folder", pytest.param("qwen25_folder", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, device: torch.device) -> PreTrainedModel:
     loaded = load_policy(request.getfixturevalue(request.param)).eval().to(device)
     with torch.no_grad():  # random weights say nearly the same of every token: sharpen them
@@ -423,8 +423,11 @@ def test_what_engines_can_do(kind: type[NativeEngine] | type[HFEngine]) -> None:
     assert isinstance(kind(), SharesModule) and isinstance(kind(), Sleeps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", suite.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [*suite.QUICK_CHECKS, *(pytest.param(check, marks=pytest.mark.slow) for check in suite.CHECKS)],
+    ids=lambda check: check.__name__,
+)
 def test_as_every_engine(engine: RolloutEngine, model: PreTrainedModel, check: suite.Check) -> None:
     suite.begin(engine, model, 0)
     check(engine, model)

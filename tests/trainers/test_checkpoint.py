@@ -252,6 +252,7 @@ def test_the_best_is_kept_beside_the_newest(train_config: MakeConfig, additions:
     assert best is not None and best.name == "global_step_3"
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_what_is_whole_and_the_same_command_goes_on(
     train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
@@ -370,6 +371,7 @@ def test_a_link_in_a_checkpoint_is_not_followed(run_dir: Path, tmp_path: Path) -
     assert newest(run_dir) == "global_step_3"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_supervised_training_is_named(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, model_folder: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_examples_train_and_resume(
     assert len(set(uids)) == len(uids) == 12
 
 
+@pytest.mark.slow
 def test_the_data_set_is_another_one_in_validation() -> None:
     from examples.extending.data_set import Products
 

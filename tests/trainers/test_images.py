@@ -151,7 +151,8 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(folder: Path, tmp_path:
     assert media[0] == media[1] and media[0]
 
 
-@pytest.mark.parametrize("arch", ["qwen2.5_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2.5_vl", "smolvlm"])
 def test_processes_of_their_own(arch: VisionArch, tmp_path: Path) -> None:
     """Two sharded actors and rollouts beside them give the numbers of one process."""
     records, folder = [], pictures.seeing_folder(tmp_path / "model", arch)

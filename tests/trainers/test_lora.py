@@ -208,6 +208,7 @@ def test_fine_tuning_and_evaluation(model_folder: Path, tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together(train_config: MakeConfig, model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"trains the adapter alone, and model\.freeze"):
         train_config({**LORA, "model.freeze": ["model.embed_tokens.*"]})

@@ -106,6 +106,7 @@ def check(config: TrainConfig, actor: WorkerGroup, rollout: WorkerGroup, model_f
 # ---- in this process: one rank each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pools", "sharded", "dtype"),
     [((1,), False, None), ((1,), True, None), ((1,), False, "bfloat16"), ((1, 1), True, "bfloat16")],

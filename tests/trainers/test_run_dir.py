@@ -383,6 +383,7 @@ def test_what_is_written_is_read_back_as_the_same_config(run_dir: Path) -> None:
     assert load_config(TrainConfig, str(run_dir / "config.yaml"), given={"reward", "data"}).config == config_of(run_dir)
 
 
+@pytest.mark.slow
 def test_metrics_that_find_no_room_end_the_run_with_advice(
     train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path
 ) -> None:

@@ -200,6 +200,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_supervised_runs_stop_in_the_same_way(model_folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whet.config.checks import problems
-from whet.config.foreign import UNSET, Row, Table, tables
+from whet.config.foreign import UNSET, KeyRow, Table, tables
 from whet.config.foreign_files import Written, scalar
 from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
@@ -118,7 +118,7 @@ class _Conversion:
             return
         self.result.values[key], self.result.origins[key] = value, origin
 
-    def _convert(self, row: Row, pattern: str, ours: tuple[str, ...]) -> None:
+    def _convert(self, row: KeyRow, pattern: str, ours: tuple[str, ...]) -> None:
         key, _, wanted = pattern.partition("=")
         if key not in self.given and row.default is UNSET:
             return
@@ -150,7 +150,7 @@ class _Conversion:
         else:
             self._copy(row, value, ours, origin)
 
-    def _copy(self, row: Row, value: Any, ours: tuple[str, ...], origin: str) -> None:
+    def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
         """Writes a value, translated by the row; of a list each item."""
         if isinstance(value, list):
             value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
@@ -167,13 +167,13 @@ class _Conversion:
                 value = [each.strip() for each in value.split(",")]
             self.write(key, scalar(setting) if setting else value, origin)
 
-    def _join(self, row: Row) -> None:
+    def _join(self, row: KeyRow) -> None:
         """Several keys that become one, such as a file and a function in it."""
         if row.theirs[0] in self.given:
             parts = [str(self.given.get(key, "compute_score")) for key in row.theirs]
             self.write(row.ours[0], str(row.join).join(parts), row.theirs[0])
 
-    def _unmet(self, row: Row) -> str | None:
+    def _unmet(self, row: KeyRow) -> str | None:
         for key, wanted in row.when.items():
             value = self.value(key)
             allowed = wanted if isinstance(wanted, list) else [wanted]
@@ -189,7 +189,7 @@ class _Conversion:
             if key in known:
                 continue
             above = [each for each in known if key.startswith(f"{each}.")]
-            row = known[max(above, key=len)] if above else Row((key,), remark="no key that whet knows")
+            row = known[max(above, key=len)] if above else KeyRow((key,), remark="no key that whet knows")
             if row.unit is not None:
                 continue
             mapping = next((each for each in row.ours if is_free(field_at(TrainConfig, each.split("."))[1])), None)
@@ -269,7 +269,7 @@ class _Conversion:
             return
 
 
-def _remark(row: Row) -> str:
+def _remark(row: KeyRow) -> str:
     return f" ({row.remark})" if row.remark else ""
 
 
@@ -284,13 +284,13 @@ def _updates(of: _Conversion) -> int:
     return updates
 
 
-def _in_updates(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _in_updates(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Steps of the loop in updates of the optimizer; a negative number is none."""
     if value > 0:
         yield ours[0], value * _updates(of)
 
 
-def _ratio(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _ratio(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """A share of all steps in updates, where their number is known."""
     steps = of.result.values.get("trainer.total_steps")
     if not value:
@@ -302,24 +302,24 @@ def _ratio(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...
         of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
 
 
-def _dual(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _dual(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     if value:
         yield ours[0], 1 + 2 * of.value("pg_clip")
 
 
-def _overlong(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _overlong(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """DAPO's penalty, where the buffer is switched on."""
     if of.given.get(f"{key.rpartition('.')[0]}.enable", True):
         yield ours[0], value
 
 
-def _beta(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _beta(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     for target in ours if value else ():
         name, _, setting = target.partition("=")
         yield name, setting or value
 
 
-def _trl_batches(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _trl_batches(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Prompts of a step and of an update, from products that count responses. A step is one batch of generation, or
     one update where that needs several."""
     given, n = of.given, of.value("num_generations")
@@ -331,7 +331,7 @@ def _trl_batches(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[st
     yield from _prompts(of, max(step, pass_size * gathered), pass_size * gathered, n)
 
 
-def _roll_batches(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _roll_batches(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Prompts of an update: responses of a device, times accumulation, times the ranks that read different rows."""
     given, prefix = of.given, key.rpartition(".")[0]
     devices = given.get("actor_train.device_mapping", [0])
@@ -360,7 +360,7 @@ def _prompts(of: _Conversion, step: int, update: int, n: int) -> Unit:
     yield "actor.mini_batch_size", update // n
 
 
-def _rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _rewards(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """ROLL's worker classes as functions: one for all rows, or one for each domain."""
     workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
     for name, each in value.items():
@@ -381,7 +381,7 @@ def _rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, .
             yield f"reward.domains.{domain}.sources", sources
 
 
-def _trl_rewards(of: _Conversion, key: str, value: Any, row: Row, ours: tuple[str, ...]) -> Unit:
+def _trl_rewards(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Functions of trl.rewards, and others by the path of their module; the penalty for length is no function here."""
     names = [value] if isinstance(value, str) else [str(each) for each in value]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()

@@ -20,7 +20,7 @@ UNSET = object()  # the default of a key that has none in the table
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """Keys of a framework, one or several, and what becomes of their values."""
 
     theirs: tuple[str, ...]  # keys, some as key=value
@@ -46,7 +46,7 @@ class Table:
 
     title: str
     system: str
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
     implied: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     notes: tuple[str, ...] = ()  # what has to be checked by hand
@@ -60,9 +60,9 @@ def tables() -> tuple[Table, ...]:
     return tuple(Table(**{**each, "rows": tuple(_row(row) for row in each["rows"])}) for each in found)
 
 
-def _row(row: Mapping[str, Any]) -> Row:
+def _row(row: Mapping[str, Any]) -> KeyRow:
     lists = {name: row.get(name, []) for name in ("theirs", "ours")}
-    return Row(**{**row, **{name: tuple([keys] if isinstance(keys, str) else keys) for name, keys in lists.items()}})
+    return KeyRow(**{**row, **{name: tuple([keys] if isinstance(keys, str) else keys) for name, keys in lists.items()}})
 
 
 @cache

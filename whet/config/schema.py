@@ -75,6 +75,10 @@ class RowsConfig(Section):
     val_files: list[str | dict[str, Any]] = key([], "validation data, in the same forms as train_files")
     weights: list[PositiveFloat] | None = key(None, DATA_WEIGHTS)
     filter: dict[str, Any] = key({}, DATA_FILTER)
+    apply_chat_template: bool = key(True, "false: the model reads the texts of the rows without a chat template")
+    chat_template_kwargs: dict[str, Any] = key({}, TEMPLATE_KWARGS)
+    shuffle: bool = key(True, "draw rows in a new random order every epoch, which the seed determines")
+    hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
 
 
 class MediaRowsConfig(RowsConfig):
@@ -111,8 +115,6 @@ class DataConfig(MediaRowsConfig):
     mix: dict[str, NonNegativeFloat | dict[NonNegativeInt, NonNegativeFloat]] = key({}, MIX)
     system_prompt: str | None = key(None, "system message for prompts that have none")
     format_prompt: str | None = key(None, "jinja template, or a .jinja file; variables: `content` and the row's fields")
-    apply_chat_template: bool = key(True, "false: the model reads the prompt text without a chat template")
-    chat_template_kwargs: dict[str, Any] = key({}, TEMPLATE_KWARGS)
     train_batch_size: PositiveInt = key(32, "prompts a step")
     val_max_prompts: PositiveInt | None = key(None, "number of prompts to validate on, from the first; unset: all")
     max_prompt_length: PositiveInt = key(512, "most tokens of a prompt")
@@ -120,12 +122,10 @@ class DataConfig(MediaRowsConfig):
     overlong_prompts: Literal["drop", "error"] = key("drop", "what to do with prompts over max_prompt_length")
     difficulty_key: str | None = key(None, "field with the difficulty of a row, a number; unset: all rows are used")
     difficulty_window: tuple[float, float] = key((0.0, 1.0), "train on rows with a difficulty strictly between these")
-    shuffle: bool = key(True, "draw rows in a new random order every epoch, which the seed determines")
     sampler: Annotated[str | None, Choice(SAMPLERS, "sampler_options")] = key(
         None, "order of the rows: registered sampler, or path/file.py:name; unset: data.shuffle"
     )
     sampler_options: dict[str, Any] = key({}, "options of the sampler")
-    hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
 
 
 ENGINE_OPTIONS = "options of the engine; `whet algorithms show NAME` lists them"
@@ -268,14 +268,19 @@ class OptimConfig(Section):
     min_lr_ratio: NonNegativeFloat = key(0.0, "final learning rate of linear and cosine, as a fraction of lr", le=1.0)
 
 
-class ActorConfig(Section):
-    """Training of the policy."""
+class PassConfig(Section):
+    """Forward passes of a role."""
 
     engine: EngineConfig = EngineConfig()
+    max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
+
+
+class ActorConfig(PassConfig):
+    """Training of the policy."""
+
     optim: OptimConfig = OptimConfig()
     mini_batch_size: PositiveInt | None = key(None, "prompts an optimizer step; unset: data.train_batch_size")
     epochs: PositiveInt = key(1, "passes over the rows of a step")
-    max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
     grad_clip: PositiveFloat | None = key(1.0, "largest norm of the gradient; a larger one is scaled down")
 
 
@@ -289,22 +294,18 @@ class CriticConfig(ActorConfig):
     warmup_steps: NonNegativeInt = key(0, "first steps, in which only the critic is trained")
 
 
-class RefConfig(Section):
+class RefConfig(PassConfig):
     """The frozen reference policy."""
 
-    engine: EngineConfig = EngineConfig()
     model_path: str | None = key(None, "reference model; unset: model.path, the initial policy")
-    max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(PassConfig):
     """The reward model, whose score is the reward or a part of it: a sequence classifier with one label, or the policy
     itself as a judge."""
 
-    engine: EngineConfig = EngineConfig()
     model_path: str | None = key(None, "reward model (`whet train-reward` trains one); unset: no reward model")
     rubric: str | None = key(None, "rubric (docs/rewards.md) by which the run's own rollout judges; unset: no judge")
-    max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
     weight: float = key(1.0, "factor of the score")
     combine: Literal["replace", "add"] = key(
         "replace", "train on the score alone (replace), or on the sum with the score of reward.function (add)"
@@ -353,12 +354,8 @@ class ExamplesDataConfig(MediaRowsConfig):
     """The examples of supervised training."""
 
     prompt_key: str = key("prompt", "field with the prompt")
-    apply_chat_template: bool = key(True, "false: prompt and response are joined without a chat template")
-    chat_template_kwargs: dict[str, Any] = key({}, TEMPLATE_KWARGS)
     max_length: PositiveInt = key(1024, "most tokens of prompt and response together")
     train_batch_size: PositiveInt = key(64, "examples an optimizer step")
-    shuffle: bool = key(True, "draw examples in a new random order every epoch, which the seed determines")
-    hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
 
 
 class SupervisedDataConfig(ExamplesDataConfig):

@@ -2,12 +2,13 @@
 """Main function of a worker process on this machine: serves calls in order until its caller closes the connection.
 
 A reader thread takes the next call from the socket at any time; the main thread runs the workers and replies. A call of
-a concurrent method has a thread of its own. torch is loaded in each worker, not in the template that it is forked from.
+a concurrent method has a thread of its own. torch is loaded once, in the template, which asks for no device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 import queue
 import socket
@@ -30,7 +31,8 @@ def main_module() -> dict[str, Any]:
 
 
 def prepare(main: bytes) -> Serve:
-    """Returns the main function of a worker process."""
+    """Returns the main function of a worker process, with torch loaded for all."""
+    importlib.import_module("whet.controller.local_workers")
     return partial(_serve, pickle.loads(main))
 
 

@@ -17,7 +17,7 @@ from whet.config.sources import Source, files_of, read_sources, read_weights
 from whet.data.preferences import PreferencePair, build_pairs
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.row_filter import matching, within_window
-from whet.data.sources import Row, read_hub, read_rows
+from whet.data.sources import DataRow, read_hub, read_rows
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import DataError
 from whet.phases import phase
@@ -57,7 +57,7 @@ class Loaded(Generic[T]):
 class _Read:
     """The rows of one entry after the filter, with their row numbers; or the prompts that a function returned."""
 
-    rows: list[Row]
+    rows: list[DataRow]
     numbers: list[int]
     num_rows: int  # before the filter
     prompts: tuple[Prompt, ...] = ()
@@ -176,7 +176,8 @@ def _load(
         with _named(source, argument):
             given = listed(rows) if source is None else _open(source, data, supplied)
             read = _filtered(name, given, conditions, are_rows=source is not None and source.kind != "function")
-            built = build(own, replace(read, folder=_folder_of(source)), first)
+            folder = str(Path(source.path).parent) if source is not None and source.kind == "file" else None
+            built = build(own, replace(read, folder=folder), first)
         items += built
         weight = None if weights is None else weights[number]
         parts.append(EntryCounts(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
@@ -200,11 +201,6 @@ def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are
     if conditions:
         raise DataError(f"returns prompts, and data.filter ({', '.join(conditions)}) reads only rows; return rows")
     return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
-
-
-def _folder_of(source: Source | None) -> str | None:
-    """The folder of a data file, for the paths in its rows."""
-    return str(Path(source.path).parent) if source is not None and source.kind == "file" else None
 
 
 def _open(source: Source, data: DataConfig | ExamplesDataConfig, supplied: Mapping[str, Any]) -> list[Any]:

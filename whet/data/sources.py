@@ -16,14 +16,14 @@ from whet.errors import DataError, DeadlineError
 from whet.processes.background import within
 
 log = logging.getLogger(__name__)
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 OFFLINE = (
     "there is no network, or the hub does not respond: download the data set once with a network (it is cached below "
     "HF_HOME), or name a folder or file instead; HF_HUB_OFFLINE=1 reads the cache without waiting"
 )
 
 
-def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]) -> list[Row]:
+def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]) -> list[DataRow]:
     """The rows of one file, of several files in order, or of a list of mappings.
 
     Files: `.jsonl` (an object a line), `.json` (a list of objects, or `{"data": [...]}`), both also as `.gz`, and
@@ -36,7 +36,7 @@ def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, 
     return [row for file in cast(Sequence[str | Path], source) for row in _read_file(Path(file))]
 
 
-def _read_file(path: Path) -> list[Row]:
+def _read_file(path: Path) -> list[DataRow]:
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix not in _READERS:
         raise DataError(f"{path}: cannot tell the format from the name; expected one of {', '.join(_READERS)}")
@@ -45,7 +45,7 @@ def _read_file(path: Path) -> list[Row]:
     return _READERS[suffix](path)
 
 
-def _read_jsonl(path: Path) -> list[Row]:
+def _read_jsonl(path: Path) -> list[DataRow]:
     rows, number = [], 0
     try:
         with _open_text(path) as lines:
@@ -57,7 +57,7 @@ def _read_jsonl(path: Path) -> list[Row]:
     return rows
 
 
-def _read_json(path: Path) -> list[Row]:
+def _read_json(path: Path) -> list[DataRow]:
     try:
         with _open_text(path) as file:
             text = file.read()
@@ -86,11 +86,11 @@ def _parse(text: str, path: Path, line: int | None = None) -> Any:
         raise DataError(f"{place}: a number has more than 4,300 digits; write it as text") from error
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[DataRow]:
     import pyarrow.parquet  # heavy, and most runs read JSON
 
     try:
-        return cast(list[Row], pyarrow.parquet.read_table(path).to_pylist())
+        return cast(list[DataRow], pyarrow.parquet.read_table(path).to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
@@ -100,7 +100,7 @@ def _open_text(path: Path) -> IO[str]:
     return cast(IO[str], opener(path, "rt", encoding="utf-8-sig"))
 
 
-def _checked(row: object, place: str) -> Row:
+def _checked(row: object, place: str) -> DataRow:
     if not isinstance(row, Mapping):
         raise DataError(f"{place}: expected an object with fields, found {type(row).__name__}")
     return dict(row)

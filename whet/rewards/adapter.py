@@ -281,7 +281,7 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
     if form == "data":
         from whet.rewards.data_proto import make_batch, split_batch_rows
 
-        asks = {"return_dict": _yes} if "return_dict" in names else {}  # of verl's managers
+        asks = {"return_dict": lambda items: True} if "return_dict" in names else {}  # of verl's managers
         return _Form({name: make_batch, **asks}, True, split_batch_rows)
     if form == "reward_inputs":
         return _Form({name: partial(_column, _as_dict)}, takes_batch=True)
@@ -330,10 +330,6 @@ def _row(item: RewardItem) -> dict[str, Any]:
 def _plural(name: str) -> str:
     """The parameter of the values of all responses, from that of one."""
     return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
-
-
-def _yes(items: Sequence[RewardItem]) -> bool:
-    return True
 
 
 def _column(get: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> list[Any]:

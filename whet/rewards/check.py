@@ -20,7 +20,7 @@ from typing import Any
 
 from whet.phases import counting
 from whet.rewards.pool import RewardPool
-from whet.types import Failure, Outcome, RewardItem
+from whet.types import Failure, Outcome, RewardItem, RewardResult
 
 SHOWN = 60  # characters of a response
 LONG = 20_000  # characters of the shorter of two long responses
@@ -152,7 +152,7 @@ class _Check:
             texts = [*([] if row.right is None else [row.right]), *_all_forms([row.answer]), WRONG]
             outcomes = self.pool.score([row.item(response) for response in texts])
             *right, wrong = [-math.inf if isinstance(each, Failure) else each.reward for each in outcomes]
-            if wrong >= max(right) and _is_right(outcomes[-1]):
+            if wrong >= max(right) and isinstance(outcomes[-1], RewardResult) and outcomes[-1].accuracy >= 1.0:
                 self._find("any text", "it pays a response that answers nothing as much as a right one", WRONG)
             if max(right) > wrong:
                 suited.append(row)
@@ -230,10 +230,6 @@ def shorten(text: str) -> str:
     """The beginning of a text, on one line."""
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
     return shown.encode("unicode_escape").decode()
-
-
-def _is_right(outcome: Outcome) -> bool:
-    return not isinstance(outcome, Failure) and outcome.accuracy >= 1.0
 
 
 def _value(outcome: Outcome) -> Any:

@@ -270,7 +270,8 @@ class Driver:
         Raises: what the engine raises."""
         self._send()
         self._take_observations(0.0 if self._sampling else timeout_seconds)
-        self._take_completions(0.0 if self._stepping or self._unsent else timeout_seconds)
+        if self._sampling:
+            self._handle(self.engine.poll(0.0 if self._stepping or self._unsent else timeout_seconds))
         self._fail_late_episodes()
 
     def drop(self) -> None:
@@ -349,10 +350,6 @@ class Driver:
                 self._carry_out(episode.on_failure(read))
             else:
                 self._carry_out(episode.on_observation(read))
-
-    def _take_completions(self, timeout_seconds: float) -> None:
-        if self._sampling:
-            self._handle(self.engine.poll(timeout_seconds))
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:

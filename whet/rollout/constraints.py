@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import encode_texts
 from whet.errors import DataError, EngineError
-from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import Request
 
 NEVER = -1  # stands for "no such token" where rows have unequally many
 Rules = tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]  # allowed tokens and bad words
@@ -147,9 +147,3 @@ def check_rules(rules: Rules, vocab_size: int) -> None:
                 f"bad_words forbid all of the {len(left)} tokens that may be drawn, so none could be drawn {where}; "
                 "allow more tokens, or take bad words out"
             )
-
-
-def is_constrained(p: SamplingParams) -> bool:
-    """Tells whether something but temperature and cuts changes the choice of tokens."""
-    penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-    return penalised or bool(p.bad_words) or p.allowed_token_ids is not None

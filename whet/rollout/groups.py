@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.errors import DataError
-from whet.types import Group, Prompt, Trajectory, Turn
+from whet.types import Group, Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -244,16 +244,12 @@ def by_player(groups: Sequence[Group]) -> list[Group]:
             continue
         for player in sorted(trained):
             prompt = replace(group.prompt, uid=f"{group.prompt.uid}/{player}")
-            own = [
-                replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=_of_player(each.turns, player))
-                for each in group.trajectories
-            ]
+            own = []
+            for each in group.trajectories:
+                turns = tuple(turn for turn in each.turns if turn.player == player)
+                own.append(replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=turns))
             split.append(Group(prompt, tuple(own)))
     return split
-
-
-def _of_player(turns: Sequence[Turn], player: str) -> tuple[Turn, ...]:
-    return tuple(turn for turn in turns if turn.player == player)
 
 
 def _failed(admitted: Admitted) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from whet.devices import HOST
-from whet.rollout.constraints import NEVER, Constraints, is_constrained
+from whet.rollout.constraints import NEVER, Constraints
 from whet.rollout.protocol import Request
 
 OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
@@ -41,7 +41,8 @@ class SamplingState:
         row = torch.tensor([number[id(request.params)] for request in requests], dtype=torch.int64, device=device)
         most = max((len(p.stop_token_ids) for p in params), default=0)
         stops = [[*p.stop_token_ids, *[NEVER] * (most - len(p.stop_token_ids))] for p in params]
-        is_free = not any(map(is_constrained, params))
+        no_penalty = all((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1, 0, 0) for p in params)
+        is_free = no_penalty and not any(p.bad_words or p.allowed_token_ids is not None for p in params)
         uncut = all(p.temperature == 1 and p.top_p == 1 and p.top_k == 0 and p.min_p == 0 for p in params)
 
         def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> torch.Tensor:

@@ -236,8 +236,7 @@ class SystemMeter:
         self._seconds = {name: sum(map(_cpu_seconds, pids)) for name, pids in _processes().items()}
 
     def measure(self) -> dict[str, float]:
-        """The metrics `system/...`: resident memory in GiB, processor cores in use, and the use of the driver's
-        accelerator."""
+        """The metrics `system/...`: resident memory in GiB, processor cores in use, use of the driver's accelerator."""
         now, found = self._clock(), dict[str, float]()
         passed, self._at = max(now - self._at, 1e-9), now
         for name, pids in _processes().items():

@@ -179,7 +179,6 @@ def _common(digests: Iterable[str | None], version: int) -> str:
     """The digest of all ranks.  Raises: WeightSyncError where they differ."""
     found = {digest for digest in digests if digest is not None}
     if len(found) != 1:
-        raise WeightSyncError(
-            f"version {version} of the weights is not the same on all ranks: digests {', '.join(sorted(found))}"
-        )
+        shown = ", ".join(sorted(found))
+        raise WeightSyncError(f"version {version} of the weights is not the same on all ranks: digests {shown}")
     return found.pop()

@@ -44,17 +44,21 @@ def test_annotated_solutions_are_right(shared_data: Path, qwen25_folder: Path, t
 
     scorer = scorer_of(config, None)
     assert scorer is not None
-    for row, prompt in zip(rows, prompts, strict=True):  # one at a time: the engine says the turns in order
-        steps = STEP.findall(row["answer"])
-        final = row["answer"].partition("####")[2].strip()
-        turns = ["\n".join(call(expression) for expression, _ in steps), f"So it is {final}.\n#### {final}"]
-        collector = build_collector(config, tokenizer, Says(tokenizer, turns, "<|im_end|>"), 0)  # type: ignore[arg-type]
-        rollouts = Rollouts(None, collector, scorer, tokenizer, n=1, params=SamplingParams(4000))
+    steps_of = [STEP.findall(row["answer"]) for row in rows]
+    finals = [row["answer"].partition("####")[2].strip() for row in rows]
+    turns = [
+        turn
+        for steps, final in zip(steps_of, finals, strict=True)
+        for turn in ("\n".join(call(expression) for expression, _ in steps), f"So it is {final}.\n#### {final}")
+    ]
+    collector = build_collector(config, tokenizer, Says(tokenizer, turns, "<|im_end|>"), 0)  # type: ignore[arg-type]
+    rollouts = Rollouts(None, collector, scorer, tokenizer, n=1, params=SamplingParams(4000))
+    for row, steps, prompt in zip(rows, steps_of, prompts, strict=True):  # one at a time: turns are said in order
         [group] = rollouts.sample([prompt], 1, SamplingParams(4000), step=0, metrics=Metrics(), purpose="evaluation")
         [trajectory] = group.trajectories
-        collector.close()
         results = [float(message.content) for message in trajectory.messages if message.role == "tool"]
         assert results == pytest.approx([float(value) for _, value in steps], abs=0.02), row["answer"]
         assert trajectory.failure is None and trajectory.accuracy == 1.0 and len(trajectory.turns) == 2
         assert trajectory.fields["tools/calls"] == len(steps) and trajectory.fields["tools/errors"] == 0.0
+    collector.close()
     scorer.close()

@@ -7,14 +7,13 @@ import hashlib
 import io
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from PIL import Image, ImageDraw
 
+from whet.data.sources import DataRow
 from whet.errors import DataError
 from whet.keyed import key
 
-Row = dict[str, Any]
 Colour = tuple[int, int, int]
 WHITE: Colour = (255, 255, 255)
 COLOURS: dict[str, Colour] = {
@@ -28,7 +27,9 @@ NUM_TRAINED, NUM_HELD_OUT = 4096, 256  # rows, by default
 MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held out
 
 
-def draw_rows(split: str, seed: int, num_rows: int | None, draw: Callable[[random.Random], Row]) -> Iterator[Row]:
+def draw_rows(
+    split: str, seed: int, num_rows: int | None, draw: Callable[[random.Random], DataRow]
+) -> Iterator[DataRow]:
     """Yields `num_rows` rows (by default 4096 of the split train, 256 of another) from `draw`, which gets a generator.
 
     The digest of a row's pictures assigns it to the split train or to the others, so that with any seeds no picture of
@@ -50,7 +51,7 @@ def draw_rows(split: str, seed: int, num_rows: int | None, draw: Callable[[rando
             )
 
 
-def _is_held_out(row: Row) -> bool:
+def _is_held_out(row: DataRow) -> bool:
     pictures = [*row.get("images", []), *(frame for video in row.get("videos", []) for frame in video)]
     return hashlib.sha256(b"".join(pictures)).digest()[0] < 64
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from PIL import Image, ImageFont
 
-from whet.data.drawn.canvas import COLOURS, SHAPES, Row, canvas, check_room, draw_figure, draw_rows, to_png
+from whet.data.drawn.canvas import COLOURS, SHAPES, DataRow, canvas, check_room, draw_figure, draw_rows, to_png
 from whet.errors import DataError
 from whet.options import Count
 
@@ -26,13 +26,13 @@ def counting(
     grid: Count = 4,
     most: Count = 9,
     prompt: str = "<image>How many figures are there? Answer with a number.",
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with 1 to `most` circles and squares in four colours on a grid; the answer is their number.
 
     Raises: DataError where they do not fit."""
     _check_grid(pixels, grid, most)
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         number = draws.randint(1, most)
         return {"prompt": prompt, "images": [to_png(scatter(draws, number, pixels, grid))], "answer": str(number)}
 
@@ -49,7 +49,7 @@ def two_images(
     most: Count = 5,
     ask: Literal["more", "difference", "both"] = "more",
     prompt: str | None = None,
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with two pictures of 1 to `most` figures, never as many: which has more (`1` or `2`), how many more the
     second has (`-2`: two fewer), or how many both have.
 
@@ -61,7 +61,7 @@ def two_images(
         "both": "<image><image>How many figures do both pictures have together? Answer with a number.",
     }
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         numbers = draws.sample(range(1, most + 1), 2)
         images = [to_png(scatter(draws, number, pixels, grid)) for number in numbers]
         one, other = numbers
@@ -78,11 +78,11 @@ def naming(
     num_rows: Count | None = None,
     pixels: Count = 48,
     prompt: str = "<image>What is the colour and shape of the figure?",
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with one figure; the answer is its colour and shape, such as `red circle`."""
     check_room(pixels, 1, 12)
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         image, drawing = canvas(pixels)
         colour, shape = draws.choice([*COLOURS]), draws.choice(SHAPES)
         side = draws.randint(pixels // 3, pixels // 2)
@@ -102,11 +102,11 @@ def grounding(
     prompt: str = (
         '<image>Find all boxes. Answer with a JSON list of {"bbox_2d": [x1, y1, x2, y2], "label": "colour"} in pixels.'
     ),
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with 1 to `most` boxes of different colours that do not touch; the answer is the list for `detection`."""
     check_room(pixels, 3, 16)
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         (image, drawing), cell, found = canvas(pixels), pixels // 3, []
         number = draws.randint(1, most)
         for place, colour in zip(draws.sample(range(9), number), draws.sample([*COLOURS], number), strict=True):
@@ -129,13 +129,13 @@ def reading(
     pixels: Count = 128,
     most: Count = 2,
     prompt: str = "<image>Read the text.",
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with a line of 1 to `most` words of four letters, a quarter as high as wide; the answer is the line, for the
     reward `ocr`."""
     check_room(pixels, most, 40)
     font = ImageFont.load_default(pixels / most / 4)
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         image, drawing = canvas(pixels, pixels // 4)
         text = " ".join("".join(draws.choices(SYLLABLES, k=2)) for _ in range(draws.randint(1, most)))
         drawing.text((draws.randint(2, 6), pixels // 8 + draws.randint(-2, 2)), text, (0, 0, 0), font, anchor="lm")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from PIL import ImageDraw, ImageFont
 
-from whet.data.drawn.canvas import Row, canvas, check_room, draw_rows, to_png
+from whet.data.drawn.canvas import DataRow, canvas, check_room, draw_rows, to_png
 from whet.errors import DataError
 from whet.options import Count
 
@@ -25,7 +25,7 @@ def questions(
     num_rows: Count | None = None,
     pixels: Count = 224,
     kinds: Sequence[str] = ("triangle", "right_triangle", "rectangle", "inscribed_angle", "chord"),
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows that ask for an angle, a length or an area of a figure; the labels give what is known, and the answer is a
     whole number. `kinds` are the figures to draw from.
 
@@ -36,7 +36,7 @@ def questions(
     if not kinds:
         raise DataError(f"kinds is empty; expected some of {', '.join(KINDS)}; name one")
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         image, drawing = canvas(pixels)
         problem, answer = KINDS[draws.choice([*kinds])](draws, Sheet(drawing, pixels))
         return {"images": [to_png(image)], "problem": f"<image>{problem}", "answer": str(answer)}

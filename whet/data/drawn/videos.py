@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from whet.data.drawn.canvas import COLOURS, SHAPES, Row, canvas, check_room, draw_figure, draw_rows, to_png
+from whet.data.drawn.canvas import COLOURS, SHAPES, DataRow, canvas, check_room, draw_figure, draw_rows, to_png
 from whet.options import Count
 
 Frames = Annotated[int, Ge(2)]
@@ -24,12 +24,12 @@ def direction(
     pixels: Count = 32,
     num_frames: Frames = 4,
     prompt: str = "<video>Which way does the figure move? Answer with up, down, left or right.",
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with a figure that moves by the same step in each frame; the answer is up, down, left or right."""
     side, step = pixels // 4, max(1, 3 * pixels // 8 // (num_frames - 1))
     check_room(pixels, 1, 16 + step * (num_frames - 1))
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         way, room = draws.choice([*WAYS]), pixels - side
         length = step * (num_frames - 1)
         across, start = draws.randint(0, room), draws.randint(0, room - length)
@@ -49,12 +49,12 @@ def jumps(
     pixels: Count = 32,
     num_frames: Frames = 4,
     prompt: str = "<video>How often does the figure jump? Answer with a number.",
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with a figure that is in another place after some of the frames; the answer is the number of changes."""
     check_room(pixels, 4, 8)
     cell = pixels // 4
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         number = draws.randint(0, num_frames - 1)
         jumping, places = draws.sample(range(1, num_frames), number), [draws.randrange(16)]
         for frame in range(1, num_frames):
@@ -74,12 +74,12 @@ def flashes(
     pixels: Count = 32,
     num_frames: Frames = 8,
     prompt: str = "<video>In how many frames is a figure? Answer with a number.",
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Rows with a figure in some of the frames, each time another one elsewhere; the answer is the number of frames."""
     check_room(pixels, 2, 8)
     side = pixels // 2 - 4
 
-    def draw(draws: random.Random) -> Row:
+    def draw(draws: random.Random) -> DataRow:
         number, frames = draws.randint(0, num_frames), []
         shown = draws.sample(range(num_frames), number)
         for frame in range(num_frames):
@@ -93,7 +93,9 @@ def flashes(
     return draw_rows(split, seed, num_rows, draw)
 
 
-def _row(draws: random.Random, prompt: str, places: list[tuple[int, int]], pixels: int, side: int, answer: str) -> Row:
+def _row(
+    draws: random.Random, prompt: str, places: list[tuple[int, int]], pixels: int, side: int, answer: str
+) -> DataRow:
     shape, colour = draws.choice(SHAPES), COLOURS[draws.choice([*COLOURS])]
     frames = []
     for place in places:

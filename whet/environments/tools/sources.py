@@ -188,8 +188,6 @@ def _part(result: Any) -> Part:
     """Text, images and videos stay, anything else becomes JSON."""
     if isinstance(result, str | Media):
         return result
-    return image(result) if isinstance(result, Image.Image) else _as_json(result)
-
-
-def _as_json(result: Any) -> str:
+    if isinstance(result, Image.Image):
+        return image(result)
     return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)

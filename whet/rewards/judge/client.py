@@ -52,7 +52,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgeReply:
     """The text of a reply, what `read` made of it, and what it cost. A reply from the cache costs nothing."""
 
     text: str
@@ -102,7 +102,7 @@ class Client:
 
     async def complete(
         self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
-    ) -> Answer:
+    ) -> JudgeReply:
         """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. A reply of which
         `read` makes None is asked for again and not cached.
 
@@ -115,7 +115,7 @@ class Client:
         text = None if self._cache is None else self._cache.get(digest)
         if text is not None and (value := text if read is None else read(text)) is not None:
             self.counts.cached += 1
-            return Answer(text, value, is_cached=True)
+            return JudgeReply(text, value, is_cached=True)
         answer = await self._insist(body, digest, sample, read)
         if self._cache is not None:
             self._cache.put(digest, answer.text)
@@ -129,10 +129,10 @@ class Client:
 
     async def _insist(
         self, body: dict[str, Any], digest: str, sample: int, read: Callable[[str], Any] | None
-    ) -> Answer:
+    ) -> JudgeReply:
         """Repeats a request, with waits that double and differ by digest and attempt."""
         until = time.monotonic() + self.settings.deadline_seconds
-        why, spent = "", Answer("")
+        why, spent = "", JudgeReply("")
         for attempt in range(self.settings.retries + 1):
             seed = sample * 1000 + attempt
             self.counts.retries += attempt > 0
@@ -165,7 +165,7 @@ class Client:
         failed.parts = used([spent])
         raise failed
 
-    async def _ask(self, body: dict[str, Any]) -> Answer:
+    async def _ask(self, body: dict[str, Any]) -> JudgeReply:
         self._open()
         async with self._slots:
             estimate = len(json.dumps(body["messages"])) / CHARACTERS_PER_TOKEN + body.get("max_tokens", 0)
@@ -187,7 +187,7 @@ class Client:
             self._free_at += (tokens - estimate) * 60 / self.settings.tokens_per_minute
         return answer
 
-    def _read(self, reply: httpx.Response) -> Answer:
+    def _read(self, reply: httpx.Response) -> JudgeReply:
         """Raises: _AgainError where a retry may help, else RewardError."""
         where, shown = f"the judge at {self.settings.endpoint}", reply.text[:SHOWN_CHARACTERS]
         if reply.status_code in (401, 403):
@@ -218,7 +218,7 @@ class Client:
         self.counts.input_tokens += read
         self.counts.output_tokens += written
         self.counts.cost += cost
-        return Answer(text, None, read, written, cost)
+        return JudgeReply(text, None, read, written, cost)
 
     def _open(self) -> None:
         """Makes connections for the running event loop."""
@@ -254,7 +254,7 @@ def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[
             await client.close()
         late = TimeoutError(f"no reply in {settings.deadline_seconds:g} s")  # in the place of CancelledError
         errors = [each if isinstance(each, Exception) else late for each in replies]
-        return [each.text if isinstance(each, Answer) else errors[i] for i, each in enumerate(replies)]
+        return [each.text if isinstance(each, JudgeReply) else errors[i] for i, each in enumerate(replies)]
 
     thread = Background("whet-judge")  # this thread may have an event loop of its own
     future = thread.submit(lambda: asyncio.run(run()))
@@ -311,7 +311,7 @@ class Cache:
         return found
 
 
-def _sum(answer: Answer, earlier: Answer) -> Answer:
+def _sum(answer: JudgeReply, earlier: JudgeReply) -> JudgeReply:
     """The answer, with the tokens and the cost of the attempts before it."""
     return replace(
         answer,
@@ -321,7 +321,7 @@ def _sum(answer: Answer, earlier: Answer) -> Answer:
     )
 
 
-def used(answers: Sequence[Answer]) -> dict[str, float]:
+def used(answers: Sequence[JudgeReply]) -> dict[str, float]:
     """The tokens and the cost of answers, as parts of a reward."""
     tokens = sum(answer.input_tokens + answer.output_tokens for answer in answers)
     return {"judge_tokens": float(tokens), "judge_cost": float(sum(answer.cost for answer in answers))}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from whet.errors import RewardError
 from whet.options import Count, NonNegative, Number, Positive, Share
 from whet.registry import register_reward
-from whet.rewards.judge.client import Answer, Client, Settings, used
+from whet.rewards.judge.client import Client, JudgeReply, Settings, used
 from whet.rewards.judge.rubrics import load_rubric
 
 
@@ -87,9 +87,9 @@ async def compute_score(
     }
 
 
-def _together(found: Sequence[Answer | BaseException]) -> list[Answer]:
+def _together(found: Sequence[JudgeReply | BaseException]) -> list[JudgeReply]:
     """The answers of all judges.  Raises: the first error, with the tokens and the cost of all of them."""
-    answers = [each for each in found if isinstance(each, Answer)]
+    answers = [each for each in found if isinstance(each, JudgeReply)]
     errors = [each for each in found if isinstance(each, BaseException)]
     if errors:
         reported = [used(answers), *(each.parts for each in errors if isinstance(each, RewardError))]
