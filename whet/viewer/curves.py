@@ -105,8 +105,8 @@ class Curves:
 
     def summary(self) -> dict[str, Any]:
         """The last step, the number of steps of the config (None: unknown), state and error of run.json, and whether
-        the run goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds its lock.
-        Without run.json the state is "", and a run goes on whose files have changed, and which has steps left."""
+        the run goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds
+        its lock. Without run.json the state is "", and a run with steps left goes on if its files have changed."""
         step = max(file.last_step for file in self.files)
         try:
             [total] = re.findall(r"^  total_steps: (\d+)$", (self.folder / "config.yaml").read_text("utf-8"), re.M)[:1]
