@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,34 @@ def test_a_recipe_fits_the_machines_that_it_names(
     made = json.loads(capsys.readouterr().out)
     assert made["parameters"]["actor"] == weights and made["fits"] and not made["changes"]
     assert made["free_disk_bytes"] is made["seconds_per_step"] is None  # of that machine, which is not here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", BY_SIZE)
+def test_a_recipe_is_rehearsed_where_its_machines_are_not(
+    recipe: str, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A published config without weights, a small tokenizer, and rows with the recipe's fields."""
+    if recipe in ("qwen2_5_32b_math_dapo", "qwen3_30b_a3b_math_gspo"):
+        pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+    model = shutil.copytree(model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    (model / "config.json").write_text(json.dumps(BY_SIZE[recipe][0]))
+    row = {"question": "1+1=", "answer": "so 2\n#### 2"} if "gsm8k" in recipe else {"problem": "1+1=", "answer": "2"}
+    row |= {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}} if "dapo" in recipe else {}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(row)}\n" * 512)
+    given = [f"model.path={model}", f"data.train_files={rows}", f"data.val_files={rows}", "data.format_prompt=null"]
+    given += ["data.apply_chat_template=false", f"trainer.run_dir={tmp_path / 'run'}", "--dry-run"]
+    with caplog.at_level("INFO"):
+        assert whet("train", recipe, *given, "--device-memory", "80", "--host-memory", "512") == 0
+    assert "the first prompt:\n" in caplog.text and "rewards of ground truths as responses: 1, " in caplog.text
+    assert "not checked, for they need that machine" in caplog.text and not (tmp_path / "run").exists()
+    assert whet("train", recipe, *given, "--device-memory", "4", "--host-memory", "512") != 0  # too small
+
+
+def test_a_stated_machine_is_one_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet("train", "quickstart", "--device-memory", "80") == 2
+    assert "add --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])

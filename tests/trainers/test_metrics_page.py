@@ -170,7 +170,7 @@ def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as patch:
         pretended = {"is_available": True, "is_initialized": True, "max_memory_allocated": 3 * 2**30, "utilization": 40}
         for name, value in pretended.items():
-            patch.setattr(torch.cuda, name, lambda value=value: value)
+            patch.setattr(torch.cuda, name, lambda *_, value=value: value)
         measured = SystemMeter().measure()
     assert measured["system/driver/accelerator_gib"] == 3.0 and measured["system/driver/accelerator_use"] == 0.4
     return {*measured}

@@ -64,6 +64,18 @@ def two_turns() -> tuple[dict[str, Any], dict[str, Any]]:
     return record("0:1:0", response="lookit isfour", media=[picture], steps=steps, turns=2, tokens=3), tokens
 
 
+def two_agents() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A trajectory in which a solver asks a checker, and the rows of its tokens."""
+    steps = [
+        {"observation": [], "action": "ask", "reward": 0.0, "player": "solver"},
+        {"observation": [], "action": "fine", "reward": 0.0, "agent": "checker", "player": "solver"},
+        {"observation": [{"role": "tool", "content": "fine"}], "action": "4", "reward": 1.0, "player": "solver"},
+    ]
+    asks = {"uid": "0:5:0/solver", "tokens": ["ask", "fine", "4"], "response_mask": [1, 0, 1], "turn_ids": [0, -1, 2]}
+    checks = {"uid": "0:5:0/solver", "agent": "checker", "tokens": ["fine"], "response_mask": [1], "turn_ids": [1]}
+    return record("0:5:0", steps=steps, turns=3), [asks, checks]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of two runs: `one` with trajectories of two steps, tokens, a failure, an image, filtered groups and text

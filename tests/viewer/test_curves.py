@@ -73,9 +73,9 @@ def test_seconds_are_summed_over_stretches_of_steps(folder: Path) -> None:
 def test_a_run_is_live_while_its_files_change_and_it_has_steps_left(folder: Path) -> None:
     curves = Curves(folder / "one")
     curves.refresh()
-    assert curves.summary() == {"step": 2, "total": 9, "state": "", "live": True}
+    assert curves.summary() == {"step": 2, "total": 9, "state": "", "error": "", "live": True}
     make_old(folder / "one")
-    assert curves.summary() == {"step": 2, "total": 9, "state": "", "live": False}
+    assert curves.summary() == {"step": 2, "total": 9, "state": "", "error": "", "live": False}
 
 
 def make_old(run: Path) -> None:
@@ -93,6 +93,8 @@ def test_the_state_that_a_run_notes_says_whether_it_is_live(folder: Path) -> Non
 
     write_state(folder / "one", "finished", 9)
     assert shown() == ("finished", False)  # whatever the age of its files
+    write_state(folder / "one", "failed", 9, ValueError("the reward broke\nlong story"))
+    assert curves.summary()["error"] == "ValueError: the reward broke" and shown() == ("failed", False)
     write_state(folder / "one", "running", 2)
     assert shown() == ("running", True)  # whatever its steps
     make_old(folder / "one")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.conftest import DIGEST, HOSTILE, record, write_lines
+from tests.viewer.conftest import DIGEST, HOSTILE, record, two_agents, write_lines
+from whet.tracking.runs import write_state
 from whet.viewer.server import open_server
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -129,6 +130,42 @@ def test_failures_and_filtered_groups_say_why(page: Any) -> None:
     page.locator("#kind").select_option("dropped")
     page.wait_for_selector(".note")
     assert page.locator(".note").inner_text() == "Filtered out by dapo."
+
+
+def test_the_error_of_a_failed_run_stands_above_it(page: Any, folder: Path) -> None:
+    banner = page.locator("#ended")
+    page.locator(".run", has_text="one").click()
+    sync_api.expect(banner).to_be_hidden()
+    write_state(folder / "one", "failed", 9, RuntimeError(f"rank 3 is out of memory {HOSTILE}"))
+    told = f"one: failed after step 2\nRuntimeError: rank 3 is out of memory {HOSTILE}"
+    sync_api.expect(banner).to_be_visible()
+    assert banner.inner_text() == told and page.title() == "whet view"
+    assert page.locator(".run", has_text="one").locator(".ended").get_attribute("title") == told.split("\n")[1]
+    page.locator(".run", has_text="two").click()
+    sync_api.expect(banner).to_be_hidden()
+
+
+def test_agents_and_players_are_named(page: Any, folder: Path) -> None:
+    asked, rows = two_agents()
+    write_lines(folder / "one/rollouts/step_000003.jsonl", [asked])
+    write_lines(folder / "one/tokens/step_000003.jsonl", rows)
+    page.wait_for_selector("figure canvas")
+    page.locator(".run", has_text="one").click()
+    page.reload()
+    open_trajectory(page, 3, 0)
+    page.wait_for_selector(".tokens span")
+    assert texts(page, ".row .agents") == ["solver, checker"]
+    assert dict(zip(texts(page, "dt"), texts(page, "dd"), strict=True))["agents"] == "solver, checker"
+    assert texts(page, ".tokenview h4") == ["row 1 of 2 · solver", "row 2 of 2 · solver · checker"]
+    page.locator("#column").select_option("who")
+    assert texts(page, ".legend span") == ["policy", "tool"]
+    page.keyboard.press("v")
+    page.wait_for_selector(".block")
+    assert texts(page, ".block.policy header") == [
+        "turn 1 · solver",
+        "turn 2 · checker · solver",
+        "turn 3 · solver reward 1",
+    ]
 
 
 def test_trajectories_of_two_runs_stand_beside_each_other(page: Any, folder: Path) -> None:

@@ -66,6 +66,7 @@ def test_a_page_is_a_stretch_of_the_list(one: Records) -> None:
         "prompt": "",
         "response": "",
         "has_media": True,
+        "agents": [],
     }
 
 

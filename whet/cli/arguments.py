@@ -73,6 +73,14 @@ ConfigName = Annotated[
 ]
 
 
+DeviceMemory = Annotated[
+    float | None, typer.Option(help="plan for accelerators with this many GiB, one for each process")
+]
+HostMemory = Annotated[
+    float | None, typer.Option(help="plan for nodes with this many GiB of memory, and disks that are large enough")
+]
+
+
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:
     """Returns the recipe, if there is one, and the overrides. The first word is the recipe unless it is an override."""
     words = words or []

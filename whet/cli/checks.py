@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
+from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
 
 if TYPE_CHECKING:
@@ -26,12 +26,8 @@ def plan(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     command: For = None,
-    device_memory: Annotated[
-        float | None, typer.Option(help="plan for accelerators with this many GiB, one for each process")
-    ] = None,
-    host_memory: Annotated[
-        float | None, typer.Option(help="plan for nodes with this many GiB of memory, and disks that are large enough")
-    ] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ) -> None:
     """Estimate the memory, disk and time that a run needs.

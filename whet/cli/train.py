@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.arguments import ConfigName, RecipeAndOverrides, program, split_recipe
+from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, program, split_recipe
 from whet.cli.runs import show_end
 from whet.cli.sweep import sweep
 
@@ -32,9 +32,21 @@ def train(
     config_name: ConfigName = None,
     dry_run: DryRun = False,
     multirun: Multirun = False,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
 ) -> None:
     """Train a model with reinforcement learning (PPO, GRPO, ...)."""
-    if (config := _config("train", words, config_name, dry_run, multirun)) is not None:
+    is_elsewhere = device_memory is not None or host_memory is not None
+    if is_elsewhere and (multirun or not dry_run):
+        raise typer.BadParameter("--device-memory and --host-memory state a machine that is not here: add --dry-run")
+    if (config := _config("train", words, config_name, dry_run, multirun)) is None:
+        return
+    if is_elsewhere:
+        from whet.trainers.rehearsal import rehearse
+
+        with shown(config, writes=False):
+            rehearse(config, device_memory, host_memory)
+    else:
         from whet.trainers.build import train as run  # after the config is checked, since this loads torch
 
         with _as_command(config, writes=not dry_run):

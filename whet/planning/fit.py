@@ -90,8 +90,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     """
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return
-    free, cluster = free_memory(), setup.config.cluster
-    setup = replace(setup, device=free_accelerator(cluster))
+    free, cluster = setup.host or free_memory(), setup.config.cluster
+    setup = replace(setup, device=setup.device or free_accelerator(cluster))
     try:
         bound = upper_bound(setup)
         is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
@@ -108,7 +108,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     except ModelError as error:  # loading the model will raise it again
         log.debug("no estimate: %s", error)
         return
-    _check_disk(setup, run_dir, free_disk(run_dir) + reclaimed_bytes)
+    if setup.host is None:
+        _check_disk(setup, run_dir, free_disk(run_dir) + reclaimed_bytes)
 
 
 def upper_bound(setup: Setup) -> int:

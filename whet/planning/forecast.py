@@ -26,7 +26,7 @@ from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
 from whet.planning.fit import Change, Room, changes, rooms
-from whet.planning.machine import FreeMemory, free_accelerator, free_disk
+from whet.planning.machine import free_accelerator, free_disk, stated
 from whet.planning.memory import Memory, Setup, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
@@ -111,10 +111,8 @@ def forecast(
         raise ConfigError("model.path is not set; set it to a model folder (a config.json is enough) or a hub name")
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
-    device = free_accelerator(config.cluster)
-    if device_gib is not None:
-        device = FreeMemory(round(device_gib * 2**30), f"an accelerator of {device_gib:g} GiB")
-    host = None if host_gib is None else FreeMemory(round(host_gib * 2**30), f"a node of {host_gib:g} GiB")
+    device, host = stated(device_gib, host_gib)
+    device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.share)

@@ -45,6 +45,13 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     return FreeMemory(min(torch.accelerator.get_memory_info(index)[0] for index in used), "each accelerator")
 
 
+def stated(device_gib: float | None, host_gib: float | None) -> tuple[FreeMemory | None, FreeMemory | None]:
+    """The memory of an accelerator and of a node, as a user states them; None for what is not stated."""
+    sizes = (device_gib, "an accelerator"), (host_gib, "a node")
+    device, host = (gib and FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB") for gib, name in sizes)
+    return device or None, host or None
+
+
 def total_memory() -> int | None:
     """Returns the memory of the machine, without limits."""
     try:

@@ -32,6 +32,7 @@ from whet.models.positions import position_ids
 from whet.models.vision.base import body_of as vision_body
 from whet.models.vision.load import vision_of
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
 VISION_SAVED = 1.25  # numbers that a tower saves for each in and out of its linear layers: 1.0 to 1.7 in four families
 _PASSES: dict[Hashable, Counter[str]] = {}
@@ -114,12 +115,29 @@ class Outline:
 
     @property
     def layer_weights(self) -> int:
-        """The number of weights of linear layers that every token passes, without the output head."""
+        """The number of weights of linear layers that a token passes, without the output head: of a mixture of experts
+        the router, and a mean expert as often as a token is sent to one."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
         towers = {part for tower in self._towers for part in tower.modules()}
         linear = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each is not head]
         linear = [each for each in linear if each not in towers]
-        return sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
+        dense = sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
+        number, used = self.experts
+        if not number:
+            return dense
+        others = [each for each in self.model.modules() if not isinstance(each, nn.Linear) and each not in towers]
+        weights = [weight for each in others for weight in each.parameters(recurse=False) if weight.dim() > 1]
+        routers, experts = (
+            sum(weight.numel() for weight in weights if weight.dim() == dims and len(weight) == number)
+            for dims in (2, 3)
+        )
+        return dense + routers + experts * used // number
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """The number of experts of a layer, and of those that a token is sent to; 0 where the config does not say."""
+        number = next((found for name in EXPERTS if (found := getattr(self.config, name, None))), 0)
+        return number, getattr(self.config, "num_experts_per_tok", 0) or 0
 
     @property
     def _towers(self) -> list[nn.Module]:

@@ -23,7 +23,6 @@ from whet.protocol import DataProto
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
 CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # overhead of a forward pass in operator calls, for each layer and in addition
 STATES, LOGITS = 16, 10  # numbers read and written outside products: for each hidden state of a layer, for each logit
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
 MEASURE_SECONDS = 0.15  # to measure each rate
 LARGEST_MATRIX = 4096  # most rows and columns of a measured product
 
@@ -95,9 +94,9 @@ def plan_speed(
 
 def training_flops(setup: Setup, batch: DataProto, step: int) -> float:
     """Operations of forward and backward passes in all epochs of a step's update, recomputation left out; 0.0 for a
-    mixture of experts, of which they are not known."""
+    mixture of experts whose config does not say to how many a token is sent."""
     config, outlines = setup.config, setup.outlines
-    if any(getattr(outlines[role].config, name, None) for role in setup.objectives for name in EXPERTS):
+    if any(number and not used for number, used in (outlines[role].experts for role in setup.objectives)):
         return 0.0
     mask, width = batch["attention_mask"], batch["response_mask"].shape[1]
     lengths = zip(mask[:, :-width].sum(1).tolist(), mask[:, -width:].sum(1).tolist(), strict=True)

@@ -228,34 +228,40 @@ def status_bytes(name: str) -> int:
 
 class SystemMeter:
     """Measures the process of the loop (`driver`) and all processes that it started since the last measurement, under
-    the names that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`; those on other machines
-    are not seen."""
+    the names that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`; with `name` this process
+    and all that it started under this one. Those on other machines are not seen."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._at = clock, clock()
-        self._seconds = {name: sum(map(_cpu_seconds, pids)) for name, pids in _processes().items()}
+    def __init__(self, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
+        self._clock, self._at, self._name = clock, clock(), name
+        self._seconds = {each: sum(map(_cpu_seconds, pids)) for each, pids in _processes(name).items()}
 
-    def measure(self) -> dict[str, float]:
-        """The metrics `system/...`: resident memory in GiB, processor cores in use, use of the driver's accelerator."""
+    def measure(self, device: torch.device | None = None) -> dict[str, float]:
+        """The metrics `system/...`: resident memory in GiB, processor cores in use, and the use of this process's
+        accelerator; `device` is that of a program that it started, where it has no tensors of its own."""
         now, found = self._clock(), dict[str, float]()
         passed, self._at = max(now - self._at, 1e-9), now
-        for name, pids in _processes().items():
+        for name, pids in _processes(self._name).items():
             seconds = sum(map(_cpu_seconds, pids))
             busy = max(0.0, seconds - self._seconds.get(name, 0.0))  # a process that ended takes its seconds with it
             self._seconds[name] = seconds
             found[f"system/{name}/memory_gib"] = sum(map(_resident_bytes, pids)) / GIB
             found[f"system/{name}/cpu_cores"] = busy / passed
-        return found | {f"system/driver/{name}": value for name, value in accelerator_use().items()}
+        own = self._name or "driver"
+        return found | {f"system/{own}/{name}": value for name, value in accelerator_use(device).items()}
 
 
-def accelerator_use() -> dict[str, float]:
+def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
     """The use of this process's accelerator: most memory of tensors so far in GiB, and the share of the last second in
-    which it was busy, where its driver tells (for NVIDIA: with nvidia-ml-py). Empty without one."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    which it was busy, where its driver tells (for NVIDIA: with nvidia-ml-py). In a process without tensors on it, the
+    memory that all programs have on `device` now. Empty without an accelerator."""
+    found: dict[str, float] = {}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["accelerator_gib"] = torch.cuda.max_memory_allocated() / GIB
+    elif device is None or device.type != "cuda":
         return {}
-    found = {"accelerator_gib": torch.cuda.max_memory_allocated() / GIB}
     with suppress(Exception):  # errors of the driver's library have no type that is there without the library
-        found["accelerator_use"] = torch.cuda.utilization() / 100
+        found.setdefault("accelerator_gib", torch.cuda.device_memory_used(device) / GIB)
+        found["accelerator_use"] = torch.cuda.utilization(device) / 100
     return found
 
 
@@ -267,10 +273,10 @@ def peak_flops() -> float:
     return next((peak for known, peak in PEAK_FLOPS.items() if re.search(rf"\b{known}\b", name)), 0.0)
 
 
-def _processes() -> dict[str, list[int]]:
-    found = {"driver": [os.getpid()]}
-    for pid, name in _descendants(os.getpid(), "workers"):
-        found.setdefault(name, []).append(pid)
+def _processes(name: str = "") -> dict[str, list[int]]:
+    found = {name or "driver": [os.getpid()]}
+    for pid, given in _descendants(os.getpid(), "workers"):
+        found.setdefault(name or given, []).append(pid)
     return found
 
 

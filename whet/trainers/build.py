@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
         raise
     with closing(run):
         if dry_run:
-            _show_batch(run)
+            assert run.rollouts.prompts is not None
+            show_batch(config, run.tokenizer, run.rollouts.prompts, run.total_steps, list(run.roles))
         else:
             with _frozen_objects():
                 run.train(loop)
@@ -129,24 +130,13 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
-    workers.check_reward_model(config, tokenizer)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
-    loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
-    epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
-    total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
-    draws = total_steps * config.data.train_batch_size
-    loader = make_loader(config.data, loaded, seed=config.trainer.seed, total_draws=draws)
-
-    columns = plan(config)
-    for line in unread(config, columns):
-        log.warning("%s", line)
-    callbacks = [load_target(path) for path in config.trainer.callbacks]
-    lengths = [len(prompt.token_ids) for prompt in loaded.items]
+    begun = begin(config, data, val_data, reward, media_folder)
+    tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts
+    loader, callbacks, lengths = begun.loader, begun.callbacks, begun.lengths
     has_reward = scorer is None and is_scored(config, reward)
     specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
-    inputs = digests(config, loaded.items, val_prompts, reward)
+    inputs = digests(config, begun.prompts, val_prompts, reward)
     with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
         if "console" in config.trainer.logger and not dry_run:
             introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
@@ -177,6 +167,47 @@ def build(
         run.start()
         undo.pop_all()
     return run
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a run needs of its config, data and tokenizer, before anything starts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    loader: PromptSource
+    total_steps: int
+    columns: ColumnPlan
+    callbacks: list[Callable[..., Any]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each prompt."""
+        return [len(prompt.token_ids) for prompt in self.prompts]
+
+
+def begin(
+    config: TrainConfig,
+    data: Rows = None,
+    val_data: Rows = None,
+    reward: Callable[..., Any] | None = None,
+    media_folder: Path | None = None,
+) -> Begun:
+    """Reads and checks tokenizer, data, ground truths and callbacks; plans columns and steps.  Raises: WhetError."""
+    read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
+    tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
+    workers.check_reward_model(config, tokenizer)
+    loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
+    epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
+    total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+    draws = total_steps * config.data.train_batch_size
+    loader = make_loader(config.data, loaded, seed=config.trainer.seed, total_draws=draws)
+    columns = plan(config)
+    for line in unread(config, columns):
+        log.warning("%s", line)
+    callbacks = [load_target(path) for path in config.trainer.callbacks]
+    return Begun(tokenizer, loaded.items, val_prompts, loader, total_steps, columns, callbacks)
 
 
 def _prompts(
@@ -349,15 +380,17 @@ def _group_filter(config: TrainConfig) -> Filter | None:
     )
 
 
-def _show_batch(run: Run) -> None:
-    """Logs the sizes of a dry run, and the first prompt as the model would read it."""
-    assert run.rollouts.prompts is not None
-    prompts = run.rollouts.prompts.take(run.config.data.train_batch_size)
+def show_batch(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, source: PromptSource, total_steps: int, roles: list[str]
+) -> list[Prompt]:
+    """Logs the sizes of a dry run, and the first prompt as the model would read it.  Returns the first batch."""
+    prompts = source.take(config.data.train_batch_size)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     log.info(
         "dry run: %d steps of %d prompts x %d responses; roles %s; the first batch has %d to %d prompt tokens",
-        *(run.total_steps, len(prompts), run.config.rollout.n, ", ".join(run.roles), min(lengths), max(lengths)),
+        *(total_steps, len(prompts), config.rollout.n, ", ".join(roles), min(lengths), max(lengths)),
     )
-    text = str(run.tokenizer.decode(list(prompts[0].token_ids)))
+    text = str(tokenizer.decode(list(prompts[0].token_ids)))
     log.info("the first prompt:\n%s", shortened(text, prompts[0].media))
     log.info("its ground truth: %s", prompts[0].ground_truth)
+    return prompts

@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.config.environment import EnvironmentConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.worker import Placement, Worker
+from whet.controller.worker import Placement
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
@@ -21,6 +21,7 @@ from whet.rollout.build import open_environments
 from whet.rollout.collect import SHORT_SECONDS
 from whet.rollout.episode import MAIN
 from whet.rollout.replicas import GATHER_SECONDS
+from whet.trainers.measured import MeasuredWorker
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ ROLE = "environment"
 Call = tuple[str, str, str, tuple[Any, ...]]  # agent, method, id of the episode, arguments
 
 
-class EnvironmentWorker(Worker):
+class EnvironmentWorker(MeasuredWorker):
     """A rank that owns the processes of environments, `environment.max_episodes` of them at most."""
 
     is_replica = True

@@ -36,6 +36,7 @@ from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Trackers
+from whet.trainers.measured import use_of_ranks
 from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
@@ -196,7 +197,7 @@ class Frame:
             timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
         if self.flops and step > 0 and "time/update" in timings:
             timings["perf/mfu"] = self.flops / timings["time/update"] / self._peak_flops
-        timings |= self.meter.measure() | self._accelerators()
+        timings |= self.meter.measure() | use_of_ranks(self.roles, self.config.cluster)
         self.metrics_file.log(step, numbers)
         self.timings_file.log(step, timings)
         self.trackers.log(step, {**numbers, **timings})
@@ -244,19 +245,10 @@ class Frame:
     @cached_property
     def _peak_flops(self) -> float:
         """The peak of all accelerators that train, in operations a second; 0.0 where that of one is not known."""
-        peaks = [peak for group in self._trained_pools.values() for peak in group.peak_flops()]
-        return sum(peaks) if all(peaks) else 0.0
-
-    def _accelerators(self) -> dict[str, float]:
-        """The use of the accelerators of ranks that train in other processes than this one, which `meter` measures."""
-        pools = {} if self.config.cluster.stays_here else self._trained_pools
-        found = [(pool, *each) for pool in pools for each in enumerate(pools[pool].accelerator_use())]
-        return {f"system/{pool}_{rank}/{name}": value for pool, rank, use in found for name, value in use.items()}
-
-    @cached_property
-    def _trained_pools(self) -> dict[str, Any]:
         pool_of = self.config.cluster.pool_of
-        return {pool_of(role): self.roles[role] for role in checkpoint.TRAINED_ROLES if role in self.roles}
+        pools = {pool_of(role): self.roles[role] for role in checkpoint.TRAINED_ROLES if role in self.roles}
+        peaks = [peak for group in pools.values() for peak in group.peak_flops()]
+        return sum(peaks) if all(peaks) else 0.0
 
     def _check_weights(self) -> None:
         """Raises: EngineError where a weight is NaN or infinite."""

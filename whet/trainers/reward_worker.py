@@ -11,16 +11,17 @@ from typing import Any
 
 from whet.config.schema import ModelConfig, RewardConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.worker import Placement, Worker
+from whet.controller.worker import Placement
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import LostWorkerError
 from whet.rewards.pool import build_scorer
+from whet.trainers.measured import MeasuredWorker
 from whet.types import Outcome, RewardItem
 
 ROLE = "reward"
 
 
-class RewardWorker(Worker):
+class RewardWorker(MeasuredWorker):
     """The process that owns the reward processes of its machine."""
 
     is_replica = True

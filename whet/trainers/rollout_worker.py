@@ -11,13 +11,14 @@ from functools import cache, partial
 
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.worker import Placement, Worker
+from whet.controller.worker import Placement
 from whet.engines.protocol import TrainEngine
 from whet.errors import LostReplicaError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
+from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Digest, receive
@@ -25,7 +26,7 @@ from whet.weight_sync.link import Inlet
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(MeasuredWorker):
     """A rank that samples: from the module of an actor in its process where its engine can, else from weights of its
     own, which come by `load`."""
 

@@ -248,6 +248,7 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
         }
         yield {
             "uid": batch["trajectory_uid_name"][row],
+            **({"agent": agent} if (agent := batch["agent"][row]) else {}),
             "tokens": [tokenizer.decode([token]) for token in ids],
             **{name: batch[name][row, :length].tolist() for name in TOKEN_MARKS if name in batch},
             **numbers,

@@ -34,6 +34,7 @@ from whet.models.lora import LoraSettings
 from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.tracking import profile
+from whet.trainers.measured import MeasuredWorker
 from whet.trainers.objectives import narrowed
 from whet.types import Media
 from whet.weight_sync.buckets import send
@@ -41,7 +42,7 @@ from whet.weight_sync.link import Outlet
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
-class EngineWorker(Worker):
+class EngineWorker(MeasuredWorker):
     """A rank that calls a training engine."""
 
     engine: TrainEngine
@@ -82,11 +83,6 @@ class TrainWorker(EngineWorker):
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
         return self.engine.update(narrowed(batch, objective), objective)
-
-    @register(concurrent=True)
-    def accelerator_use(self) -> dict[str, float]:
-        """The use of this rank's accelerator."""
-        return profile.accelerator_use()
 
     @register(concurrent=True)
     def peak_flops(self) -> float:

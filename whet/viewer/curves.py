@@ -104,16 +104,17 @@ class Curves:
         return {name: curve for file in self.files for name, curve in list(file.curves.items()) if name in names}
 
     def summary(self) -> dict[str, Any]:
-        """The last step, the number of steps of the config (None: unknown), the state of run.json, and whether the run
-        goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds its lock.
-        Without run.json the state is "", and a run goes on whose files have changed, and which has steps left."""
+        """The last step, the number of steps of the config (None: unknown), state and error of run.json, and whether
+        the run goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds
+        its lock. Without run.json the state is "", and a run with steps left goes on if its files have changed."""
         step = max(file.last_step for file in self.files)
         try:
             [total] = re.findall(r"^  total_steps: (\d+)$", (self.folder / "config.yaml").read_text("utf-8"), re.M)[:1]
         except (OSError, ValueError):
             total = None
         ages = [time.time() - path.stat().st_mtime for path in (file.path for file in self.files) if path.exists()]
-        state, is_young = _noted_state(self.folder / STATE), bool(ages) and min(ages) < LIVE_SECONDS
+        is_young = bool(ages) and min(ages) < LIVE_SECONDS
+        state, error = _noted_state(self.folder / STATE)
         is_live = is_young and (total is None or step < int(total))
         if state == "running":
             is_live = is_young or is_locked(self.folder)
@@ -122,17 +123,18 @@ class Curves:
             "step": step,
             "total": None if total is None else int(total),
             "state": state,
+            "error": error,
             "live": is_live and state in ("", "running"),
         }
 
 
-def _noted_state(path: Path) -> str:
-    """The state that a run has noted; "" without one, or where the file has something else."""
+def _noted_state(path: Path) -> tuple[str, str]:
+    """The state that a run has noted, and the error that ended it; "" where the file has something else."""
     try:
-        state = json.loads(path.read_bytes())["state"]
+        noted = json.loads(path.read_bytes())
+        return (noted["state"], str(noted.get("error") or "")) if noted["state"] in get_args(State) else ("", "")
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return ""
-    return state if state in get_args(State) else ""
+        return "", ""
 
 
 def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int], list[float]]:

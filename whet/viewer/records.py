@@ -173,6 +173,7 @@ class Records:
             "prompt": _plain(str(record.get("prompt", ""))[-20 * SNIPPET :])[-SNIPPET:],
             "response": str(failure.get("message") or record.get("response", ""))[:SNIPPET],
             "has_media": bool(record.get("media")),
+            "agents": _agents(record),
         }
 
     def _token_rows(self, kind: str, step: int, uid: str) -> list[dict[str, Any]]:
@@ -255,6 +256,12 @@ def _line_at(path: Path, offset: int) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise LookupError(path)
     return record
+
+
+def _agents(record: Mapping[str, Any]) -> list[str]:
+    """The names of the sub-agents and players that took turns, in the order of their first ones."""
+    names = (name for step in record.get("steps") or () for name in (step.get("agent"), step.get("player")) if name)
+    return list(dict.fromkeys(names))
 
 
 def _plain(text: str) -> str:

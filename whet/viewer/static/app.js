@@ -6,6 +6,7 @@ import { $, get, h, store } from "./dom.js";
 import { TrajectoriesTab } from "./trajectories.js";
 
 const POLL_SECONDS = 2;
+const ENDED = ["failed", "killed"]; // states of runs that did not end by themselves
 const NAMES = { curves: "Curves", trajectories: "Trajectories", time: "Time", config: "Config" };
 const KEYS = [["1 2 3 4", "curves, trajectories, time, config"], ["/", "find a metric or a text"], ["← →", "step before, next step"], ["↑ ↓  or  k j", "trajectory above, below"],
   ["[ ]", "within the group"], ["c", "colour tokens by the next column"], ["v", "tokens, turns, record"], ["t", "light or dark"], ["?", "these keys"]];
@@ -62,6 +63,9 @@ class App {
   async draw(isNew, isPoll = false) {
     if (!this.runs.length) return; // the first poll draws
     this.drawRuns();
+    const run = this.run();
+    $("#ended").hidden = !ENDED.includes(run.state);
+    $("#ended").textContent = [`${run.name}: ${run.state} after step ${run.step}`, run.error].filter(Boolean).join("\n");
     $("#tabs").replaceChildren(...Object.entries(NAMES).map(([key, name]) =>
       h("button", { role: "tab", "aria-selected": key === this.at.tab ? "true" : "false", onclick: () => this.go({ tab: key }) }, name)));
     const tab = this.tabs[this.at.tab] ?? this.tabs.curves;
@@ -77,7 +81,7 @@ class App {
     };
     $("#runs").replaceChildren(...this.runs.map((run) => h("div", { class: "run", "aria-current": run.id === this.at.run ? "true" : "false", title: run.state ? `${run.name}: ${run.state}` : run.name, onclick: () => this.go({ run: run.id, line: null }) },
       h("input", { type: "checkbox", checked: !this.hidden.has(run.id), style: { accentColor: run.colour }, "aria-label": `curves of ${run.name}`, onclick: toggle(run) }),
-      h("span", { class: "name" }, run.name), run.live && h("i", { class: "live", title: "this run goes on" }),
+      h("span", { class: "name" }, run.name), run.live && h("i", { class: "live", title: "this run goes on" }), ENDED.includes(run.state) && h("i", { class: "ended", title: run.error || run.state }, "✕"),
       h("span", { class: "dim num" }, run.total ? `${run.step}/${run.total}` : run.step))));
   }
 

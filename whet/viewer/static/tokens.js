@@ -24,7 +24,8 @@ export function columnsOf(row, record) {
 // Who wrote each token: the policy, or the role of the message that was read before the next turn.
 export function writers(row, record) {
   const turns = row.turn_ids ?? row.response_mask.map((value) => (value ? 0 : -1));
-  const steps = record.steps ?? [];
+  const player = nameOf(row, record);
+  const steps = (record.steps ?? []).filter((step) => !player || step.player === player);
   const found = new Array(turns.length);
   for (let at = turns.length - 1, next = null; at >= 0; at--) {
     if (turns[at] >= 0) [found[at], next] = ["policy", turns[at]];
@@ -32,6 +33,9 @@ export function writers(row, record) {
   }
   return found;
 }
+
+// The player whose turns a row holds; "" in an episode of one conversation.
+const nameOf = (row, record) => row.uid.slice(record.uid.length + 1);
 
 // The largest size of a column, its 2 % most extreme values left out; they have the full colour.
 export function scale(values) {
@@ -77,7 +81,7 @@ export class TokenView {
         const box = h("div", { class: "tokens", "data-row": at });
         this.fill(box, row, columns[at], name, categories, most);
         this.hover(box, row, columns[at]);
-        return [rows.length > 1 && h("h4", {}, `row ${at + 1} of ${rows.length}`), box];
+        return [rows.length > 1 && h("h4", {}, [`row ${at + 1} of ${rows.length}`, nameOf(row, record), row.agent].filter(Boolean).join(" · ")), box];
       }));
   }
 

@@ -107,7 +107,7 @@ export class TrajectoriesTab {
       badge(row), h("div", { class: "texts" },
         h("div", {}, h("span", { class: "prompt" }, row.has_media ? "▣ " : "", flat(row.prompt))),
         h("div", { class: row.failed ? "bad" : "" }, flat(row.response) || h("span", { class: "dim" }, "nothing"))),
-      h("div", { class: "facts dim" }, this.app.at.step === "all" && h("div", {}, `step ${row.step}`), h("div", {}, `${row.tokens} tok`), row.turns > 1 && h("div", {}, `${row.turns} turns`)));
+      h("div", { class: "facts dim" }, this.app.at.step === "all" && h("div", {}, `step ${row.step}`), h("div", {}, `${row.tokens} tok`), row.turns > 1 && h("div", {}, `${row.turns} turns`), row.agents.length > 0 && h("div", { class: "agents", title: row.agents.join(", ") }, row.agents.join(", "))));
     const before = place > 0 ? this.at(place - 1) : null;
     if (before && before.group !== row.group && (this.app.at.sort ?? "file") === "file") element.classList.add("first");
     return element;
@@ -247,11 +247,17 @@ function content(parts, picture) {
 }
 
 function facts(record) {
-  const known = { answer: record.ground_truth, extracted: record.extracted, accuracy: record.accuracy, tokens: record.tokens, turns: record.turns > 1 ? record.turns : null,
+  const known = { answer: record.ground_truth, extracted: record.extracted, accuracy: record.accuracy, tokens: record.tokens, turns: record.turns > 1 ? record.turns : null, agents: agents(record),
     ended: record.limit ?? record.finish_reason, "mean log-prob": record.mean_log_prob, "policy version": (record.policy_versions && versions(record.policy_versions)) ?? record.policy_version, data: record.data_source };
   const shown = { ...known, ...record.parts };
   const text = (value) => (typeof value === "number" ? number(value) : typeof value === "object" ? JSON.stringify(value) : String(value));
   return h("dl", {}, Object.entries(shown).filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, text(value)))));
+}
+
+// The names of sub-agents and players that took turns; null where there is one conversation alone.
+function agents(record) {
+  const names = new Set((record.steps ?? []).flatMap((step) => [step.agent, step.player]).filter(Boolean));
+  return names.size ? [...names].join(", ") : null;
 }
 
 const versions = (turns) => [...new Set(turns.flat().map(([version]) => version))].join(", ");

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from whet.config.cluster import ClusterConfig, PoolConfig
+from whet.controller.launch import launch_roles
+from whet.controller.worker import Placement, WorkerSpec
+from whet.errors import LostReplicaError
+from whet.tracking import profile
+from whet.trainers import measured
+from whet.trainers.measured import MeasuredWorker, use_of_ranks
+
+POOLS = {"train": PoolConfig(processes=2, roles=["actor"]), "sample": PoolConfig(processes=1, roles=["rollout"])}
+
+
+def group(*answers: dict[str, float] | Exception | None) -> Any:
+    """A worker group whose ranks give these answers; None: none at all."""
+
+    def start_on(rank: int, method: str) -> Any:
+        assert method == "system_use"
+        reply: Future[Any] = Future()
+        answer = answers[rank]
+        if isinstance(answer, Exception):
+            reply.set_exception(answer)
+        elif answer is not None:
+            reply.set_result(answer)
+        return SimpleNamespace(replies={rank: reply})
+
+    return SimpleNamespace(world_size=len(answers), start_on=start_on)
+
+
+def test_every_pool_is_asked_once_and_nothing_waits_for_a_rank_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "ANSWER_SECONDS", 0.1)
+    use = {"memory_gib": 2.0, "cpu_cores": 1.5, "accelerator_gib": 30.0}
+    roles = {"actor": group(use, LostReplicaError("gone")), "rollout": group(use), "ref": group(use, None)}
+    remote = ClusterConfig(backend="ray", placement=POOLS)
+    began = time.monotonic()
+    named = {f"system/sample_0/{name}": value for name, value in use.items()}
+    assert use_of_ranks(roles, remote) == {f"system/train_0/{name}": value for name, value in use.items()} | named
+    assert time.monotonic() - began < 5
+    here = ClusterConfig(placement=POOLS)  # the meter of the loop has memory and cores
+    assert use_of_ranks(roles, here) == {
+        "system/train_0/accelerator_gib": 30.0,
+        "system/sample_0/accelerator_gib": 30.0,
+    }
+    assert use_of_ranks(roles, ClusterConfig()) == {}
+
+
+class Busy(MeasuredWorker):
+    """A rank with a program of its own, which has memory and works."""
+
+    is_replica = True
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        code = "held = b'x' * 2**28\nfor _ in range(10**7): pass\nprint(1, flush=True); input()"
+        self._program = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1)
+        assert self._program.stdout is not None and self._program.stdout.readline() == b"1\n"
+
+    def close(self) -> None:
+        self._program.communicate(b"\n")
+
+
+@pytest.mark.slow
+def test_ranks_of_ray_are_measured_with_the_programs_that_they_start() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+    pools = {"busy": PoolConfig(processes=2, roles=["busy"])}
+    cluster = ClusterConfig(backend="ray", placement=pools)
+    roles = launch_roles([WorkerSpec("busy", Busy)], cluster)
+    try:
+        found = use_of_ranks(roles, cluster)
+    finally:
+        roles["busy"].close()
+    assert set(found) == {f"system/busy_{rank}/{name}" for rank in (0, 1) for name in ("memory_gib", "cpu_cores")}
+    for rank in (0, 1):
+        assert found[f"system/busy_{rank}/memory_gib"] > 0.25 + 0.1  # of the program, and of Python with torch
+        assert found[f"system/busy_{rank}/cpu_cores"] > 0.05
+
+
+def test_a_device_that_only_a_program_below_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    assert profile.accelerator_use(torch.device("cpu")) == profile.accelerator_use() == {}
+    for name, value in {"device_memory_used": 3 * 2**30, "utilization": 40}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda asked, value=value: {device: value}[asked])
+    assert profile.accelerator_use(device) == {"accelerator_gib": 3.0, "accelerator_use": 0.4}
+    assert os.getpid() in profile._processes("rank")["rank"]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that tell what they use of their machine, and the question to all of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Mapping
+
+from whet.config.cluster import ClusterConfig
+from whet.controller.dispatch import register
+from whet.controller.worker import Placement, Worker
+from whet.controller.worker_group import WorkerGroup
+from whet.tracking import profile
+
+ANSWER_SECONDS = 2.0  # a rank that takes longer is left out of this step's line
+NAME = "rank"
+
+
+class MeasuredWorker(Worker):
+    """A rank that measures its process and those that it started."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self._meter = profile.SystemMeter(name=NAME)
+
+    @register(concurrent=True)
+    def system_use(self) -> dict[str, float]:
+        """Memory, processor cores since the last call, and the use of this rank's accelerator, by `memory_gib`, ..."""
+        return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}
+
+
+def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> dict[str, float]:
+    """The metrics `system/POOL_RANK/...` of ranks in other processes: of those of Ray all, of those on this machine the
+    accelerator alone, for the meter of the loop has the rest. Waits for no rank that is lost or late."""
+    if cluster.stays_here:
+        return {}
+    pools = {cluster.pool_of(role): group for role, group in roles.items()}
+    calls = {
+        (pool, rank): group.start_on(rank, "system_use").replies[rank]
+        for pool, group in pools.items()
+        for rank in range(group.world_size)
+    }
+    done, _ = concurrent.futures.wait(calls.values(), timeout=ANSWER_SECONDS)
+    return {
+        f"system/{pool}_{rank}/{name}": value
+        for (pool, rank), reply in calls.items()
+        if reply in done and reply.exception() is None
+        for name, value in reply.result().items()
+        if cluster.backend == "ray" or name.startswith("accelerator")
+    }
