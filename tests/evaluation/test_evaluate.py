@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.checkpoints.export import export
 from whet.config import EvalConfig, load_config
-from whet.errors import CheckpointError, ConfigError, RewardError
+from whet.errors import CheckpointError, ConfigError, DataError, RewardError
+from whet.evaluation import evaluate as evaluation
 from whet.evaluation.answers import Record, by_prompt
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.evaluate import evaluate, summarise
@@ -145,6 +146,54 @@ def test_a_judge_that_always_fails_is_an_error_after_its_answers_are_written(
         evaluate(config, reward=lambda solution_str: solution_str.nothing, data=additions[:3])
     written = (tmp_path / "out" / "answers.partial.jsonl").read_text().splitlines()
     assert ["nothing" in json.loads(line)["failure"]["message"] for line in written] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "truths", "found"),
+    [
+        ("gsm8k", {}, ["1", "many"], "row 1: reward 'gsm8k': the ground truth 'many' has no number"),
+        (
+            None,
+            {"reward.domains": {"sums": {"function": "gsm8k"}, "letters": {"function": "multiple_choice"}}},
+            ["1", "B", "both"],
+            "row 2: reward 'multiple_choice': the ground truth is 'both'; expected B",
+        ),
+        (
+            None,
+            {"reward.domains": {"sums": {"function": "gsm8k"}}},
+            ["1", "B"],
+            "row 1: no domain takes rows of data source 'letters'",
+        ),
+    ],
+    ids=["function", "domain", "no domain"],
+)
+def test_a_ground_truth_that_cannot_be_read_is_found_before_the_model_loads(
+    function: str | None,
+    changes: dict[str, Any],
+    truths: list[str],
+    found: str,
+    eval_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opened(*given: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(evaluation, "open_engine", opened)
+    sources = ["sums", *["letters"] * (len(truths) - 1)]
+    rows = [
+        {"prompt": "1+1=", "answer": truth, "data_source": source}
+        for truth, source in zip(truths, sources, strict=True)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = eval_config(**{"reward.function": function, "data.val_files": [str(file)], **changes})
+    with pytest.raises(DataError) as caught:
+        evaluate(config)
+    assert found in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        evaluate(config, data=rows)
+    assert found in str(caught.value)
 
 
 def test_lengths_over_the_models_are_refused(eval_config: MakeConfig, additions: Rows) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.phases import counted, phase
 from whet.rewards.pool import scorer_of
+from whet.rewards.truths import checked
 from whet.rollout.build import build_collector, check_media, load_model, rollout_engine, sampling_params
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.restarted import Restarted
@@ -89,10 +90,11 @@ def evaluate(
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
         check_context(config, context_length(model_path, trust_remote_code=trusted))
         where, seed = config.data.filter, config.seed
-        prompts = load_prompts(
+        loaded = load_prompts(
             with_tools(config.data, config.environment), tokenizer, VAL, rows=data, where=where, seed=seed
-        ).items
-        prompts = prompts[: config.data.val_max_prompts]
+        )
+        first = replace(loaded, items=loaded.items[: config.data.val_max_prompts])
+        prompts = checked(first, config.reward, reward)
         check_media(config.rollout, tokenizer, prompts)
         engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)

@@ -20,7 +20,7 @@ from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.load import VAL, EntryCounts, Loaded, load_prompts
+from whet.data.load import VAL, Loaded, load_prompts
 from whet.data.loader import steps_per_epoch
 from whet.data.preview import shortened
 from whet.data.samplers import make_loader
@@ -29,12 +29,12 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
-from whet.errors import DataError, WhetError
 from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
-from whet.registry import FILTERS, REWARDS, VALUE_LOSSES, Entry, load_target
+from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
+from whet.rewards.truths import checked
 from whet.rollout.build import build_collector, check_engine, check_media, open_environments, sampling_params
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
@@ -220,41 +220,20 @@ def _prompts(
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
     """The prompts to train on and those to validate on, each in its domain."""
     files, seed = with_tools(config.data, config.environment), config.trainer.seed
-    domains = Domains.of_config(config.reward, has_function=reward is not None)
     loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
-    loaded = replace(loaded, items=domains.assign(loaded.items))
-    held_out, val_parts = tuple[Prompt, ...](), tuple[EntryCounts, ...]()
+    loaded = replace(loaded, items=checked(loaded, config.reward, reward))
+    held_out = tuple[Prompt, ...]()
     if files.val_files or val_data is not None:
         given = load_prompts(
             files, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=media_folder
         )
-        held_out, val_parts = domains.assign(given.items[: files.val_max_prompts]), given.parts
-    if reward is None:
-        _check_truths(config, loaded.parts, loaded.items)
-        _check_truths(config, val_parts, held_out)
+        held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
+    domains = Domains.of_config(config.reward, has_function=reward is not None)
     for line in domains.unused([*loaded.items, *held_out]):
         log.warning("%s", line)
     return loaded, held_out
-
-
-def _check_truths(config: TrainConfig, parts: Sequence[EntryCounts], prompts: Sequence[Prompt]) -> None:
-    """Lets the reward functions check the ground truths that they will read.  Raises: DataError naming file and row."""
-    entries: dict[str, list[Entry]] = {}
-    for prompt in prompts:
-        if (domain := prompt.domain) not in entries:
-            own = config.reward.domains.get(domain)
-            named = own.function if own is not None else config.reward.function or []
-            entries[domain] = [REWARDS[name] for name in ([named] if isinstance(named, str) else named) if name]
-        for entry in entries[domain]:
-            try:
-                entry.check_row(prompt.ground_truth, prompt.extra_info, prompt.data_source)
-            except (ValueError, WhetError) as error:
-                first, place = 0, iter(parts)
-                while (part := next(place)).num_rows <= prompt.index - first:
-                    first += part.num_rows
-                raise DataError(f"{part.name}: row {prompt.index - first}: reward {entry.name!r}: {error}") from error
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:

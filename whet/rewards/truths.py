@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ground truths that a reward function cannot read, found when the data is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from whet.config.schema import RewardConfig
+from whet.data.load import Loaded
+from whet.domains import Domains
+from whet.errors import DataError, WhetError
+from whet.registry import REWARDS, Entry
+from whet.types import Prompt
+
+
+def checked(
+    loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
+) -> tuple[Prompt, ...]:
+    """The prompts, each in its domain. Unless `function` scores them, the functions that `config` names check the
+    ground truths that they will read.  Raises: DataError naming file and row."""
+    prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
+    entries: dict[str, list[Entry]] = {}
+    for prompt in prompts if function is None else ():
+        if (domain := prompt.domain) not in entries:
+            own = config.domains.get(domain)
+            named = own.function if own is not None else config.function or []
+            entries[domain] = [REWARDS[name] for name in ([named] if isinstance(named, str) else named) if name]
+        for entry in entries[domain]:
+            try:
+                entry.check_row(prompt.ground_truth, prompt.extra_info, prompt.data_source)
+            except (ValueError, WhetError) as error:
+                first, place = 0, iter(loaded.parts)
+                while (part := next(place)).num_rows <= prompt.index - first:
+                    first += part.num_rows
+                raise DataError(f"{part.name}: row {prompt.index - first}: reward {entry.name!r}: {error}") from error
+    return prompts
