@@ -18,7 +18,7 @@ from whet.config.schema import ModelConfig, RewardConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch_roles
 from whet.controller.worker import Worker, WorkerSpec
-from whet.errors import LostWorkerError, RegistryError, RewardError
+from whet.errors import LostWorkerError, RewardError
 from whet.trainers.build import train
 from whet.trainers.reward_worker import PlacedRewards, RewardWorker
 from whet.types import RewardItem, RewardResult
@@ -61,7 +61,7 @@ def test_a_function_that_cannot_score_ends_the_run_with_the_reason(
     ):
         train(train_config(values), data=additions)
     values |= {"reward.function": f"{tmp_path}/broken.py:missing", "trainer.run_dir": str(tmp_path / "another")}
-    with pytest.raises(RegistryError, match=r"broken.py has no 'missing'; it has compute_score"):
+    with pytest.raises(RewardError, match=r"cannot be loaded in its process:\n.*has no 'missing'"):
         train(train_config(values), data=additions)
 
 

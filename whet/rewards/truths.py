@@ -17,15 +17,18 @@ from whet.types import Prompt
 def checked(
     loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
 ) -> tuple[Prompt, ...]:
-    """The prompts, each in its domain. Unless `function` scores them, the functions that `config` names check the
-    ground truths that they will read.  Raises: DataError naming file and row."""
+    """The prompts, each in its domain. Unless `function` scores them, the registered functions that `config` names check
+    the ground truths that they will read; a file's function is loaded in its own process alone.
+
+    Raises: DataError naming file and row."""
     prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
     entries: dict[str, list[Entry]] = {}
     for prompt in prompts if function is None else ():
         if (domain := prompt.domain) not in entries:
             own = config.domains.get(domain)
             named = own.function if own is not None else config.function or []
-            entries[domain] = [REWARDS[name] for name in ([named] if isinstance(named, str) else named) if name]
+            names = [named] if isinstance(named, str) else named
+            entries[domain] = [REWARDS[name] for name in names if name and ":" not in name]
         for entry in entries[domain]:
             try:
                 entry.check_row(prompt.ground_truth, prompt.extra_info, prompt.data_source)
