@@ -123,7 +123,8 @@ $(TRACKIO): tests/tracking/constraints-trackio.txt $(SERVICES)
 $(ADAPTERS): tests/environments/constraints-adapters.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-adapters
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-adapters/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
-	.venv-adapters/bin/pip install --quiet -c $< openenv-core reasoning-gym textarena textworld
+	.venv-adapters/bin/pip install --quiet -c $< agentsynth-ai openenv-core reasoning-gym textarena textworld
+	.venv-adapters/bin/pip install --quiet -c $< --no-deps openenv-dipg-safety
 	@touch $@
 
 $(VERIFIERS): tests/environments/constraints-verifiers.txt $(SERVICES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -25,12 +26,14 @@ from whet.types import Prompt
 TITLE = "Episodes of many turns"
 NOTE = """\
 Turns: 16 episodes of 8 turns, each of 64 sampled tokens and 16 of the environment, on the native engine with a model of
-30 M parameters or more; "read again" computes the whole context for every turn. Steps: an engine that costs nothing,
-episodes of 10 turns in an environment that costs nothing, in the trainer's process (pure) and in others, through
-episodes, stream and rewards; a process is forked for each episode, which is most of their time. Slow: 512 episodes of
-an async environment in one process, of which one waits two seconds in its step.
+30 M parameters or more, after a prompt of 32 tokens, or of 384, of which 320 are a system prompt that all have. "Read
+again" computes the whole context for every turn; both take turns, one round after the other. Steps: an engine that
+costs nothing, episodes of 10 turns in an environment that costs nothing, in the trainer's process (pure) and in others,
+through episodes, stream and rewards; a process is forked for each episode, which is most of their time. Slow: 512
+episodes of an async environment in one process, of which one waits two seconds in its step.
 """
 TURNS, SAMPLED, READ = 8, 64, 16
+PROMPTS = {32: 0, 384: 320}  # tokens of a prompt, and those of them that all episodes begin with
 WORLDS = """
 import asyncio
 from whet.environments.protocol import Observation
@@ -82,11 +85,12 @@ class Instant:
         """Does nothing: there is nothing left to abort."""
 
 
-def turns_per_second(model: Path, *, keeps_cache: bool, episodes: int, turns: int) -> float:
-    """Sampled tokens a second over all turns."""
+def turns_per_second(model: Path, prompt: int, *, keeps_cache: bool, episodes: int, turns: int) -> float:
+    """Sampled tokens a second over all turns, after prompts of so many tokens."""
     engine = NativeEngine()
     engine.attach(load_policy(model).eval(), 0)
-    contexts = [tuple(range(3 + number, 35 + number)) for number in range(episodes)]
+    common = PROMPTS[prompt]
+    contexts = [(*range(3, 3 + common), *range(3 + n, 3 + n + prompt - common)) for n in range(episodes)]
     start = time.perf_counter()
     for turn in range(turns):
         params = SamplingParams(max_new_tokens=SAMPLED)
@@ -148,16 +152,17 @@ def run(setting: Setting) -> dict[str, Any]:
     parameters = sum(weight.numel() for weight in load_policy(model).parameters())
     found: dict[str, Any] = {
         "parameters": parameters,
-        "shared": [],
-        "again": [],
+        "shared": {str(prompt): [] for prompt in PROMPTS},
+        "again": {str(prompt): [] for prompt in PROMPTS},
         "pure": [],
         "processes": [],
         "slow": [],
     }
     names = {"pure": f"{worlds}:Pure", "processes": f"{worlds}:Counts"}
     for _ in range(3 if is_full else 1):
-        for name, keeps_cache in (("shared", True), ("again", False)):
-            found[name].append(turns_per_second(model, keeps_cache=keeps_cache, episodes=episodes, turns=turns))
+        for prompt, (name, keeps_cache) in product(PROMPTS, (("shared", True), ("again", False))):
+            speed = turns_per_second(model, prompt, keeps_cache=keeps_cache, episodes=episodes, turns=turns)
+            found[name][str(prompt)].append(speed)
         for name, environment in names.items():
             steps = steps_per_second(tokenizer, environment, episodes=512 if is_full else 16)
             found[name].append(steps)
@@ -169,14 +174,18 @@ def run(setting: Setting) -> dict[str, Any]:
 def report(results: Mapping[str, Any]) -> list[str]:
     """A table."""
     found = results["episodes"]
-    ratio = median(shared / again for shared, again in zip(found["shared"], found["again"], strict=True))
-    millions = found["parameters"] / 1e6
+    what = f"turns, {found['parameters'] / 1e6:.0f} M parameters"
+    lines = ["| | |", "|---|---|"]
+    for prompt in found["shared"]:
+        shared, again = found["shared"][prompt], found["again"][prompt]
+        ratio = median(one / other for one, other in zip(shared, again, strict=True))
+        lines += [
+            f"| {what}, prompts of {prompt} tokens, cache shared | {median(shared):.0f} tokens/s |",
+            f"| {what}, prompts of {prompt} tokens, read again | {median(again):.0f} tokens/s |",
+            f"| ratio (at least 2x) | {ratio:.1f}x |",
+        ]
     return [
-        "| | |",
-        "|---|---|",
-        f"| turns, {millions:.0f} M parameters, cache shared | {median(found['shared']):.0f} tokens/s |",
-        f"| turns, {millions:.0f} M parameters, read again | {median(found['again']):.0f} tokens/s |",
-        f"| ratio (at least 2x) | {ratio:.1f}x |",
+        *lines,
         f"| steps, in the trainer's process (at least 2,000) | {median(found['pure']):.0f} a second |",
         f"| steps, in processes | {median(found['processes']):.0f} a second |",
         f"| 512 episodes, one of which waits 2 s | {median(found['slow']):.1f} s |",

@@ -36,27 +36,32 @@ log = logging.getLogger(__name__)
 
 def run(setting: Setting, names: Sequence[str] = NAMES) -> dict[str, Any]:
     """The curve and the CPU seconds by recipe and seed."""
+    return run_changed(setting, {name: (name, ()) for name in names})
+
+
+def run_changed(setting: Setting, recipes: Mapping[str, tuple[str, Sequence[str]]]) -> dict[str, Any]:
+    """The curve and the CPU seconds by label and seed, for recipes with changes `key=value`."""
     if not setting.scale.is_thorough:
         return {}
-    runs = [(name, str(seed)) for name in names for seed in setting.scale.quickstart_seeds]
+    runs = [(label, str(seed)) for label in recipes for seed in setting.scale.quickstart_seeds]
 
     def play(run: tuple[str, str]) -> dict[str, Any]:
-        name, seed = run
-        log.info("%s, seed %s", name, seed)
-        folder = setting.scratch / f"{name}_{seed}"
-        seconds = cpu_seconds(command(name, seed, folder), folder.with_suffix(".log"))
+        label, seed = run
+        log.info("%s, seed %s", label, seed)
+        folder, (name, changes) = setting.scratch / f"{label}_{seed}", recipes[label]
+        seconds = cpu_seconds(command(name, seed, folder, *changes), folder.with_suffix(".log"))
         return {"curve": read(folder), "cpu_seconds": seconds}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a thread each
         found: dict[str, dict[str, Any]] = {}
-        for (name, seed), played in zip(runs, pool.map(play, runs), strict=True):
-            found.setdefault(name, {})[seed] = played
+        for (label, seed), played in zip(runs, pool.map(play, runs), strict=True):
+            found.setdefault(label, {})[seed] = played
     return found
 
 
-def command(name: str, seed: str, folder: Path) -> list[str]:
+def command(name: str, seed: str, folder: Path, *changes: str) -> list[str]:
     """The command line that learns a recipe, writing into a folder."""
-    told = ["--seed", seed, "--run-dir", str(folder)]
+    told = ["--seed", seed, "--run-dir", str(folder), *changes]
     if name == "vlm_quickstart":
         return [str(Path(sys.executable).with_name("whet")), "quickstart", "--images", *told]
     return [sys.executable, str(EXAMPLES / SCRIPTS.get(name, "games.py")), name, *told]
@@ -90,9 +95,9 @@ def report(results: Mapping[str, Any]) -> list[str]:
     return [*table(found), "", "![Held-out games by step](games.png)"] if found else []
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
+def table(found: Mapping[str, Any], what: str = "recipe") -> list[str]:
     """A line for each recipe: medians over its seeds, and the last number of each."""
-    lines = ["| recipe | seeds | after the warm-up | after RL, median | by seed | steps | CPU seconds, median |"]
+    lines = [f"| {what} | seeds | after the warm-up | after RL, median | by seed | steps | CPU seconds, median |"]
     lines.append("|---|---|--:|--:|---|--:|--:|")
     for name, by_seed in found.items():
         firsts, lasts = ([run["curve"][place][1] for run in by_seed.values()] for place in (0, -1))

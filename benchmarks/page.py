@@ -29,6 +29,7 @@ from benchmarks import (
     three_domains,
     transport,
     tuning,
+    turn_credit,
     view,
 )
 from benchmarks.setting import Setting
@@ -71,6 +72,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "reward_load": reward_load,
     "three_domains": three_domains,
     "games": games,
+    "turn_credit": turn_credit,
     "pictures": pictures,
     "math_answers": math_answers,
     "view": view,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import games, pictures
+from benchmarks import games, pictures, turn_credit
 from benchmarks.setting import FULL, QUICK, Setting
 
 LEARNS = """
 import json, pathlib, sys
-name, seed, folder = sys.argv[1:]
+name, seed, folder, *_ = sys.argv[1:]
 pathlib.Path(folder).mkdir()
 last = 0.5 + 0.1 * int(seed)
 both = {"sft_accuracy": 0.25, "rl_accuracy": last, "steps": 120}
@@ -42,6 +42,18 @@ def test_medians_of_recipes_that_see(setting: Setting) -> None:
         ["| `two_images`", "0, 1, 4", "0.250", "0.600", "0.500, 0.600, 0.900", "120"],
         ["| `video_flashes`", "0, 1, 4", "0.250", "0.600", "0.500, 0.600, 0.900", "120"],
     ]
+
+
+def test_estimators_of_turns_are_runs_of_one_recipe(setting: Setting) -> None:
+    found = json.loads(json.dumps({"turn_credit": turn_credit.run(setting)}))
+    lines = turn_credit.report(found)
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| `{label}`" for label in turn_credit.ESTIMATORS]
+    assert lines[0].startswith("| estimator |") and lines[2].split(" | ")[4] == "0.500, 0.600, 0.900"
+    told = [
+        games.command("number_game", "2", Path("out"), *turn_credit.changes(label)) for label in found["turn_credit"]
+    ]
+    assert told[0][-3:] == ["trainer.total_steps=80", "algorithm.adv_estimator=grpo", "algorithm.adv_options={}"]
+    assert told[2][-2:] == ["algorithm.adv_estimator=segment_reinforce", "algorithm.adv_options={gamma: 1.0}"]
 
 
 def test_a_run_that_fails_ends_the_benchmark_with_its_output(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

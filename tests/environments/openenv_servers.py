@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two environments in the manner of OpenEnv's template and of its `coding_env`, as servers.
+"""Two environments in the manner of OpenEnv's template and of its `coding_env`, and one of AgentSynth's, as servers.
 
 python -m tests.environments.openenv_servers Walk 8000
 """
@@ -95,8 +95,17 @@ class Code(Environment[CodeAction, CodeObservation, State]):
         return State()
 
 
+def database() -> tuple[Any, ...]:
+    """AgentSynth's database of sales, with the classes of OpenEnv's tool calls."""
+    from agentsynth.environments import SQLEnvironment
+    from agentsynth.rl import AgentGym, to_openenv
+    from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+
+    return lambda: to_openenv(AgentGym(SQLEnvironment())), CallToolAction, CallToolObservation, 1
+
+
 if __name__ == "__main__":
     name, port = sys.argv[1:]
     kinds = {"Walk": (Walk, WalkAction, WalkObservation, 8), "Code": (Code, CodeAction, CodeObservation, 1)}
-    *classes, most = kinds[name]
+    *classes, most = kinds[name] if name in kinds else database()
     uvicorn.run(create_fastapi_app(*classes, max_concurrent_envs=most), port=int(port), log_level="critical")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of verifiers: one written as its scaffold, and two that ship with it, each led by its own `Env`."""
+"""Tasks of verifiers: one written as its scaffold, and those that ship with it, each led by its own `Env`."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,27 +128,91 @@ def test_several_agents_are_players(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[3].fields["assistant/exact"] == 1.0 and seen[3].fields["assistant/user_turns"] == 2.0
 
 
-@needs_verifiers
-@pytest.mark.slow
-def test_the_games_that_ship(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The taskset `textarena`, with Hangman and a list of words of our own in place of nltk's."""
+@pytest.fixture(scope="module")
+def words_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nltk") / "corpora" / "words"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def write_words(monkeypatch: pytest.MonkeyPatch, words_folder: Path) -> Callable[[Sequence[str]], None]:
+    """Puts words in place of nltk's list, which has to be downloaded; TextArena's games read it."""
     pytest.importorskip("textarena", reason="TextArena is not installed: pip install textarena")
-    words = tmp_path / "corpora" / "words"
-    words.mkdir(parents=True)
-    for name in ("README", "en", "en-basic"):
-        (words / name).write_text("stone\n")
     import nltk
 
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk.data, "path", [str(words_folder.parents[1])])
     monkeypatch.setattr(nltk, "download", lambda *_, **__: False)
+
+    def write(words: Sequence[str]) -> None:
+        for name in ("README", "en", "en-basic"):
+            (words_folder / name).write_text("".join(f"{word}\n" for word in words))
+
+    return write
+
+
+def game(name: str, texts: Sequence[str], **more: Any) -> list[Observation]:
+    return played(texts, taskset="textarena", settings={"game": name}, num_tasks=2, **more)
+
+
+@needs_verifiers
+@pytest.mark.slow
+def test_hangman(write_words: Callable[[Sequence[str]], None]) -> None:
+    """The taskset `textarena`, which has several games, each an environment of TextArena's led by its own `Env`."""
+    write_words(["stone"])
     letters = [f"[{letter}]" for letter in "stxone"]
-    seen = played(letters, taskset="textarena", settings={"game": "Hangman-v0"}, num_tasks=2)
+    seen = game("Hangman-v0", letters)
     assert "You are playing Hangman" in text_of(seen[0]) and seen[0].messages[0].role == "system"
     assert [each.done for each in seen] == [False] * 6 + [True]
     assert "S   T   _   _   _" in text_of(seen[2])
     assert (seen[-1].reward, seen[-1].fields) == (1.0, {"game_reward": 1.0})
-    seen = played(letters, taskset="textarena", settings={"game": "Hangman-v0"}, num_tasks=2, max_turns=2)
+    seen = game("Hangman-v0", letters, max_turns=2)
     assert len(seen) == 3 and seen[-1].done and seen[-1].reward == 0.0
+
+
+LADDER = ["head", "heal", "teal", "tell", "tall", "tail"]  # each differs in one letter from its neighbours alone
+
+
+@needs_verifiers
+@pytest.mark.slow
+def test_word_ladder(write_words: Callable[[Sequence[str]], None]) -> None:
+    write_words(LADDER)
+    [first] = game("WordLadder-v0", ())
+    [start, target] = re.findall(r"word:\s+\*\*(\w+)\*\*", text_of(first))
+    way = LADDER if start == "head" else LADDER[::-1]
+    assert (start, target) == (way[0], way[-1])
+    seen = game("WordLadder-v0", [f"[{word}]" for word in way[1:]])
+    assert [each.done for each in seen] == [False] * 5 + [True]
+    assert f"{way[0]} -> {way[1]} -> {way[2]}" in text_of(seen[2])
+    assert (seen[-1].reward, seen[-1].fields) == (1.0, {"game_reward": 1.0})
+    seen = game("WordLadder-v0", [f"[{way[2]}]", f"[{way[3]}]"])  # two moves against the rules end the game
+    assert "is not exactly one letter different" in text_of(seen[1]) and (seen[2].done, seen[2].reward) == (True, 0.0)
+
+
+@needs_verifiers
+@pytest.mark.slow
+def test_word_search(write_words: Callable[[Sequence[str]], None]) -> None:
+    """Five of eight words lie across or down; their places are read from the text."""
+    write_words([*LADDER, "stone", "river"])
+    [first] = game("WordSearch-v0", ())
+    rows = re.findall(r"^R\d\d ((?: \w  )+)$", text_of(first), re.MULTILINE)
+    board = [row.split() for row in rows]
+    [listed] = re.findall(r"Placed Words: (.*)", text_of(first))
+    found: dict[str, str] = {}
+    for word in listed.split(", "):
+        for y, x in product(range(len(board)), repeat=2):
+            across = board[y][x : x + len(word)]
+            down = [row[x] for row in board[y : y + len(word)]]
+            end = (y, x + len(word) - 1) if "".join(across) == word else (y + len(word) - 1, x)
+            if word in ("".join(across), "".join(down)):
+                found[word] = f"[{y} {x} {end[0]} {end[1]}]"
+    assert len(found) == 5
+    seen = game("WordSearch-v0", [*found.values()])
+    assert [each.done for each in seen] == [False] * 5 + [True]
+    assert text_of(seen[1]).count("[") == len(next(iter(found)))  # its letters are marked
+    assert (seen[-1].reward, seen[-1].fields) == (1.0, {"game_reward": 1.0})
+    wrong = game("WordSearch-v0", ["[0 0 0 1]"])
+    assert "Incorrect Attempts Remaining: 19" in text_of(wrong[1])
 
 
 @needs_verifiers

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,12 @@ def opened(model: PreTrainedModel, **options: int) -> Counting:
 
 def test_a_turn_reads_only_what_is_new(model: PreTrainedModel) -> None:
     """20 ids, then 24 sampled and 3 read a turn, unless a stop came: contexts of 20, 47 and 74 ids. Of those before,
-    43 and 70 are computed, which are 2 and 4 whole blocks of 16: 15 and 10 ids are left to read."""
+    43 and 70 are computed, the last of them in a block that is not full: 4 ids are left to read each time."""
     kept, again = opened(model), opened(model)
     found, expected = play(kept, keeps=True), play(again, keeps=False)
     assert found == expected
     assert [len(turn[0].token_ids) for turn in found] == [24, 24, 24]
-    assert (kept.read, again.read) == (20 + 15 + 10, 20 + 47 + 74)
+    assert (kept.read, again.read) == (20 + 4 + 4, 20 + 47 + 74)
 
 
 @pytest.mark.parametrize("blocks", [8, 14, 30])
@@ -91,7 +92,7 @@ def test_new_weights_forget(model: PreTrainedModel) -> None:
     assert engine.read == 20
     engine.read = 0
     play(engine, keeps=True, turns=1)
-    assert engine.read == 4  # of the same prompt all but a whole block
+    assert engine.read == 4  # all but a whole block; the next one that is kept has sampled ids
     engine.sleep()
     engine.wake()
     engine.read = 0
@@ -108,7 +109,7 @@ def test_tokens_of_two_versions_are_not_kept(model: PreTrainedModel) -> None:
     while not engine.poll(0.0):
         pass
     _, prefixes = engine._require_cache()
-    assert prefixes.share((3,) * 20) == []
+    assert prefixes.share((3,) * 20) == ([], 0)
 
 
 def test_images_are_part_of_a_prefix(model: PreTrainedModel) -> None:
@@ -116,14 +117,50 @@ def test_images_are_part_of_a_prefix(model: PreTrainedModel) -> None:
     prefixes, total = Prefixes(cache), cache.num_free
     blocks = cache.take(3)
     text, seen = tuple(range(40)), (*range(20), "digest", *range(21, 40))
-    prefixes.keep(seen, blocks)  # two whole blocks
+    prefixes.keep(seen, blocks)  # two whole blocks, and 8 tokens of the third
     cache.release(blocks)
-    assert cache.num_free == total - 2
-    assert prefixes.share((*range(15), "digest", *range(16, 40))) == []
-    assert prefixes.share(text) == blocks[:1]  # the image comes after it
-    assert prefixes.share(seen[:32]) == blocks[:1]  # its last token has to be computed
-    assert prefixes.share(seen[:33]) == blocks[:2]
+    assert cache.num_free == total - 3
+    assert prefixes.share((*range(15), "digest", *range(16, 40))) == ([], 0)
+    assert prefixes.share(text) == (blocks[:1], 16)  # the image comes after it
+    assert prefixes.share(seen[:32]) == (blocks[:1], 16)  # its last token has to be computed
+    assert prefixes.share(seen[:33]) == (blocks[:2], 32)
+    assert prefixes.share((*seen[:39], 7, 8)) == (blocks[:2], 32)  # another token in the third
+    assert prefixes.share(seen[:40]) == (blocks[:2], 32)  # the eighth is the last of this prompt
+    assert prefixes.share((*seen, 7, 8)) == (blocks, 40)
+    assert prefixes.share((*seen, 9)) == (blocks[:2], 32)  # who asked first fills the third
     prefixes.free(total)
-    assert cache.num_free == total - 2  # shared by the calls
-    cache.release([blocks[0], blocks[0], *blocks[:2]])
+    assert cache.num_free == total - 3  # shared by the calls
+    cache.release([blocks[0]] * 7 + [blocks[1]] * 5 + [blocks[2]])
     assert cache.num_free == total
+
+
+def test_prompts_of_one_call_share_their_beginning(model: PreTrainedModel) -> None:
+    """Three tasks behind a system prompt of 50 ids: 48 of them, three whole blocks, are computed once."""
+    made = [
+        Request(str(number), (*range(3, 53), *(60 + number,) * 10), SamplingParams(max_new_tokens=8), number)
+        for number in range(3)
+    ]
+    kept, again = opened(model), opened(model)
+    shared = generate(kept, [dataclasses.replace(each, keeps_cache=True) for each in made])
+    assert shared == generate(again, made)
+    assert (kept.read, again.read) == (60 + 12 + 12, 3 * 60)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_responses_of_one_turn_go_on_apart(model: PreTrainedModel, n: int) -> None:
+    """n requests continue one response with other ids: the first fills its last block, the others compute those ids."""
+    kept, again = opened(model), opened(model)
+    first = Request("a", tuple(range(3, 23)), SamplingParams(max_new_tokens=14), 0, keeps_cache=True)
+    [response], [expected] = generate(kept, [first]), generate(again, [first])
+    assert response == expected and len(response.token_ids) == 14
+    _, prefixes = again._require_cache()
+    prefixes.clear()
+    made = [
+        Request(
+            f"b{number}", first.prompt_ids + response.token_ids + (7, 8 + number), SamplingParams(max_new_tokens=30), 5
+        )
+        for number in range(n)
+    ]
+    kept.read = again.read = 0
+    assert generate(kept, made) == generate(again, made)
+    assert (kept.read, again.read) == (3 + (n - 1) * 4, n * 36)

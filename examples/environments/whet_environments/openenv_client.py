@@ -55,12 +55,13 @@ class OpenEnv:
     """An environment behind an OpenEnv server, at `url`, or started by `command`, in which `{port}` is a free port.
 
     `action` is a template of the action: `{"message": "{text}"}`, where `{text}` is the answer; its values get the
-    types of the action's JSON schema. Without it the answer is the one required field of the schema, or else a JSON
-    object. An answer that gives no action costs `format_penalty` and is told why. An observation is read from `show`,
-    a field or a text such as `{board}, {lives} lives`; without it from its only field with text, or else as JSON;
-    numbers in it become fields. `reset` are arguments of the reset beside the seed; a row of the data set may have more
-    of them in a field `reset`. Every message has a deadline; a server that is lost fails the episode. One without room
-    for another session is asked again for `start_seconds`.
+    types of the action's JSON schema. Without it the answer is a JSON object with fields of the schema, such as
+    `tool_name` and `arguments` of a tool call, or else the text of its one required field. An answer that gives no
+    action costs `format_penalty` and is told why. An observation is read from `show`, a field or a text such as
+    `{board}, {lives} lives`; without it from its only field with text, or else as JSON; numbers in it become fields.
+    `reset` are arguments of the reset beside the seed; a row of the data set may have more of them in a field `reset`.
+    Every message has a deadline; a server that is lost fails the episode. One without room for another session is
+    asked again for `start_seconds`.
     """
 
     def __init__(
@@ -192,13 +193,14 @@ def read_action(text: str, schema: Schema, template: Mapping[str, Any] | None) -
                 f"expected {', '.join(fields)}"
             )
         return {name: _filled(value, text, fields.get(name, {}), name) for name, value in template.items()}
-    if len(required) == 1:
-        return {required[0]: converted(text, fields.get(required[0], {}), required[0])}
     fenced = FENCED.match(text.strip())
     try:
         action = json.loads(fenced[1] if fenced else text)
     except (ValueError, RecursionError):
         action = None
+    is_action = isinstance(action, dict) and all(name in action for name in required)
+    if len(required) == 1 and not (is_action and all(name in fields for name in action)):
+        return {required[0]: converted(text, fields.get(required[0], {}), required[0])}
     if not isinstance(action, dict):
         raise RefusedError(f"expected a JSON object with {', '.join(required or fields)}")
     return action

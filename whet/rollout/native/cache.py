@@ -88,7 +88,7 @@ class BlockCache:
 
 
 class Prefixes:
-    """Full blocks of sequences that may be continued, by all tokens up to their end. It is one of their owners, and
+    """Blocks of sequences that may be continued, by all tokens up to the end of each. It is one of their owners, and
     lets those go first that were read longest ago."""
 
     def __init__(self, cache: BlockCache) -> None:
@@ -96,7 +96,8 @@ class Prefixes:
         self._blocks = OrderedDict[Prefix, int]()  # the next to be let go first
 
     def keep(self, identity: Identity, blocks: Sequence[int]) -> None:
-        """Keeps the blocks of a sequence, of which every token of `identity` is computed."""
+        """Keeps the blocks of a sequence, of which every token of `identity` is computed, or is computed before any
+        request that shares them. Nobody may write more into a last block that is not full."""
         new = zip(_prefixes(identity), blocks, strict=False)
         for prefix, block in reversed([*new]):  # the end of a sequence is let go before its beginning
             if prefix not in self._blocks:
@@ -104,16 +105,24 @@ class Prefixes:
                 self._blocks[prefix] = block
             self._blocks.move_to_end(prefix)
 
-    def share(self, identity: Identity) -> list[int]:
-        """The blocks of the longest part of a prompt that is kept, with an owner more; its last token is not in it: the
-        logits after that are needed."""
-        found = list[int]()
-        for prefix in _prefixes(identity[:-1]) if self._blocks else ():
-            if prefix not in self._blocks:
+    def share(self, identity: Identity) -> tuple[list[int], int]:
+        """Returns the blocks of the longest part of a prompt that is kept, with an owner more, and the number of its
+        tokens; the prompt's last token is not in it: the logits after that are needed.
+
+        A block that is not full goes to the caller, who fills it, and is kept no longer."""
+        found, before, known = list[int](), 0, identity[:-1]
+        while (prefix := (before, known[len(found) * BLOCK_SIZE :][:BLOCK_SIZE])) in self._blocks:
+            if len(prefix[1]) < BLOCK_SIZE:
                 break
             found.append(self._blocks[prefix])
+            before = hash(prefix)
         self.cache.share(found)
-        return found
+        num_tokens, rest = len(found) * BLOCK_SIZE, prefix[1]
+        for count in range(min(len(rest), BLOCK_SIZE - 1) if self._blocks else 0, 0, -1):
+            block = self._blocks.pop((before, rest[:count]), None)
+            if block is not None:
+                return [*found, block], num_tokens + count
+        return found, num_tokens
 
     def free(self, count: int) -> None:
         """Lets blocks go until `count` are free in the cache, or none is left."""
@@ -127,9 +136,9 @@ class Prefixes:
 
 
 def _prefixes(identity: Identity) -> Iterator[Prefix]:
-    """Names of the full blocks of a sequence: a hash of what is before a block, and its tokens."""
+    """Names of the blocks of a sequence: a hash of what is before a block, and its tokens."""
     before = 0
-    for start in range(0, len(identity) - BLOCK_SIZE + 1, BLOCK_SIZE):
+    for start in range(0, len(identity), BLOCK_SIZE):
         prefix = before, identity[start : start + BLOCK_SIZE]
         yield prefix
         before = hash(prefix)

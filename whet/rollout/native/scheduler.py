@@ -36,7 +36,7 @@ class SharedPrompt:
     unfinished: int = 0
     running: int = 0
     blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0  # tokens in the first blocks, which were computed for another request
+    num_computed: int = 0  # its first tokens, which are computed for another request
     uncomputed: tuple[int, ...] = ()  # the tokens after them that the blocks are still to be filled with
     logits: torch.Tensor | None = None  # [V]
 
@@ -119,7 +119,7 @@ class Scheduler:
             prompt = live.prompt
             # All of a prompt is computed while some request has not started, later only its full, shared blocks.
             computed = prompt.token_ids if prompt.waiting else prompt.token_ids[: prompt.num_full * BLOCK_SIZE]
-            found = [] if prompt.blocks else self.prefixes.share(prompt.identity[: len(computed)])
+            found, num_found = ([], 0) if prompt.blocks else self.prefixes.share(prompt.identity[: len(computed)])
             first = 0 if prompt.blocks else blocks_for(len(computed)) - len(found)
             length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
             own = blocks_for(length) - prompt.num_full
@@ -131,8 +131,10 @@ class Scheduler:
                 self.cache.release(found)
                 break
             if not prompt.blocks:
-                prompt.blocks, prompt.num_computed = found + self.cache.take(first), len(found) * BLOCK_SIZE
-                prompt.uncomputed = computed[prompt.num_computed :]
+                prompt.blocks, prompt.num_computed = found + self.cache.take(first), num_found
+                prompt.uncomputed = computed[num_found:]
+                if live.request.keeps_cache:  # for prompts behind it that begin as it does, in the same prefill too
+                    self.prefixes.keep(prompt.identity[: prompt.num_full * BLOCK_SIZE], prompt.full_blocks)
             self.cache.share(prompt.full_blocks)
             live.blocks = prompt.full_blocks + self.cache.take(own)
             self.running[live.request.uid] = live

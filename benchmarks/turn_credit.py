@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credit for an episode or for each of its turns: estimators of advantages in the number game, with equal steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import games
+from benchmarks.setting import Setting
+
+TITLE = "Credit for turns"
+NOTE = """\
+`python examples/games.py number_game --seed SEED trainer.total_steps=80 algorithm.adv_estimator=...`: a game has ten
+cards, each paid at once, and the number is the share of right cards in 256 held-out games. `grpo` pays every turn with
+the sum of its episode. `segment_reinforce` and `step_reinforce` pay a turn with its return, the second less the mean of
+the group: with gamma 0 what the turn itself earned, with gamma 1 all that came after it too. `gigpo` adds both: the
+episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model.
+"""
+ESTIMATORS = {
+    "grpo": "{}",
+    "gigpo": "{gamma: 0.0}",
+    "segment_reinforce, gamma 1": "{gamma: 1.0}",
+    "segment_reinforce, gamma 0": "{gamma: 0.0}",
+    "step_reinforce, gamma 0": "{gamma: 0.0}",
+}
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """The curve and the CPU seconds by estimator and seed."""
+    return games.run_changed(setting, {label: ("number_game", changes(label)) for label in ESTIMATORS})
+
+
+def changes(label: str) -> list[str]:
+    """The changes to the recipe that an estimator takes."""
+    given = f"algorithm.adv_options={ESTIMATORS[label]}"
+    return ["trainer.total_steps=80", f"algorithm.adv_estimator={label.partition(',')[0]}", given]
+
+
+def report(results: Mapping[str, Any]) -> list[str]:
+    """A table."""
+    return games.table(results["turn_credit"], "estimator") if results["turn_credit"] else []
