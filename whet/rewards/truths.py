@@ -17,8 +17,8 @@ from whet.types import Prompt
 def checked(
     loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
 ) -> tuple[Prompt, ...]:
-    """The prompts, each in its domain. Unless `function` scores them, the registered functions that `config` names check
-    the ground truths that they will read; a file's function is loaded in its own process alone.
+    """The prompts, each in its domain. Unless `function` scores them, the registered functions of `config` check the
+    ground truths that they will read; a file's function is loaded in its own process alone.
 
     Raises: DataError naming file and row."""
     prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
