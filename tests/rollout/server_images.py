@@ -111,10 +111,10 @@ def check_new_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
     """Features and prefixes of the old weights are not used again."""
     made = requests(model, shown(model))
     before = generate(engine, made)
-    other = load_policy(model.config._name_or_path).eval()
+    other, tower = load_policy(model.config._name_or_path).eval(), {*seeing(model).tower_weights(model)}
     with torch.no_grad():
         for name, weight in other.named_parameters():
-            weight.mul_(1.5 if ".visual." in name else 1.0)
+            weight.mul_(1.5 if name in tower else 1.0)
     engine.load(servers.named(other), 1)
     after = generate(engine, made)
     assert max(abs(a - b) for a, b in zip(before[0].log_probs, after[0].log_probs, strict=True)) > 100 * GAP

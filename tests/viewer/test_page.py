@@ -26,9 +26,9 @@ WAIT = 20_000  # milliseconds
 
 
 @pytest.fixture
-def page(folder: Path) -> Iterator[Any]:
-    """The page of the folder's runs. No request leaves the machine, and nothing is logged as an error."""
-    server = open_server(folder)
+def page(folder: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page of the folder's runs, or of one run. No request leaves the machine, nothing is an error."""
+    server = open_server(folder / getattr(request, "param", ""))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     errors: list[str] = []
     with sync_api.sync_playwright() as play:
@@ -38,7 +38,7 @@ def page(folder: Path) -> Iterator[Any]:
         opened.on("pageerror", lambda error: errors.append(str(error)))
         opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         own = f"http://127.0.0.1:{server.server_address[1]}/"
-        opened.on("request", lambda request: None if request.url.startswith(own) else errors.append(request.url))
+        opened.on("request", lambda sent: None if sent.url.startswith(own) else errors.append(sent.url))
         opened.goto(own)
         opened.wait_for_selector("figure canvas")
         yield opened
@@ -52,8 +52,8 @@ def texts(page: Any, selector: str) -> list[str]:
     return [each.strip() for each in page.locator(selector).all_inner_texts()]
 
 
-def open_trajectory(page: Any, step: int, line: int, kind: str = "step") -> None:
-    page.evaluate(f"location.hash = 'tab=trajectories&run=one&kind={kind}&step={step}&line={line}'")
+def open_trajectory(page: Any, step: int, line: int, kind: str = "step", run: str = "one") -> None:
+    page.evaluate(f"location.hash = 'tab=trajectories&run={run}&kind={kind}&step={step}&line={line}'")
     page.wait_for_selector(".detail .title")
 
 
@@ -112,6 +112,13 @@ def test_turns_show_tools_and_images_that_the_run_keeps(page: Any) -> None:
     page.wait_for_selector(".block.tool img")
     assert texts(page, ".block header") == ["prompt", "turn 1", "tool", "turn 2 reward 1", "user"]
     assert page.locator(".block.tool img").get_attribute("src").endswith(DIGEST)
+    sync_api.expect(page.locator(".block.tool img")).to_have_js_property("naturalWidth", 4)
+
+
+@pytest.mark.parametrize("page", ["one"], indirect=True)
+def test_images_of_a_run_whose_own_folder_is_viewed(page: Any) -> None:
+    open_trajectory(page, 1, 2, run=".")
+    page.keyboard.press("v")
     sync_api.expect(page.locator(".block.tool img")).to_have_js_property("naturalWidth", 4)
 
 

@@ -23,12 +23,13 @@ from whet.models.folder import split_adapters
 from whet.models.load import outline
 from whet.models.vision.base import Vision
 from whet.models.vision.load import load_vision
+from whet.models.vision.qwen import QwenVision
 from whet.rollout.constraints import check_rules
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Package, find_environment
-from whet.rollout.servers.media import SharedMedia, check_media
+from whet.rollout.servers.media import Sees, SharedMedia, check_media
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
 from whet.types import Failure, Media, Versions
@@ -62,6 +63,7 @@ class ServerEngine(ABC):
 
     length_option: ClassVar[str]  # its name for the longest sequence
     package: ClassVar[Package]
+    sees: ClassVar[Sees] = (QwenVision,)
     server: Server
 
     def __init__(
@@ -83,7 +85,7 @@ class ServerEngine(ABC):
             whole: Any = outline(self.base, trust_remote_code=model.trust_remote_code)
         self._outline: PreTrainedModel = whole
         self.vision = load_vision(self.base, whole.config, trust_remote_code=model.trust_remote_code)
-        self._media = SharedMedia(self.vision, self.package.title)
+        self._media = SharedMedia(self.vision)
         config = whole.config.get_text_config()
         self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
         self._live: dict[str, Live] = {}  # by uid, the oldest first
@@ -140,7 +142,7 @@ class ServerEngine(ABC):
     @classmethod
     def check_media(cls, vision: Vision | None, media: Sequence[Media], whose: str) -> None:
         """Raises: EngineError where the server cannot read the media of `whose` prompt."""
-        check_media(vision, cls.package.title, media, whose)
+        check_media(vision, cls.package.title, cls.sees, media, whose)
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -340,7 +342,7 @@ class ServerEngine(ABC):
         params, uid = request.params, request.uid
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:
-            self._media.check(request)
+            self.check_media(self.vision, request.media, f"request {request.uid}")
         if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
             raise EngineError(
                 f"request {uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens={params.max_new_tokens} "

@@ -15,11 +15,12 @@ import torch
 from whet.errors import EngineError
 from whet.models.positions import patches, rotary_positions
 from whet.models.vision.base import Vision
-from whet.models.vision.qwen import QwenVision
+from whet.models.vision.tiles import SmolVision
 from whet.rollout.protocol import Request
 from whet.rollout.servers.weights import weights_file
 from whet.types import Media
 
+Sees = tuple[type[Vision], ...]  # families of models whose images a server reads
 HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 
 
@@ -27,7 +28,7 @@ HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 class Shown:
     """A media of a request."""
 
-    kind: str
+    kind: str  # to the server: a video of SmolVLM is an image of many tiles
     digest: str
     path: str  # of a safetensors file with the outputs of the processor
     places: list[int]  # of its patch tokens in the prompt
@@ -36,15 +37,11 @@ class Shown:
 class SharedMedia:
     """Pixel values in shared memory: each media once, for as long as a request needs it."""
 
-    def __init__(self, vision: Vision | None, title: str) -> None:
-        self.vision, self._title = vision, title
+    def __init__(self, vision: Vision | None) -> None:
+        self.vision = vision
         self._lock = Lock()
         self._files: dict[str, tuple[Future[str], ExitStack]] = {}  # by digest: the path, once written
         self._users: dict[str, int] = {}
-
-    def check(self, request: Request) -> None:
-        """Raises: EngineError where the server cannot read the media of a request."""
-        check_media(self.vision, self._title, request.media, f"request {request.uid}")
 
     def prefetch(self, request: Request) -> None:
         """Prepares the media of a request in threads, ahead of `opened`."""
@@ -54,9 +51,10 @@ class SharedMedia:
     @contextmanager
     def opened(self, request: Request) -> Iterator[list[Shown]]:
         """The media of a request, whose files are there until the end of the context.  Raises: DataError."""
+        assert self.vision is not None
         with ExitStack() as held:
             yield [
-                Shown(media.kind, media.digest, held.enter_context(self._file(media)), places)
+                Shown(self.vision.streams[media.kind], media.digest, held.enter_context(self._file(media)), places)
                 for media, places in zip(request.media, patches(request.prompt_ids, request.media), strict=True)
             ]
 
@@ -88,13 +86,13 @@ class SharedMedia:
             file.set_exception(error)
 
 
-def check_media(vision: Vision | None, title: str, media: Sequence[Media], whose: str) -> None:
-    """Raises: EngineError where a server cannot read the media of `whose` prompt."""
-    if not isinstance(vision, QwenVision):
+def check_media(vision: Vision | None, title: str, sees: Sees, media: Sequence[Media], whose: str) -> None:
+    """Raises: EngineError where a server, which `sees` with these families, cannot read the media of `whose` prompt."""
+    if not isinstance(vision, sees):
         model = "reads text" if vision is None else f"is {vision.config.model_type}"
         raise EngineError(
-            f"{whose} has {media[0].kind}s, and the model {model}; whet gives {title} images of Qwen2-VL, Qwen2.5-VL "
-            "and Qwen3-VL: change the model, or rollout.engine.name to native or hf"
+            f"{whose} has {media[0].kind}s, and the model {model}; whet gives {title} images of Qwen2-VL, Qwen2.5-VL, "
+            f"Qwen3-VL{' and SmolVLM' * (SmolVision in sees)}: change the model, or rollout.engine.name to native or hf"
         )
     for each in media:
         if each.kind not in vision.kinds or each.tokens is None:

@@ -15,6 +15,8 @@ from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
 from whet.models.lora import adapter_config
+from whet.models.vision.qwen import QwenVision
+from whet.models.vision.tiles import SmolVision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
@@ -58,7 +60,7 @@ class VLLMEngine(ServerEngine):
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
-    length_option, package = "max_model_len", PACKAGE
+    length_option, package, sees = "max_model_len", PACKAGE, (QwenVision, SmolVision)
 
     def __init__(
         self,

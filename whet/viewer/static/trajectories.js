@@ -185,7 +185,7 @@ export class TrajectoriesTab {
   }
 
   media(all, run) {
-    const source = (name) => `/media/${encodeURIComponent(encodeURIComponent(run))}/${name}`;
+    const source = (name) => `/media/${encodeURIComponent(encodeURIComponent(run).replaceAll(".", "%2E"))}/${name}`;
     const missing = (event) => event.target.replaceWith(h("span", { class: "missing" }, "not in the run's media/"));
     const image = (name) => h("img", { src: source(name), loading: "lazy", alt: "image that the model read", onerror: missing });
     const shown = all.map((each) => {

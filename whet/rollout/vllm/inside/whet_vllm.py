@@ -38,6 +38,7 @@ from vllm.v1.worker import gpu_input_batch, gpu_model_runner
 
 GREEDY = 1e-5  # temperatures below are greedy, as in vLLM
 MASK = 2**64 - 1
+TOWERS = ("visual.", "model.vision_model.", "model.connector.")  # names of Qwen-VL, then of SmolVLM
 FEATURE_BYTES = 2**30  # of the host's memory, for features of images and videos
 
 
@@ -243,7 +244,7 @@ class Features:
 
     def keep_for(self, model: torch.nn.Module) -> None:
         """Drops all where the weights of the tower are others than before."""
-        weights = [weight for name, weight in model.named_parameters() if name.startswith("visual.")]
+        weights = [weight for name, weight in model.named_parameters() if name.startswith(TOWERS)]
         tower = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
         if tower != self.tower:
             self._found.clear()
@@ -311,7 +312,8 @@ def _with_pixels(item: Any) -> Any:
     field = MultiModalFlatField(slices=[slice(None)])
     with safe_open(bytes(item["whet_file"].data.tolist()).decode(), "pt") as file:
         for name in set(file.keys()) - set(elements):
-            elements[name] = MultiModalFieldElem(data=file.get_tensor(name), field=field)
+            value = file.get_tensor(name)  # tiles of SmolVLM come as a batch of one
+            elements[name] = MultiModalFieldElem(data=value[0] if "num_patches" in elements else value, field=field)
     return MultiModalKwargsItem(elements)
 
 

@@ -56,6 +56,8 @@ def _media(path: str) -> MultiModalKwargsItem:
     """A media whose pixel values are in a safetensors file: its path, which the worker reads, and its grid."""
     with safe_open(path, "pt") as file:
         data = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith("grid_thw")}  # noqa: SIM118
+        if not data:  # SmolVLM: pixels [1, tiles, 3, side, side]
+            data["num_patches"] = torch.tensor(file.get_slice("pixel_values").get_shape()[1])
     data["whet_file"] = torch.tensor(list(path.encode()), dtype=torch.uint8)
     field = MultiModalBatchedField(keep_on_cpu=True)  # other values are dropped where a prefix is in the cache
     return MultiModalKwargsItem({name: MultiModalFieldElem(data=value, field=field) for name, value in data.items()})
