@@ -171,7 +171,7 @@ def build(
 
 @dataclass(frozen=True)
 class Begun:
-    """What a run needs of its config, data and tokenizer, before anything starts."""
+    """Tokenizer, data and plan of a run, read before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
