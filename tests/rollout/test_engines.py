@@ -497,5 +497,5 @@ def test_the_documented_command_holds_an_engine_of_a_file_to_the_suite(tmp_path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     passed = int(re.findall(r"(\d+) passed", done.stdout)[0])
-    assert passed > 40 and "native" not in done.stdout
+    assert passed > 30 and "native" not in done.stdout
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) > 500

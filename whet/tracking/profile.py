@@ -260,7 +260,8 @@ def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
     elif device is None or device.type != "cuda":
         return {}
     with suppress(Exception):  # errors of the driver's library have no type that is there without the library
-        found.setdefault("accelerator_gib", torch.cuda.device_memory_used(device) / GIB)
+        if not found:
+            found["accelerator_gib"] = torch.cuda.device_memory_used(device) / GIB
         found["accelerator_use"] = torch.cuda.utilization(device) / 100
     return found
 
