@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import math_verify
+from latex2sympy2_extended import latex2sympy2
 
 from benchmarks.setting import Setting
 from whet.rewards import math
@@ -72,11 +73,13 @@ def _boxed(answers: list[str]) -> list[RewardItem]:
 
 
 def by_math_verify(items: list[RewardItem]) -> int:
-    """The number of right answers, by math-verify as it comes."""
+    """The number of right answers, by math-verify as it comes, with its own parser."""
+    [latex2sympy2.PSParser] = math.TwoStageParser.__bases__
     right = 0
     for item in items:
         truth = math_verify.parse(f"${item.ground_truth}$")
         right += bool(math_verify.verify(truth, math_verify.parse(item.solution_str)))
+    latex2sympy2.PSParser = math.TwoStageParser
     return right
 
 

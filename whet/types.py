@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -204,3 +204,25 @@ class RewardResult:
 
 
 Outcome = RewardResult | Failure
+
+
+class Outcomes(Protocol):
+    """Outcomes of reward functions to come."""
+
+    def result(self) -> list[Outcome]:
+        """Waits for the outcomes, in order."""
+
+    def done(self) -> bool:
+        """Tells whether `result` returns at once."""
+
+
+class Scorer(Protocol):
+    """A pool of reward processes, or another that scores responses."""
+
+    scores_alone: bool  # each response by itself, and not in the thread that submits: while others are sampled
+
+    def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
+        """Begins to score the items, and returns at once."""
+
+    def close(self) -> None:
+        """Ends its processes."""

@@ -13,8 +13,8 @@ from tests.simulation.actors import END, Letters, Prompts, log_probs_of, observa
 from whet.environments.protocol import Answer, Observation
 from whet.rollout.collect import Driver, by_prompt
 from whet.rollout.protocol import Completion, Event, Finished, Request, SamplingParams, Status
-from whet.rollout.stream import Outcomes, Rollouts
-from whet.types import Failure, Group, Outcome, Prompt, Trajectory
+from whet.rollout.stream import Rollouts
+from whet.types import Failure, Group, Outcome, Outcomes, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from tests.simulation.plan import Plan

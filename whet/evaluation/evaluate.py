@@ -89,10 +89,8 @@ def evaluate(
         model_path = started.enter_context(model_folder(config.model.path, trust_remote_code=trusted))
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
         check_context(config, context_length(model_path, trust_remote_code=trusted))
-        where, seed = config.data.filter, config.seed
-        loaded = load_prompts(
-            with_tools(config.data, config.environment), tokenizer, VAL, rows=data, where=where, seed=seed
-        )
+        files = with_tools(config.data, config.environment)
+        loaded = load_prompts(files, tokenizer, VAL, rows=data, where=files.filter, seed=config.seed)
         first = replace(loaded, items=loaded.items[: config.data.val_max_prompts])
         prompts = checked(first, config.reward, reward)
         check_media(config.rollout, tokenizer, prompts)

@@ -5,38 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from whet.types import Failure, Outcome, RewardItem
-
-
-class Pending(Protocol):
-    """Outcomes that may not be there yet."""
-
-    def result(self) -> list[Outcome]:
-        """Waits for the outcomes, in order."""
-
-    def done(self) -> bool:
-        """Tells whether `result` returns at once."""
-
-
-class Scores(Protocol):
-    """A pool of a domain."""
-
-    scores_alone: bool  # one item a call, outside of the calling thread
-
-    def submit_batch(self, items: Sequence[RewardItem]) -> Pending:
-        """Starts to score the items."""
-
-    def close(self) -> None:
-        """Ends its processes."""
+from whet.types import Failure, Outcome, Outcomes, RewardItem, Scorer
 
 
 @dataclass(frozen=True)
 class Domain:
     """The pool of a domain, and the weight of its rewards."""
 
-    pool: Scores
+    pool: Scorer
     weight: float
 
 
@@ -45,7 +22,7 @@ class Routed:
     """Pending outcomes of several domains."""
 
     count: int
-    pending: Mapping[str, tuple[Sequence[int], Pending]]  # by domain, with the places of its items
+    pending: Mapping[str, tuple[Sequence[int], Outcomes]]  # by domain, with the places of its items
     weigh: Callable[[str, Outcome], Outcome]
 
     def result(self) -> list[Outcome]:

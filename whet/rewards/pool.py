@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from whet.config.schema import DomainConfig, EvalConfig, ModelConfig, RewardConfig, TrainConfig
 from whet.domains import OTHERS, Domains
@@ -25,7 +25,7 @@ from whet.rewards.domains import Domain, DomainRewards
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import CLOSED, NOT_SCORED, failure
 from whet.rewards.worker import WorkerSpec
-from whet.types import Failure, Outcome, RewardItem, RewardResult
+from whet.types import Failure, Outcome, RewardItem, RewardResult, Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -257,16 +257,13 @@ class ThreadScorer:
         return [late] * len(items)
 
 
-Rewards: TypeAlias = RewardPool | WeightedRewards | DomainRewards
-
-
-def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Rewards | None:
+def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
     """The reward pool of a run; None where no function is named, and an environment or a reward model gives the
     rewards."""
     return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
 
 
-def val_scorer_of(config: TrainConfig) -> Rewards | None:
+def val_scorer_of(config: TrainConfig) -> Scorer | None:
     """The pool of `reward.val_function`; None where none is named."""
     for name, options in config.reward.val_function.items():  # one at most
         changes = {"function": name, "kwargs": options, "domains": {}, "manager": None}
@@ -284,7 +281,7 @@ def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
 
 def build_scorer(
     config: RewardConfig, function: Callable[..., Any] | None = None, model: ModelConfig | None = None
-) -> Rewards:
+) -> Scorer:
     """The pool of one score function, or of several with weights or by domain. A manager class gets the tokenizer of
     `model`.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
@@ -293,7 +290,7 @@ def build_scorer(
         raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
     functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
     pools = [_pool(config, each, model) for each in functions]
-    found: Rewards | None = pools[0] if len(pools) == 1 else None
+    found: Scorer | None = pools[0] if len(pools) == 1 else None
     if len(pools) > 1:
         weights = config.weights or [1.0] * len(pools)
         short = [name.rpartition(":")[2] for name in names]

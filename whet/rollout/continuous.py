@@ -24,8 +24,8 @@ from whet.rollout.conductor import PURPOSE, Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode
 from whet.rollout.groups import HandOut, Stream
 from whet.rollout.protocol import SamplingParams, late
-from whet.rollout.stream import Outcomes, Rollouts, Sampled, Taken, count_failures, count_judges, with_outcomes
-from whet.types import Group, Prompt, Trajectory
+from whet.rollout.stream import Rollouts, Sampled, Taken, count_failures, count_judges, with_outcomes
+from whet.types import Group, Outcomes, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls

@@ -20,38 +20,23 @@ from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.groups import Command, Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
-from whet.types import Failure, FailureSource, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
+from whet.types import (
+    Failure,
+    FailureSource,
+    Group,
+    Outcome,
+    Outcomes,
+    Prompt,
+    RewardItem,
+    RewardResult,
+    Scorer,
+    Trajectory,
+)
 
 log = logging.getLogger(__name__)
 PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
 ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 T = TypeVar("T")
-
-
-class Outcomes(Protocol):
-    """Outcomes of reward functions to come."""
-
-    def result(self) -> list[Outcome]:
-        """Returns an outcome for each item, in order; waits for them."""
-        ...
-
-    def done(self) -> bool:
-        """Tells whether `result` returns at once."""
-        ...
-
-
-class Scorer(Protocol):
-    """A pool of reward processes, or another that scores responses."""
-
-    scores_alone: bool  # each response by itself, and not in the thread that submits: while others are sampled
-
-    def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
-        """Begins to score, and returns at once."""
-        ...
-
-    def close(self) -> None:
-        """Ends its processes."""
-        ...
 
 
 class PromptSource(Protocol):

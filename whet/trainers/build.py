@@ -40,7 +40,7 @@ from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
 from whet.rollout.replicas import Replicas
-from whet.rollout.stream import PromptSource, Rollouts, Scorer
+from whet.rollout.stream import PromptSource, Rollouts
 from whet.trainers import (
     judged as judged,  # its provider
     workers,
@@ -59,7 +59,7 @@ from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import Shaper
 from whet.trainers.workers import TrainWorker
-from whet.types import Prompt
+from whet.types import Prompt, Scorer
 from whet.weight_sync.routes import weight_sync
 
 log = logging.getLogger(__name__)
@@ -230,8 +230,7 @@ def _prompts(
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
-    domains = Domains.of_config(config.reward, has_function=reward is not None)
-    for line in domains.unused([*loaded.items, *held_out]):
+    for line in Domains.of_config(config.reward, has_function=reward is not None).unused([*loaded.items, *held_out]):
         log.warning("%s", line)
     return loaded, held_out
 
