@@ -221,7 +221,7 @@ def test_a_recipe_fits_the_machines_that_it_names(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", BY_SIZE)
-def test_a_recipe_is_rehearsed_where_its_machines_are_not(
+def test_a_recipe_is_checked_where_its_machines_are_not(
     recipe: str, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A published config without weights, a small tokenizer, and rows with the recipe's fields."""
@@ -238,13 +238,42 @@ def test_a_recipe_is_rehearsed_where_its_machines_are_not(
     with caplog.at_level("INFO"):
         assert whet("train", recipe, *given, "--device-memory", "80", "--host-memory", "512") == 0
     assert "the first prompt:\n" in caplog.text and "rewards of ground truths as responses: 1, " in caplog.text
-    assert "not checked, for they need that machine" in caplog.text and not (tmp_path / "run").exists()
+    assert "; roles actor, ref, rollout; " in caplog.text or "; roles actor, rollout; " in caplog.text
+    assert "not checked here: " in caplog.text and not (tmp_path / "run").exists()
     assert whet("train", recipe, *given, "--device-memory", "4", "--host-memory", "512") != 0  # too small
 
 
 def test_a_stated_machine_is_one_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert whet("train", "quickstart", "--device-memory", "80") == 2
     assert "add --dry-run" in capsys.readouterr().err
+    assert whet("train", "quickstart", "--dry-run", "--device-memory", "80", "-m") == 2
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_a_stated_size_is_above_0(size: str, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet("plan", "quickstart", f"model.path={model_folder}", "--host-memory", size) == 2
+    said = f"the memory of a node is stated as {float(size):g} GiB; expected a number above 0, such as 80"
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_elsewhere_scores_rows(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reward reads prompts of 4 characters, and responses of a token or none; the model folder has no weights."""
+    model = shutil.copytree(model_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    reward = tmp_path / "reads.py"
+    reward.write_text("def f(reward_input): return len(reward_input['prompt']) + reward_input['response_length']\n")
+    rows = f"data.train_files={tmp_path / 'rows.jsonl'}"
+    given = ["quickstart", f"model.path={model}", rows, "trainer.val_freq=-1", f"reward.function={reward}:f", *SMALL]
+    there = ["--dry-run", "--host-memory", "64"]
+    with caplog.at_level("INFO", "whet"):
+        assert whet("train", *given, "cluster.processes=4", *there) == 0
+    assert "rewards of ground truths as responses: 5, 5; of empty responses: 4, 4" in caplog.text
+    assert "not checked here: 1 node with room for 4 processes, " in caplog.text
+    (tmp_path / "fails.py").write_text("def f(solution_str): raise ValueError('none')\n")
+    assert whet("train", *given, f"reward.function={tmp_path / 'fails.py'}:f", *there) == 2
+    assert "the reward fails on a row of the data: ValueError: none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from whet import devices
 from whet.config.cluster import ClusterConfig, PoolConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import Placement, WorkerSpec
@@ -26,10 +27,12 @@ POOLS = {"train": PoolConfig(processes=2, roles=["actor"]), "sample": PoolConfig
 def group(*answers: dict[str, float] | Exception | None) -> Any:
     """A worker group whose ranks give these answers; None: none at all."""
 
-    def start_on(rank: int, method: str) -> Any:
+    def start_on(rank: int, method: str, whole: bool) -> Any:
         assert method == "system_use"
         reply: Future[Any] = Future()
         answer = answers[rank]
+        if isinstance(answer, dict) and not whole:
+            answer = {name: value for name, value in answer.items() if name.startswith("accelerator")}
         if isinstance(answer, Exception):
             reply.set_exception(answer)
         elif answer is not None:
@@ -49,11 +52,12 @@ def test_every_pool_is_asked_once_and_nothing_waits_for_a_rank_that_is_lost(monk
     assert use_of_ranks(roles, remote) == {f"system/train_0/{name}": value for name, value in use.items()} | named
     assert time.monotonic() - began < 5
     here = ClusterConfig(placement=POOLS)  # the meter of the loop has memory and cores
+    assert use_of_ranks(roles, here) == {}  # no rank is asked where there is no accelerator
+    monkeypatch.setattr(devices, "count", lambda: 2)
     assert use_of_ranks(roles, here) == {
         "system/train_0/accelerator_gib": 30.0,
         "system/sample_0/accelerator_gib": 30.0,
     }
-    assert use_of_ranks(roles, ClusterConfig()) == {}
 
 
 class Busy(MeasuredWorker):

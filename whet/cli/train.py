@@ -42,10 +42,10 @@ def train(
     if (config := _config("train", words, config_name, dry_run, multirun)) is None:
         return
     if is_elsewhere:
-        from whet.trainers.rehearsal import rehearse
+        from whet.trainers.dry_run import dry_run_elsewhere
 
         with shown(config, writes=False):
-            rehearse(config, device_memory, host_memory)
+            dry_run_elsewhere(config, device_memory, host_memory)
     else:
         from whet.trainers.build import train as run  # after the config is checked, since this loads torch
 

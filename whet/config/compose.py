@@ -218,17 +218,12 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
     from omegaconf import OmegaConf
 
     OmegaConf.set_struct(composed, False)
-    defaults = schema().model_dump(mode="json")
     for key, value in arguments.items():
         OmegaConf.update(composed, key, value, merge=True, force_add=True)
     _drop_empty_sections(schema, composed)
-    values = OmegaConf.to_container(composed)
-    if _refers(values):  # OmegaConf takes 15 ms
-        merged = OmegaConf.unsafe_merge(OmegaConf.create(defaults), composed)
-        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    else:
-        values = _merged(defaults, values)
-    assert isinstance(values, dict)
+    values: Any = _merged(schema().model_dump(mode="json"), OmegaConf.to_container(composed))
+    if _refers(values):
+        values = OmegaConf.to_container(OmegaConf.create(values), resolve=True, throw_on_missing=True)
     return {str(key): value for key, value in values.items()}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ import torch
 
 from whet import devices
 from whet.config.cluster import ClusterConfig
+from whet.errors import ConfigError
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -46,10 +48,18 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
 
 
 def stated(device_gib: float | None, host_gib: float | None) -> tuple[FreeMemory | None, FreeMemory | None]:
-    """The memory of an accelerator and of a node, as a user states them; None for what is not stated."""
-    sizes = (device_gib, "an accelerator"), (host_gib, "a node")
-    device, host = (gib and FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB") for gib, name in sizes)
-    return device or None, host or None
+    """The memory of an accelerator and of a node, as a user states them; None for what is not stated.
+
+    Raises: ConfigError."""
+    return _stated(device_gib, "an accelerator"), _stated(host_gib, "a node")
+
+
+def _stated(gib: float | None, name: str) -> FreeMemory | None:
+    if gib is None:
+        return None
+    if not 0 < gib < math.inf:
+        raise ConfigError(f"the memory of {name} is stated as {gib:g} GiB; expected a number above 0, such as 80")
+    return FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB")
 
 
 def total_memory() -> int | None:

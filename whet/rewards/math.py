@@ -253,15 +253,15 @@ def _parse(text: str, units: bool = True) -> Any:
 
 
 class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
-    """latex2sympy2's parser, twice as fast: SLL prediction, which gives the tree of LL or a syntax error, then LL.
-    https://www.antlr.org/papers/allstar-techreport.pdf"""
+    """latex2sympy2's parser, with SLL prediction first, which costs less and gives the tree of LL or a syntax error;
+    after an error with LL.  Source: https://www.antlr.org/papers/allstar-techreport.pdf"""
 
     def math(self) -> Any:
         """The tree of the whole text.  Raises: Exception for a syntax error."""
         self._interp.predictionMode = PredictionMode.SLL
         try:
             return super().math()
-        except Exception:  # a syntax error of either kind
+        except Exception:  # latex2sympy2 raises no other type for a syntax error
             self._interp.predictionMode = PredictionMode.LL
             self._input.tokenSource.reset()
             self._input.setTokenSource(self._input.tokenSource)
@@ -269,7 +269,7 @@ class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
             return super().math()
 
 
-latex2sympy2.PSParser = TwoStageParser
+latex2sympy2.PSParser = TwoStageParser  # the name that it looks up for each text
 
 
 def _is_feasible(expression: Any) -> bool:

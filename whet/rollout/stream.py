@@ -281,18 +281,19 @@ class Rollouts:
             response_ids = tuple(rows_of(trajectory)[-1].response_ids)
             text = str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
         has_more = trajectory.messages[1:] or trajectory.fields or trajectory.turns[0].reward
-        last = prompt.messages[-1].content if prompt.messages else ""
-        return RewardItem(
-            data_source=prompt.data_source,
-            solution_str=str(text),
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            prompt_str=last if isinstance(last, str) else str(last),
-            prompt_ids=prompt.token_ids,
-            response_ids=response_ids,
-            trajectory=trajectory.to_dict() if has_more else {},
-            messages=() if prompt.is_text else prompt.messages,
-        )
+        return reward_item(prompt, str(text), response_ids, trajectory.to_dict() if has_more else {})
+
+
+def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
+    """A response as reward functions read it."""
+    return RewardItem(
+        *(prompt.data_source, text, prompt.ground_truth, prompt.extra_info),
+        prompt_str=str(prompt.messages[-1].content) if prompt.messages else "",
+        prompt_ids=prompt.token_ids,
+        response_ids=tuple(response_ids),
+        trajectory=trajectory,
+        messages=() if prompt.is_text else prompt.messages,
+    )
 
 
 def with_outcomes(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:

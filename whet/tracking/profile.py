@@ -236,8 +236,7 @@ class SystemMeter:
         self._seconds = {each: sum(map(_cpu_seconds, pids)) for each, pids in _processes(name).items()}
 
     def measure(self, device: torch.device | None = None) -> dict[str, float]:
-        """The metrics `system/...`: resident memory in GiB, processor cores in use, and the use of this process's
-        accelerator; `device` is that of a program that it started, where it has no tensors of its own."""
+        """The metrics `system/...`: resident memory in GiB, processor cores in use, and `accelerator_use`."""
         now, found = self._clock(), dict[str, float]()
         passed, self._at = max(now - self._at, 1e-9), now
         for name, pids in _processes(self._name).items():
@@ -252,16 +251,14 @@ class SystemMeter:
 
 def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
     """The use of this process's accelerator: most memory of tensors so far in GiB, and the share of the last second in
-    which it was busy, where its driver tells (for NVIDIA: with nvidia-ml-py). In a process without tensors on it, the
-    memory that all programs have on `device` now. Empty without an accelerator."""
-    found: dict[str, float] = {}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["accelerator_gib"] = torch.cuda.max_memory_allocated() / GIB
-    elif device is None or device.type != "cuda":
+    which it was busy, where its driver tells (for NVIDIA: with nvidia-ml-py). In a process without tensors, the memory
+    that all programs have on `device` now. Empty without an accelerator."""
+    has_tensors = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if not has_tensors and (device is None or device.type != "cuda"):
         return {}
+    found = {"accelerator_gib": torch.cuda.max_memory_allocated() / GIB} if has_tensors else {}
     with suppress(Exception):  # errors of the driver's library have no type that is there without the library
-        if not found:
-            found["accelerator_gib"] = torch.cuda.device_memory_used(device) / GIB
+        found = found or {"accelerator_gib": torch.cuda.device_memory_used(device) / GIB}
         found["accelerator_use"] = torch.cuda.utilization(device) / 100
     return found
 

@@ -197,7 +197,9 @@ class Frame:
             timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
         if self.flops and step > 0 and "time/update" in timings:
             timings["perf/mfu"] = self.flops / timings["time/update"] / self._peak_flops
-        timings |= self.meter.measure() | use_of_ranks(self.roles, self.config.cluster)
+        timings |= self.meter.measure()
+        if not self.config.cluster.stays_here:
+            timings |= use_of_ranks(self.roles, self.config.cluster)
         self.metrics_file.log(step, numbers)
         self.timings_file.log(step, timings)
         self.trackers.log(step, {**numbers, **timings})

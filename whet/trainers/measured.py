@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Mapping
 
+from whet import devices
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import register
 from whet.controller.worker import Placement, Worker
@@ -24,19 +25,23 @@ class MeasuredWorker(Worker):
         self._meter = profile.SystemMeter(name=NAME)
 
     @register(concurrent=True)
-    def system_use(self) -> dict[str, float]:
-        """Memory, processor cores since the last call, and the use of this rank's accelerator, by `memory_gib`, ..."""
+    def system_use(self, whole: bool) -> dict[str, float]:
+        """The use of this rank's accelerator, by `accelerator_gib`, ...; of the `whole` rank also its memory, and the
+        processor cores that it used since the last call."""
+        if not whole:
+            return profile.accelerator_use(self.device)
         return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}
 
 
 def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> dict[str, float]:
     """The metrics `system/POOL_RANK/...` of ranks in other processes: of those of Ray all, of those on this machine the
-    accelerator alone, for the meter of the loop has the rest. Waits for no rank that is lost or late."""
-    if cluster.stays_here:
+    accelerator alone, for the meter of the loop has the rest. A rank that is lost or late has none."""
+    is_ray = cluster.backend == "ray"
+    if not (is_ray or devices.count()):
         return {}
     pools = {cluster.pool_of(role): group for role, group in roles.items()}
     calls = {
-        (pool, rank): group.start_on(rank, "system_use").replies[rank]
+        (pool, rank): group.start_on(rank, "system_use", is_ray).replies[rank]
         for pool, group in pools.items()
         for rank in range(group.world_size)
     }
@@ -46,5 +51,4 @@ def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> di
         for (pool, rank), reply in calls.items()
         if reply in done and reply.exception() is None
         for name, value in reply.result().items()
-        if cluster.backend == "ray" or name.startswith("accelerator")
     }

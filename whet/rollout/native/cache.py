@@ -107,22 +107,18 @@ class Prefixes:
 
     def share(self, identity: Identity) -> tuple[list[int], int]:
         """Returns the blocks of the longest part of a prompt that is kept, with an owner more, and the number of its
-        tokens; the prompt's last token is not in it: the logits after that are needed.
-
-        A block that is not full goes to the caller, who fills it, and is kept no longer."""
-        found, before, known = list[int](), 0, identity[:-1]
-        while (prefix := (before, known[len(found) * BLOCK_SIZE :][:BLOCK_SIZE])) in self._blocks:
-            if len(prefix[1]) < BLOCK_SIZE:
+        tokens. The prompt's last token is not in it: the logits after that are needed. A block that is not full goes to
+        the caller, who fills it, and is kept no longer."""
+        found, last, num_tokens = list[int](), list[int](), 0
+        for before, tokens in _prefixes(identity[:-1]) if self._blocks else ():
+            kept = next((count for count in range(len(tokens), 0, -1) if (before, tokens[:count]) in self._blocks), 0)
+            num_tokens += kept
+            if kept < BLOCK_SIZE:
+                last = [self._blocks.pop((before, tokens[:kept]))] if kept else []
                 break
-            found.append(self._blocks[prefix])
-            before = hash(prefix)
+            found.append(self._blocks[before, tokens])
         self.cache.share(found)
-        num_tokens, rest = len(found) * BLOCK_SIZE, prefix[1]
-        for count in range(min(len(rest), BLOCK_SIZE - 1) if self._blocks else 0, 0, -1):
-            block = self._blocks.pop((before, rest[:count]), None)
-            if block is not None:
-                return [*found, block], num_tokens + count
-        return found, num_tokens
+        return found + last, num_tokens
 
     def free(self, count: int) -> None:
         """Lets blocks go until `count` are free in the cache, or none is left."""
