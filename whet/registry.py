@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from whet.columns import ROW_COLUMNS
 from whet.errors import ConfigError, RegistryError
 from whet.options import fits, read, words
 
+log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 PACKAGE = Path(__file__).parent
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -48,6 +50,10 @@ FOREIGN_COLUMNS = {
 }
 # Parameters that are not columns: the caller supplies them by name, unless the user sets them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
+# Options under an earlier name: the new one, and its value for each of the old.
+FORMER: Mapping[str, tuple[str, Mapping[bool, str]]] = {
+    "keep_cache": ("on_new_weights", {False: "recompute", True: "keep"}),
+}
 # Parameters that are fields of a row even where they have a default.
 FIELDS = frozenset({"prompt_str", "extra_info"})
 
@@ -99,6 +105,12 @@ class Entry:
     def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
         """Completes `given` options with defaults, without those that the caller supplies. `where` is the config key
         for errors.  Raises: ConfigError."""
+        given = dict(given)
+        for old in [name for name in given if name in FORMER and name not in self.options]:
+            new, values = FORMER[old]
+            if new in self.options and isinstance(given[old], bool):
+                log.warning("%s: %s is now called %s: the next version will not know the old name", where, old, new)
+                given.setdefault(new, values[given.pop(old)])
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
             near = difflib.get_close_matches(unknown[0], list(self.options), n=1)

@@ -160,7 +160,7 @@ SECTIONS_AND_REFUSALS = [
     ),
     (
         "rollout: {engine: {name: hf, options: {compile: true}}}",
-        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; its options are keep_cache",
+        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; its options are on_new_weights",
     ),
     (
         "rollout: {engine: {options: {kv_cache_byte: 1}}}",

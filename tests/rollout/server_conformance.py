@@ -37,7 +37,7 @@ from whet.rollout.protocol import (
     Sleeps,
     generate,
 )
-from whet.rollout.servers.engine import ServerEngine
+from whet.rollout.servers.engine import OnNewWeights, ServerEngine
 from whet.rollout.servers.environment import Package, find_environment
 from whet.types import Media
 
@@ -281,7 +281,19 @@ def check_arrivals_in_a_pause(engine: ServerEngine, model: PreTrainedModel) -> N
     assert set(completions(drain(engine))) == {second.uid}
 
 
-def check_load(engine: ServerEngine, model: PreTrainedModel, pauses: bool = False) -> None:
+@contextmanager
+def on_new_weights(engine: ServerEngine, handling: OnNewWeights) -> Iterator[None]:
+    """The engine with another value of the option."""
+    engine.on_new_weights = handling
+    try:
+        yield
+    finally:
+        engine.on_new_weights = "recompute"
+
+
+def check_load(
+    engine: ServerEngine, model: PreTrainedModel, pauses: bool = False, handling: OnNewWeights = "recompute"
+) -> None:
     """Tokens before a change of weights are the old weights' and those after it a full recompute's under the new ones;
     the partial responses of a pause have all of the former."""
     made = long_requests(engine, 2, 2)
@@ -290,7 +302,8 @@ def check_load(engine: ServerEngine, model: PreTrainedModel, pauses: bool = Fals
     def change() -> None:
         if pauses:
             engine.pause()
-        engine.load(named(model, 0.5), version=2)
+        with on_new_weights(engine, handling):
+            engine.load(named(model, 0.5), version=2)
 
     partial = {event.uid: event for event in in_mid_answer(engine, model, made, 25, change)}
     assert set(partial) == (set(old) if pauses else set())
@@ -313,16 +326,38 @@ def check_load_while_paused(engine: ServerEngine, model: PreTrainedModel) -> Non
     check_load(engine, model, pauses=True)
 
 
+def check_load_by_abort(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """The same where requests are ended and sent again; in a pause nothing can end, and they compute all again."""
+    check_load(engine, model, handling="abort")
+    check_load(engine, model, pauses=True, handling="abort")
+
+
+def check_load_by_waiting(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Requests that run end under the old weights, and others begin under the new ones."""
+    made = long_requests(engine, 2, 2)
+    old = generate(engine, made)
+    for request in made:
+        assert engine.submit(request)
+    until = time.monotonic() + MIDDLE_SECONDS
+    while len(counts := COUNTS[engine.package.title](engine)) < len(made) or not min(counts):
+        assert time.monotonic() < until
+    with on_new_weights(engine, "wait"):
+        engine.load(named(model, 0.5), version=2)
+    fresh = replace(made[0], uid="fresh")
+    engine.submit(fresh)
+    found, other = completions(drain(engine)), changed(model, 0.5)
+    suite.assert_same([found[request.uid] for request in made], old, ROUNDING)
+    assert found["fresh"].versions == ((2, length_of(engine)),)
+    assert gaps(other, fresh, found["fresh"]).max() < 1e-4
+
+
 def check_kept_cache(engine: ServerEngine, model: PreTrainedModel) -> None:
     """Running requests keep keys and values of the old weights; new ones do not share them."""
     [request] = long_requests(engine, 1, 1)
 
     def change() -> None:
-        engine.keep_cache = True
-        try:
+        with on_new_weights(engine, "keep"):
             engine.load(named(model, 0.5), version=2)
-        finally:
-            engine.keep_cache = False
 
     in_mid_answer(engine, model, [request], 20, change)
     fresh = replace(request, uid="fresh")
@@ -410,7 +445,15 @@ def check_memory(engine: ServerEngine, model: PreTrainedModel) -> None:
 CHECKS: tuple[Check, ...] = (
     *(check_native_tokens, suite.check_frequencies, check_company, check_streams, check_refusals, check_arrivals),
     *(check_abort, check_attempts, check_pause, check_arrivals_in_a_pause, check_load, check_load_while_paused),
-    *(check_kept_cache, check_deadline, check_weights, check_twenty_updates, suite.check_adapter),
+    *(
+        check_load_by_abort,
+        check_load_by_waiting,
+        check_kept_cache,
+        check_deadline,
+        check_weights,
+        check_twenty_updates,
+        suite.check_adapter,
+    ),
     *(check_prefixes_per_version, check_other_models_weights, check_broken_weights, check_memory),
 )
 

@@ -380,7 +380,7 @@ def test_weights_change_between_two_tokens(engine: RolloutEngine, model: PreTrai
 def test_a_kept_cache_is_not_computed_again(model: PreTrainedModel) -> None:
     found = {}
     for keeps in (True, False):
-        native = NativeEngine(keep_cache=keeps)
+        native = NativeEngine(on_new_weights="keep" if keeps else "recompute")
         native.adopt(model)
         native.load(sharpened(model, 1.0), version=1)
         [request] = suite.requests(groups=1, n=1, **LONG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -92,7 +92,8 @@ class Batch:
 class HFEngine(InProcessEngine[LiveRequest]):
     """transformers' own forward and cache, every row until all are done: slow, and works for every language model.
 
-    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
+        keep those of the old weights (keep).
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class HFEngine(InProcessEngine[LiveRequest]):
         max_batch_size: int = 256,
         load_tokenizer: LoadTokenizer | None = None,
         *,
-        keep_cache: bool = False,
+        on_new_weights: Literal["recompute", "keep"] = "recompute",
     ) -> None:
-        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache)
+        super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         self._batch: Batch | None = None
 
     @classmethod

@@ -17,7 +17,7 @@ from fake_engines import Start, events_of, request, starting
 
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.load import load_policy
-from whet.rollout.protocol import Failed, Finished, Partial, Request, SamplingParams, generate
+from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
 from whet.rollout.servers.environment import find_environment
 from whet.rollout.sglang import engine as engine_module, server as server_module
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
@@ -65,6 +65,47 @@ def test_pause_and_new_weights(start: Start, model_folder: Path) -> None:
     [done] = events_of(engine)
     before = len(partial.token_ids)
     assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
+
+
+@pytest.mark.parametrize("handling", ["recompute", "keep", "wait", "abort"])
+def test_what_running_requests_do_when_weights_change(start: Start, model_folder: Path, handling: str) -> None:
+    """All tokens come once, with the versions that sampled them; requests that wait begin under the new weights."""
+    engine = start(batch=4, on_new_weights=handling)
+    for uid in range(5):
+        engine.submit(request(fake.SLOW, 100, str(uid), streams=uid % 2 == 0))
+    engine.submit(request(fake.QUICK, uid="waits"))
+    events = list[Event]()
+
+    def has_all(version: int) -> bool:
+        found = [sampled.versions for _, sampled in list(engine._streams.values())]
+        return len(found) == 5 and all(each and each[-1][0] == version for each in found)
+
+    for version in range(3):
+        if version:
+            engine.load(weights(model_folder), version)
+        while not has_all(version) and not (handling == "wait" and version):
+            events += engine.poll(0.05)
+    while engine.status().oldest is not None:
+        events += engine.poll(1.0)
+    found = {event.uid: event.completion for event in events if isinstance(event, Finished)}
+    assert set(found) == {*"01234", "waits"}
+    for uid in range(5):
+        completion = found[str(uid)]
+        parts = [each for each in events if isinstance(each, Partial) and each.uid == str(uid)]
+        assert completion.token_ids == tuple(range(3, 103)) and completion.finish_reason == "length"
+        assert completion.log_probs == tuple(-1 / (place + 1) for place in range(100))
+        assert [version for version, _ in completion.versions] == ([0] if handling == "wait" else [0, 1, 2])
+        assert sum((each.token_ids for each in parts), ()) == (completion.token_ids if uid % 2 == 0 else ())
+        told = [version for each in parts for version, count in each.versions for _ in range(count)]
+        assert not told or told == [version for version, count in completion.versions for _ in range(count)]
+    assert found["waits"].versions[0][0] > 0
+
+
+def test_weights_through_a_folder(start: Start, model_folder: Path, tmp_path: Path) -> None:
+    engine = start(weights_dir=str(tmp_path), restarts=0)
+    engine.load(weights(model_folder), version=1)
+    assert generate(engine, [request(fake.QUICK)])[0].versions == ((1, 5),)
+    assert [each.name for each in tmp_path.iterdir()] == ["sglang"]
 
 
 def test_an_abort_ends_one_request(start: Start) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -34,7 +35,18 @@ from whet.models.load import load_policy
 from whet.models.vision.base import Pixels, Vision
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
-from whet.rollout.protocol import Failed, Finished, LoadsAdapter, Partial, generate
+from whet.rollout.protocol import (
+    Completion,
+    Event,
+    Failed,
+    Finished,
+    LoadsAdapter,
+    Partial,
+    Request,
+    SamplingParams,
+    generate,
+)
+from whet.rollout.servers.engine import _end_of
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.servers.process import free_port
 from whet.rollout.vllm import engine as engine_module, server as server_module
@@ -241,9 +253,159 @@ def test_versions_of_streamed_tokens() -> None:
     assert versions_at(((1, 4),), 2, 1, 3) == ((1, 2),)
 
 
+HANDLINGS = ("recompute", "keep", "wait", "abort")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("handling", HANDLINGS)
+def test_what_running_requests_do_when_weights_change(start: Start, handling: str, streams: bool) -> None:
+    """All tokens come once, with the versions that sampled them, behind those of an earlier attempt; requests that wait
+    begin under the new weights."""
+    engine, tokens = start(batch=4, on_new_weights=handling), 100
+    made = [request(fake.SLOW, tokens, str(uid), streams=streams, sampled_ids=(3, 4)) for uid in range(5)]
+    for each in [*made, request(fake.QUICK, uid="waits")]:
+        engine.submit(each)
+    events = list[Event]()
+
+    def has_all(version: str) -> bool:
+        spans = [each["weight_versions"] for each in engine.call("GET", "/whet/requests")]
+        return len(spans) == 5 and all(each and each[-1]["version"] == version for each in spans)
+
+    for version in ("default", "1", "2"):
+        if version != "default":
+            engine.load([("a", torch.ones(2))], int(version))
+        while not has_all(version) and not (handling == "wait" and version != "default"):
+            events += engine.poll(0.05)
+    while engine.status().oldest is not None:
+        events += engine.poll(1.0)
+    found = {event.uid: event.completion for event in events if isinstance(event, Finished)}
+    assert set(found) == {*"01234", "waits"}
+    for uid in "01234":
+        completion, parts = found[uid], [each for each in events if isinstance(each, Partial) and each.uid == uid]
+        assert completion.token_ids == tuple(range(5, tokens + 3)) and completion.finish_reason == "length"
+        assert completion.log_probs == tuple(-1 / place for place in range(3, tokens + 1))
+        versions = [version for version, _ in completion.versions]
+        assert versions == ([0] if handling == "wait" else [0, 1, 2])
+        assert sum(count for _, count in completion.versions) == tokens - 2
+        assert sum((each.token_ids for each in parts), ()) == (completion.token_ids if streams else ())
+        assert [each.offset for each in parts] == list(range(2, 2 + len(parts)))
+        each_version = [version for version, count in completion.versions for _ in range(count)]
+        assert [each.versions for each in parts] == [((each_version[each.offset - 2], 1),) for each in parts]
+    assert found["waits"].versions[0][0] > 0
+    assert ("/abort_requests" in engine.call("GET", "/calls")) == (handling == "abort")
+
+
+def test_requests_that_were_sent_again(start: Start) -> None:
+    """A pause and an abort behind a change of weights have the tokens of both parts, also before any new one came."""
+    engine = start(on_new_weights="abort")
+    engine.submit(request(fake.SLOW, 60))
+    engine.submit(request(fake.SLOW, 60, "stops"))
+    engine.poll(0.3)
+    engine.load([("a", torch.ones(2))], 1)
+    for _ in range(2):
+        engine.pause()
+        for part in engine.poll(0.0):
+            count = len(part.token_ids)
+            assert isinstance(part, Partial) and part.offset == 0 and part.token_ids == tuple(range(3, count + 3))
+            assert sum(run for _, run in part.versions) == count and part.versions[0][0] == 0 and count > 1
+        engine.load([("a", torch.ones(2))], 2)  # in a pause nothing is ended
+        engine.resume()
+        engine.poll(0.1)
+    assert engine.call("GET", "/calls").count("/abort_requests") == 1
+    engine.abort(["stops"])
+    [cut] = engine.poll(0.0)
+    assert cut.completion.finish_reason == "abort" and {0, 2} <= dict(cut.completion.versions).keys() <= {0, 1, 2}
+    assert cut.completion.token_ids == tuple(range(3, len(cut.completion.token_ids) + 3))
+    [done] = events_of(engine)
+    assert done.completion.token_ids == tuple(range(3, 63)) and done.completion.finish_reason == "length"
+
+
+def test_requests_that_are_whole_are_not_sent_again() -> None:
+    """The server may end a request for us that had come to its end."""
+    made = Request("0", (1,), SamplingParams(4, stop_token_ids=(7,)), key=1, sampled_ids=(5,))
+    for token_ids, reason in (((), None), ((7, 5), None), ((5, 7), "stop"), ((5, 5, 5), "length"), ((5, 5, 7), "stop")):
+        assert _end_of(Completion(token_ids, (0.0,) * len(token_ids), "abort", ()), made) == reason
+
+
+def test_refused_weights_keep_requests_that_were_ended_for_them(start: Start) -> None:
+    engine = start(on_new_weights="abort")
+    for uid in ("goes on", "ends"):
+        engine.submit(request(fake.SLOW, 30, uid))
+    engine.poll(0.3)
+    with pytest.raises(WeightSyncError, match="no such weight"):
+        engine.load([("refused", torch.ones(2))], version=2)
+    engine.abort(["ends"])
+    engine.load([("a", torch.ones(2))], version=3)
+    cut, done = events_of(engine, 2)
+    assert cut.uid == "ends" and cut.completion.finish_reason == "abort" and len(cut.completion.token_ids) > 1
+    assert done.completion.token_ids == tuple(range(3, 33)) and [each for each, _ in done.completion.versions] == [0, 3]
+
+
+def test_requests_without_tokens_are_not_waited_for(start: Start) -> None:
+    engine = start(on_new_weights="wait", answer_seconds=1.0, restarts=0)
+    engine.submit(request(fake.STUCK))
+    engine.poll(0.3)
+    with pytest.raises(EngineError, match="gave no token to 1 requests for 1 s"):
+        engine.load([("a", torch.ones(2))], 1)
+
+
+def test_the_option_has_an_earlier_name(caplog: pytest.LogCaptureFixture) -> None:
+    for engine, is_kept, new in (("vllm", True, "keep"), ("native", False, "recompute")):
+        found = ROLLOUT_ENGINES[engine].resolve_options({"keep_cache": is_kept}, "rollout.engine.options")
+        assert found["on_new_weights"] == new and "keep_cache" not in found
+    assert "rollout.engine.options: keep_cache is now called on_new_weights" in caplog.text
+    with pytest.raises(ConfigError, match=r"on_new_weights='stop'; expected one of recompute, keep, wait, abort"):
+        ROLLOUT_ENGINES["vllm"].resolve_options({"on_new_weights": "stop"}, "rollout.engine.options")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_weights_through_a_folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool) -> None:
+    """Where there is no shared memory; nothing stays there."""
+
+    def none(name: str) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", none)
+    instead = (
+        r"shared memory at byte 0 \(Function not implemented\).* set rollout.engine.options.weights_dir to a folder"
+    )
+    with pytest.raises(WeightSyncError, match=instead):
+        start().load([("a", torch.ones(2))], 1)
+    engine = start(weights_dir=str(tmp_path), adapter=adapter)
+    load = engine.load_adapter if adapter else engine.load
+    for version in (1, 2):
+        load([("base_model.model.a.lora_A.weight", torch.ones(2, 2))], version)
+        assert generate(engine, [request(fake.QUICK)])[0].versions == ((version, 5),)
+    kept = Path(f"/proc/{os.getpid()}/fd")
+    on_disk = [each for each in kept.iterdir() if str(each.resolve()).startswith(str(tmp_path))]
+    assert len(on_disk) == (not adapter) and not list(tmp_path.glob("*.safetensors")) + list(tmp_path.glob("whet-*"))
+
+
+def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:
+    """The error names what to set, and a folder is limited too."""
+    script = (
+        "import resource, sys, torch\n"
+        "from whet.rollout.servers.weights import weights_file\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+        "with weights_file([('a', torch.ones(2**20))], *sys.argv[1:], header_bytes=2**12): pass\n"
+    )
+    for folder, words in (([], "weights_dir to a folder on a disk"), ([str(tmp_path)], "make some")):
+        found = subprocess.run([sys.executable, "-c", script, *folder], capture_output=True, text=True, timeout=120)
+        place = folder[0] if folder else "shared memory"
+        assert (
+            f"cannot be written to {place} at byte 1048576 (File too large)" in found.stderr and words in found.stderr
+        )
+
+
+def test_a_folder_for_weights_that_is_of_no_use(tmp_path: Path) -> None:
+    options = {"server": None, "python": None, "weights_dir": str(tmp_path / "no"), "adapter": False}
+    with pytest.raises(ConfigError, match=r"weights_dir=.*/no is no folder that can be written to; expected one with"):
+        VLLMEngine.check_ahead(ModelConfig(), 8, options)
+
+
 def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
     for keeps in (False, True):
-        engine = start(keep_cache=keeps)
+        engine = start(on_new_weights="keep" if keeps else "recompute")
         engine.load([("a", torch.ones(2))], version=1)
         calls = engine.call("GET", "/calls")
         clears = "false" if keeps else "true"
@@ -473,8 +635,8 @@ def test_options_are_checked_before_anything_starts(start: Start, model_folder: 
     model = ModelConfig(path=str(model_folder))
     with pytest.raises(ConfigError, match=r"adapter=true with model.lora.rank=None; expected a rank of 1 to 512"):
         VLLMEngine(torch.float32, 8, CPU, model, adapter=True)
-    with pytest.raises(ConfigError, match="has no option 'keep_caches'; did you mean 'keep_cache'"):
-        ROLLOUT_ENGINES["vllm"].resolve_options({"keep_caches": True}, "rollout.engine.options")
+    with pytest.raises(ConfigError, match="has no option 'weights_dirs'; did you mean 'weights_dir'"):
+        ROLLOUT_ENGINES["vllm"].resolve_options({"weights_dirs": True}, "rollout.engine.options")
     with pytest.raises(ConfigError, match="kv_cache_bytes=0; expected a whole number > 0"):
         ROLLOUT_ENGINES["vllm"].resolve_options({"kv_cache_bytes": 0}, "rollout.engine.options")
 

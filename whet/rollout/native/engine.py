@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     kv_cache_bytes: memory for keys and values.
     compile: compiles the decode step: slower to start, faster to run.
-    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
+        keep those of the old weights (keep).
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         *,
         kv_cache_bytes: Count = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
-        keep_cache: bool = False,
+        on_new_weights: Literal["recompute", "keep"] = "recompute",
     ) -> None:
-        super().__init__(dtype, max_batch_size, load_tokenizer, keep_cache)
+        super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
         self._form = LogitForm()
         self._decode: Callable[..., torch.Tensor] | None = None

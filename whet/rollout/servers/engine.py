@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ from whet.models.vision.base import Vision
 from whet.models.vision.load import load_vision
 from whet.models.vision.qwen import QwenVision
 from whet.rollout.constraints import check_rules
+from whet.rollout.episode import joined
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
@@ -32,16 +34,18 @@ from whet.rollout.servers.environment import Package, find_environment
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
-from whet.types import Failure, Media, Versions
+from whet.types import Failure, FinishReason, Media, Versions
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
+SETTLE_SECONDS = 0.002  # between two looks at answers that are on their way
 LOST = (OSError, EOFError)  # connections that broke
 SENDS = 3  # of a request whose connection broke while the server is well
 NEVER_SENT = Completion((), (), "abort", ())
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
+OnNewWeights = Literal["recompute", "keep", "wait", "abort"]
 
 
 @dataclass(eq=False)
@@ -52,8 +56,15 @@ class Live:
     name: str  # of this attempt, for the server
     submitted_at: float = field(default_factory=time.monotonic)
     is_sent: bool = False
+    is_cut: bool = False  # the server is asked to end it, and it is sent again
+    before: Completion = NEVER_SENT  # what it had when it was sent again
     known: Versions = ()  # of its tokens at the last change of weights, where it streams
     call: Future[None] = field(default_factory=Future)
+
+    @property
+    def rest(self) -> Request:
+        """What is left to sample, for the server."""
+        return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
 
 
 class ServerEngine(ABC):
@@ -72,13 +83,15 @@ class ServerEngine(ABC):
         max_batch_size: int,
         model: ModelConfig,
         *,
-        keep_cache: bool,
+        on_new_weights: OnNewWeights,
+        weights_dir: str | None,
         start_seconds: float,
         answer_seconds: float,
         restarts: int,
     ) -> None:
         assert model.path is not None
-        self.dtype, self.keep_cache, self.version = dtype, keep_cache, FIRST_VERSION
+        self.dtype, self.on_new_weights, self.weights_dir = dtype, on_new_weights, weights_dir
+        self.version = FIRST_VERSION
         self.base, _ = split_adapters(model.path)  # adapters come by `load`
         self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
         with torch.device("meta"):
@@ -125,12 +138,19 @@ class ServerEngine(ABC):
 
     def _begin(self) -> None:
         self.server = self._start()
-        self._room = asyncio.Semaphore(self._most)  # of the thread of this server's client
+        # Of the thread of this server's client; open while requests may be sent.
+        self._room, self._is_open = asyncio.Semaphore(self._most), asyncio.Event()
+        self._is_open.set()
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
         """Raises: ConfigError where the server could not be started with these options."""
-        server = options["server"] or {}
+        server, folder = options["server"] or {}, options["weights_dir"]
+        if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"rollout.engine.options.weights_dir={folder} is no folder that can be written to; expected one with "
+                "room for all weights: make it, or leave it out for the host's memory"
+            )
         find_environment(cls.package, options["python"]).check_arguments(server, ())
         length = server.get(cls.length_option, longest)
         if isinstance(length, int) and length < longest:
@@ -151,7 +171,8 @@ class ServerEngine(ABC):
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
         longest = max(decoding.lengths.prompts)
-        copies = 0 if options.get("adapter") else 1 + bool(options["restarts"])  # both until the new ones are there
+        in_memory = not (options.get("adapter") or options["weights_dir"])
+        copies = in_memory * (1 + bool(options["restarts"]))  # both until the new ones are there
         return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, copies)
 
     # -- the server's own words
@@ -159,10 +180,6 @@ class ServerEngine(ABC):
     @abstractmethod
     def prepare(self) -> None:
         """Makes ready a server that has just started."""
-
-    @abstractmethod
-    async def admit(self) -> None:
-        """Waits, in the client's thread, until the server takes requests."""
 
     @abstractmethod
     async def sample(self, live: Live) -> Completion:
@@ -250,25 +267,28 @@ class ServerEngine(ABC):
 
     def _stop(self) -> None:
         self.hold(keep_cache=True)
-        for live, found in self.so_far():
-            if not live.request.streams:
-                self.stream(live, 0, found.token_ids, found.log_probs, found.versions)
+        found = dict(self.so_far())
+        for live in [each for each in self._live.values() if not (each.request.streams or each.call.done())]:
+            whole = joined(live.before, found.get(live, NEVER_SENT))
+            if whole.token_ids:
+                self.stream(live, -len(live.before.token_ids), whole.token_ids, whole.log_probs, whole.versions)
 
     def stream(
         self, live: Live, place: int, token_ids: Sequence[int], log_probs: Sequence[float], versions: Versions
     ) -> None:
-        """Gives tokens of a request before its end; `place` counts from those that earlier attempts sampled."""
-        where = live.request.uid, live.request.attempt, len(live.request.sampled_ids) + place
+        """Gives tokens of a request before its end; `place` counts from those that it was sent with."""
+        where = live.request.uid, live.request.attempt, len(live.rest.sampled_ids) + place
         self._ended.put((None, Partial(*where, tuple(token_ids), tuple(log_probs), versions)))
 
     def resume(self) -> None:
         self._paused, self._seen = False, (-1, time.monotonic())
         if self._coming is None:
-            self.unless_lost(self.release)
+            self.unless_lost(self._go_on)
 
     def load(self, weights: Weights, version: int) -> None:
         """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
-        self._keep(kept(weights_file(as_in_checkpoints(weights, self._outline)), version))
+        file = weights_file(as_in_checkpoints(weights, self._outline), self.weights_dir)
+        self._keep(kept(file, version))
         self.unless_lost(self._send_weights)
         self.version = version
         if not self._restarts and self._loss is None:
@@ -304,8 +324,13 @@ class ServerEngine(ABC):
     @contextmanager
     def between_two_steps(self, version: int) -> Iterator[None]:
         """Pauses for new weights, and goes on with them.  Raises: WeightSyncError where the server refuses them."""
+        is_held = self._paused or self._coming is not None  # nothing can end in a pause
+        handling = "recompute" if is_held else self.on_new_weights
+        if handling in ("wait", "abort"):
+            self.open(False)
+            self._let_end() if handling == "wait" else self._cut()
         self._coming = version
-        self.hold(keep_cache=self.keep_cache)
+        self.hold(keep_cache=handling == "keep")
         if any(live.request.streams for live in self._live.values()):
             for live, found in self.so_far():
                 live.known = found.versions
@@ -319,7 +344,32 @@ class ServerEngine(ABC):
             ) from error
         self.version, self._coming = version, None
         if not self._paused:
-            self.release()
+            self._go_on()
+
+    def open(self, is_open: bool) -> None:
+        """Lets requests through to the server, or not."""
+
+        async def change() -> None:
+            self._is_open.set() if is_open else self._is_open.clear()
+
+        self.server.client.start(change()).result()
+
+    def _go_on(self) -> None:
+        self.release()
+        self.open(True)
+
+    def _let_end(self) -> None:
+        """Waits for the end of all requests that were sent.  Raises: EngineError where the server is lost or hangs."""
+        self._seen = (-1, time.monotonic())
+        while sent := [live.call for live in _in_server(self._live.values())]:
+            wait(sent, timeout=TICK_SECONDS)
+            self._look()
+
+    def _cut(self) -> None:
+        """Ends all requests that were sent; each is sent again with its tokens.  Raises: EngineError."""
+        for live in (sent := _in_server(self._live.values())):
+            live.is_cut = True
+        self._end(sent)
 
     def status(self) -> Status:
         unfinished = list(self._live.values())  # at once: another thread may submit
@@ -361,9 +411,7 @@ class ServerEngine(ABC):
         request = live.request
         try:
             async with asyncio.timeout(request.deadline_seconds), self._room:
-                await self.admit()
-                live.is_sent = True
-                completion = await self._sampled(live)
+                completion = await self._completed(live)
             event: Event = Finished(request.uid, request.attempt, completion)
         except TimeoutError:
             why = f"its deadline of {request.deadline_seconds:g} s was over"
@@ -371,6 +419,19 @@ class ServerEngine(ABC):
         except (EngineError, *LOST, *UNREADABLE) as error:
             event = Failed(request.uid, request.attempt, Failure("engine", f"{type(error).__name__}: {error}"))
         self._ended.put((live, event))
+
+    async def _completed(self, live: Live) -> Completion:
+        """The completion of a request, over all times that it is sent."""
+        while True:
+            await self._is_open.wait()
+            live.is_sent = True
+            found = joined(live.before, await self._sampled(live))
+            if not live.is_cut or found.finish_reason != "abort":
+                return found
+            if (reason := _end_of(found, live.request)) is not None:
+                return replace(found, finish_reason=reason)
+            live.name = f"{live.name}-on"
+            live.before, live.known, live.is_cut, live.is_sent = found, (), False, False
 
     async def _sampled(self, live: Live) -> Completion:
         """The completion of a request. Where its connection breaks, it is sent under another name."""
@@ -398,15 +459,17 @@ class ServerEngine(ABC):
                 live, event = self._ended.get_nowait()
 
     def _end(self, chosen: list[Live]) -> None:
-        """Ends requests, and returns when all have come to their end."""
+        """Ends requests, and returns when no server has any of them."""
         until = time.monotonic() + self._answer_seconds
         for live in chosen:
             if not live.is_sent and live.call.cancel():
                 request = live.request
-                self._ended.put((live, Finished(request.uid, request.attempt, NEVER_SENT)))
-        while sent := [live for live in chosen if not live.call.done()]:
+                self._ended.put((live, Finished(request.uid, request.attempt, live.before)))
+        while sent := _in_server(chosen):
             self.end([live.name for live in sent])
-            wait([live.call for live in sent], timeout=ABORT_SECONDS)
+            again = time.monotonic() + ABORT_SECONDS
+            while _in_server(sent) and time.monotonic() < again:
+                time.sleep(SETTLE_SECONDS)
             if time.monotonic() > until:
                 raise self.server.failure(f"did not abort {len(sent)} requests within {self._answer_seconds:g} s")
 
@@ -468,6 +531,18 @@ class ServerEngine(ABC):
                 f"version {self._coming} of the weights did not arrive whole, and what is left of version "
                 f"{self.version} may be mixed with it; nothing is sampled until all weights of a version came"
             )
+
+
+def _in_server(chosen: Iterable[Live]) -> list[Live]:
+    return [live for live in chosen if live.is_sent and not live.call.done()]
+
+
+def _end_of(found: Completion, request: Request) -> FinishReason | None:
+    """Why a response ends with the tokens that it had when it was cut; None where it goes on."""
+    if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
+        return "stop"
+    is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens
+    return "length" if is_long else None
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as one safetensors file in shared memory, which the processes of a server read."""
+"""Weights as one safetensors file in shared memory or on a disk, which the processes of a server read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from whet.errors import WeightSyncError
 
 HEADER_BYTES = 2**22  # names, dtypes and places of some ten thousand weights; the rest is spaces
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS, MEMORY = "adapter_model.safetensors", "/dev/shm"
 DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -47,38 +47,57 @@ class Adapter:
 
 
 @contextmanager
-def weights_file(weights: Weights, *, header_bytes: int = HEADER_BYTES) -> Iterator[str]:
-    """Writes weights as they come, and yields the path of the file. It has no name that could remain after a crash: it
-    is a descriptor of this process, and the kernel frees it with the last process that has it open.
+def weights_file(weights: Weights, folder: str | None = None, *, header_bytes: int = HEADER_BYTES) -> Iterator[str]:
+    """Writes weights as they come, in memory or in a folder, and yields the path of the file. It has no name that could
+    remain after a crash: it is a descriptor of this process, and the kernel frees it with the last process that has it
+    open.
 
-    Raises: what `weights` raises; WeightSyncError where there is no memory for them."""
-    file = os.memfd_create("whet-rollout-weights")
+    Raises: what `weights` raises; WeightSyncError where there is no room for them."""
+    file = _opened(folder)
     try:
         header, end = dict[str, object](), 0
         for name, weight in weights:
             octets = weight.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-            _write(file, octets.data, header_bytes + end)
+            _write(file, octets.data, header_bytes + end, folder)
             place = [end, end + len(octets)]
             header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": place}
             end += len(octets)
         text = json.dumps(header).encode().ljust(header_bytes - 8)
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        _write(file, memoryview(len(text).to_bytes(8, "little") + text), 0, folder)
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:
         with suppress(OSError):
             os.close(file)
 
 
-def _write(file: int, octets: memoryview, offset: int) -> None:
+def _opened(folder: str | None) -> int:
+    """A new file without a name."""
+    try:
+        if folder is None:
+            return os.memfd_create("whet-rollout-weights")
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise _no_room(folder, 0, error) from error
+
+
+def _no_room(folder: str | None, offset: int, error: OSError) -> WeightSyncError:
+    instead = (
+        "set rollout.engine.options.weights_dir to a folder on a disk that has it, or use a machine with more memory"
+    )
+    return WeightSyncError(
+        f"weights for the rollout cannot be written to {folder or 'shared memory'} at byte {offset} "
+        f"({error.strerror}); expected room for all weights, twice with restarts: {'make some' if folder else instead}"
+    )
+
+
+def _write(file: int, octets: memoryview, offset: int, folder: str | None) -> None:
     try:
         while octets:
             written = os.pwrite(file, octets, offset)
             octets, offset = octets[written:], offset + written
     except OSError as error:
-        raise WeightSyncError(
-            f"weights for the rollout cannot be written to shared memory at byte {offset} ({error.strerror}); expected "
-            "room for the weights once more: use a machine with more memory"
-        ) from error
+        raise _no_room(folder, offset, error) from error
 
 
 def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
@@ -90,10 +109,10 @@ def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
 
 
 @contextmanager
-def adapter_folder(adapter: Adapter) -> Iterator[str]:
-    """Writes an adapter's folder, in shared memory where there is some, and yields its path."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=memory if memory.is_dir() else None) as folder:
+def adapter_folder(adapter: Adapter, place: str | None = None) -> Iterator[str]:
+    """Writes an adapter's folder, in `place` or in shared memory where there is some, and yields its path."""
+    memory = MEMORY if Path(MEMORY).is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=place or memory) as folder:
         on_host = {name: weight.detach().cpu().contiguous() for name, weight in adapter.weights.items()}
         save_file(on_host, f"{folder}/{ADAPTER_WEIGHTS}")
         Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
@@ -113,7 +132,7 @@ def _layer(named: tuple[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights in shared memory, as long as `files` is open."""
+    """Weights in a file, as long as `files` is open."""
 
     path: str
     version: int
@@ -121,6 +140,6 @@ class Kept:
 
 
 def kept(opened: AbstractContextManager[str], version: int) -> Kept:
-    """Holds weights that are written to memory.  Raises: whatever writing them raises."""
+    """Holds weights that are written to a file.  Raises: whatever writing them raises."""
     files = ExitStack()
     return Kept(files.enter_context(opened), version, files)

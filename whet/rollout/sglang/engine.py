@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from whet.models.attention import token_bytes
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
-from whet.rollout.servers.engine import FIRST_VERSION, TICK_SECONDS, Live, ServerEngine, where_found
+from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, Live, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
@@ -34,7 +34,6 @@ PACKAGE = Package(
     why="whose insides whet builds on",
     arguments=("srt/arg_groups/fields/*.py", "*"),
 )
-SETTLE_SECONDS = 0.002  # between two looks at answers that are on their way
 
 
 @register_rollout("sglang")
@@ -44,13 +43,16 @@ class SGLangEngine(ServerEngine):
 
     python: interpreter of the environment; unset: $WHET_SGLANG_PYTHON, else .venv-sglang of the checkout.
     kv_cache_bytes: memory for keys and values.
-    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    on_new_weights: what running requests do when weights change. recompute: go on, and compute their keys and values
+        again; keep: go on with those of the old weights; wait: end under the old weights, before the new ones load;
+        abort: are ended, and sent again with the tokens that they have.
     threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
+    weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
     server: further arguments of SGLang's server by name, such as context_length.
     """
 
@@ -66,19 +68,21 @@ class SGLangEngine(ServerEngine):
         *,
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
-        keep_cache: bool = False,
+        on_new_weights: Literal["recompute", "keep", "wait", "abort"] = "recompute",
         threads: Count | None = None,
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
         restarts: Number = 3,
+        weights_dir: str | None = None,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             dtype,
             max_batch_size,
             model,
-            keep_cache=keep_cache,
+            on_new_weights=on_new_weights,
+            weights_dir=weights_dir,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
@@ -110,21 +114,8 @@ class SGLangEngine(ServerEngine):
         variables = environment(threads or torch.get_num_threads(), device, num_devices, self._patches)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
-    def _open(self, is_open: bool) -> None:
-        async def change() -> None:
-            self._is_open.set() if is_open else self._is_open.clear()
-
-        self.server.client.start(change()).result()
-
     def prepare(self) -> None:
-        """Lets requests through."""
         self._streams.clear()
-        self._is_open = asyncio.Event()  # used in the client's thread alone; set while requests may be sent
-        self._open(True)
-
-    async def admit(self) -> None:
-        """Waits for the end of a pause: SGLang knows nothing of requests that come meanwhile, and could not abort."""
-        await self._is_open.wait()
 
     async def sample(self, live: Live) -> Completion:
         """Sends a request and reads its answer, piece by piece."""
@@ -134,7 +125,7 @@ class SGLangEngine(ServerEngine):
             files.callback(self._streams.pop, name, None)
             opened = self._media.opened(live.request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if live.request.media else []
-            body = body_of(live.request, name, self.version, media)
+            body = body_of(live.rest, name, self.version, media)
             async for piece in self.server.client.events("/generate", body):
                 if (new := sampled.add(piece)) and live.request.streams:
                     versions = last_versions(sampled.versions, new)
@@ -149,8 +140,9 @@ class SGLangEngine(ServerEngine):
             self.call("POST", "/abort_request", {"rid": _named(name)})
 
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling; requests that are to compute all again go back into SGLang's queue."""
-        self._open(False)
+        """Stops sampling; requests that are to compute all again go back into SGLang's queue. No other is sent: SGLang
+        knows nothing of requests that come meanwhile, and could not abort them."""
+        self.open(False)
         self.call("POST", "/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
         self._settle()
         if not keep_cache:
@@ -165,7 +157,7 @@ class SGLangEngine(ServerEngine):
             if time.monotonic() > until:
                 raise self.server.failure(f"did not send sampled tokens within {self._answer_seconds:g} s")
             self.server.check()
-            time.sleep(min(SETTLE_SECONDS, TICK_SECONDS))
+            time.sleep(SETTLE_SECONDS)
 
     def _count_of(self, name: str) -> float:
         found = self._streams.get(name)
@@ -173,7 +165,6 @@ class SGLangEngine(ServerEngine):
 
     def release(self) -> None:
         self.call("POST", "/continue_generation", {})
-        self._open(True)
 
     def so_far(self) -> Iterator[tuple[Live, Completion]]:
         for live, sampled in list(self._streams.values()):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -49,7 +49,9 @@ class VLLMEngine(ServerEngine):
     python: interpreter of the environment; unset: $WHET_VLLM_PYTHON, else .venv-vllm of the checkout.
     kv_cache_bytes: memory for keys and values.
     compile: compiles the model: slower to start, faster to run.
-    keep_cache: running requests keep their keys and values when weights change, instead of computing them again.
+    on_new_weights: what running requests do when weights change. recompute: go on, and compute their keys and values
+        again; keep: go on with those of the old weights; wait: end under the old weights, before the new ones load;
+        abort: are ended, and sent again with the tokens that they have.
     adapter: samples with the trained adapter beside the weights, instead of merging it and sending all weights.
     threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
     port: port of the server on 127.0.0.1; unset: any free one.
@@ -57,6 +59,7 @@ class VLLMEngine(ServerEngine):
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
+    weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
@@ -73,20 +76,22 @@ class VLLMEngine(ServerEngine):
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
-        keep_cache: bool = False,
+        on_new_weights: Literal["recompute", "keep", "wait", "abort"] = "recompute",
         adapter: bool = False,
         threads: Count | None = None,
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
         restarts: Number = 3,
+        weights_dir: str | None = None,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             dtype,
             max_batch_size,
             model,
-            keep_cache=keep_cache,
+            on_new_weights=on_new_weights,
+            weights_dir=weights_dir,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
@@ -127,11 +132,8 @@ class VLLMEngine(ServerEngine):
         self._is_adapter_known = False
         self.call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
-    async def admit(self) -> None:
-        """Waits for nothing: vLLM takes requests while it is paused too."""
-
     async def sample(self, live: Live) -> Completion:
-        request = live.request
+        request = live.rest
         with ExitStack() as files:
             opened = self._media.opened(request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if request.media else []
@@ -202,7 +204,7 @@ class VLLMEngine(ServerEngine):
     def _send_adapter(self) -> None:
         assert self._adapter is not None
         version = self._adapter.version
-        with adapter_folder(self._adapter) as folder, self.between_two_steps(version):
+        with adapter_folder(self._adapter, self.weights_dir) as folder, self.between_two_steps(version):
             if not self._is_adapter_known:
                 self.call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
             else:  # the front would name the path with every request, and the worker read it for each
