@@ -329,6 +329,7 @@ def check_load_while_paused(engine: ServerEngine, model: PreTrainedModel) -> Non
 def check_load_by_abort(engine: ServerEngine, model: PreTrainedModel) -> None:
     """The same where requests are ended and sent again; in a pause nothing can end, and they compute all again."""
     check_load(engine, model, handling="abort")
+    reset(engine, model)
     check_load(engine, model, pauses=True, handling="abort")
 
 

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import LostWorkerError
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import train
+from whet.weight_sync import routes
+from whet.weight_sync.routes import Route, Site
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -150,6 +153,50 @@ def test_a_lost_rank_changes_no_result(
     died = r"died (in \w+|between two calls): SIGKILL"
     why = rf"did not answer serve within {HANG_SECONDS:g} s" if fault == "hung" else died
     assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 {why}", caplog.text)
+    assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
+    ahead: bool,
+    undisturbed: dict[str, Any],
+    faults: Faults,
+    train_config: MakeConfig,
+    additions: Rows,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others, whose group breaks with it, get the weights again."""
+    settings, races, key = (AHEAD, RACES, "ahead") if ahead else (RUN, ("nothing",), "in turn")
+    if key not in undisturbed:
+        undisturbed[key] = result(train_config({**settings, "trainer.run_dir": tmp_path / "alone"}), additions, races)
+    plain, plain_start, ways, struck = routes.plan_routes, WorkerGroup.start_on, list[str](), list[int]()
+
+    def elsewhere(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
+        found = plain(senders, [replace(receiver, machine="another") for receiver in receivers])
+        ways.extend(route.way for route in found)
+        return found
+
+    def start_on(group: WorkerGroup, rank: int, method: str, *arguments: Any) -> PendingCall:
+        strikes = (method, rank) == ("receive", 1) and arguments[0] == 2 and not struck
+        if strikes:  # it stands still when the sender begins, and is gone in the middle
+            struck.append(pid_of(1))
+            os.kill(struck[0], signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, (struck[0], signal.SIGKILL)).start()
+        return plain_start(group, rank, method, *arguments)
+
+    monkeypatch.setattr(routes, "plan_routes", elsewhere)
+    monkeypatch.setattr(WorkerGroup, "start_on", start_on)
+    faults.calls, faults.at = 0, {}
+    steps, metrics, lost = result(train_config(settings), additions, races)
+    assert struck and set(ways) == {"broadcast"} and len(ways) >= 2 + 1 + 2  # two ranks, one, and two again
+    assert (steps, metrics, lost) == (*undisturbed[key][:2], 1)
+    assert re.search(
+        r"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 died in receive", caplog.text
+    )
     assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
 
 

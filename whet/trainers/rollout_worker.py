@@ -13,7 +13,7 @@ from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement
 from whet.engines.protocol import TrainEngine
-from whet.errors import LostReplicaError
+from whet.errors import DeadlineError, LostReplicaError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
@@ -22,8 +22,10 @@ from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import in_process
 from whet.weight_sync.buckets import Digest, receive
-from whet.weight_sync.link import Inlet
+from whet.weight_sync.link import Broken, Inlet, LinkClosedError
 from whet.weight_sync.routes import Route, Site, open_inlet
+
+HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
 
 
 class RolloutWorker(MeasuredWorker):
@@ -47,6 +49,7 @@ class RolloutWorker(MeasuredWorker):
         self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices)
         self._owns_module = self._attached = False
         self._inlet: Inlet | None = None
+        self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
         self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
         if not self.is_beside_actor():
@@ -74,6 +77,9 @@ class RolloutWorker(MeasuredWorker):
             with self._turn:
                 self.engine.abort(aborted)
         while True:
+            if self._is_half_filled:  # all weights come again, or the run ends
+                time.sleep(max(0.0, min(HALF_FILLED_SECONDS, until - time.monotonic())))
+                return
             with self._turn:
                 while self._queue and self.engine.submit(self._queue[0]):
                     self._queue.popleft()
@@ -160,11 +166,11 @@ class RolloutWorker(MeasuredWorker):
         self._inlet = open_inlet(route, deadline_seconds, self.device)
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
-    def receive(self, version: int) -> str:
-        """Takes the weights of `version` from the link, and returns their digest. While requests are sampled they
-        are gathered in memory, and go in between two decode steps.
+    def receive(self, version: int) -> str | Broken:
+        """Takes the weights of `version` from the link, and returns their digest, or Broken. While requests are
+        sampled they are gathered in memory, and go in between two decode steps.
 
-        Raises: WeightSyncError; DeadlineError.
+        Raises: WeightSyncError.
         """
         assert self._inlet is not None
         digest = Digest()
@@ -174,14 +180,18 @@ class RolloutWorker(MeasuredWorker):
                 status = self.engine.status()
                 is_sampling = bool(status.running or status.waiting)
                 if not is_sampling:
+                    self._is_half_filled = True
                     self._fill(weights, version)
             if is_sampling:
                 gathered = [(name, weight.clone()) for name, weight in weights]
                 with self._turn:
                     self._fill(gathered, version)
-        except BaseException:
+        except BaseException as error:
             self._close_link()  # the trainer, which waits for this rank, hears of it
+            if isinstance(error, DeadlineError | LinkClosedError):
+                return Broken(error)
             raise
+        self._is_half_filled = False
         return str(digest)
 
     @register(Dispatch.ONE_TO_ALL)

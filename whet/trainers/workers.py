@@ -27,7 +27,7 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
-from whet.errors import CheckpointError, ConfigError, EngineError, WorkerError
+from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, WorkerError
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
@@ -38,7 +38,7 @@ from whet.trainers.measured import MeasuredWorker
 from whet.trainers.objectives import narrowed
 from whet.types import Media
 from whet.weight_sync.buckets import send
-from whet.weight_sync.link import Outlet
+from whet.weight_sync.link import Broken, LinkClosedError, Outlet
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
@@ -132,17 +132,16 @@ class TrainWorker(EngineWorker):
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, dtype: str, only_adapter: bool) -> str | None:
+    def publish(self, version: int, dtype: str, only_adapter: bool) -> str | Broken | None:
         """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype; every rank takes part,
-        as making them whole may need it.  Returns their digest; None on a rank that sends to nobody.
-
-        Raises: WeightSyncError; DeadlineError.
-        """
+        as making them whole may need it.  Returns their digest; None on a rank that sends to nobody; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             return send(weights, version, list(self._outlets.values()), vars(torch)[dtype])
-        except BaseException:
+        except BaseException as error:
             self.close()  # whoever waits for this rank hears of it
+            if isinstance(error, DeadlineError | LinkClosedError):
+                return Broken(error)
             raise
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ValidationError
 
-from whet.errors import WeightSyncError
-from whet.weight_sync.link import Inlet, Outlet
+from whet.errors import DeadlineError, WeightSyncError
+from whet.weight_sync.link import Inlet, LinkClosedError, Outlet
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 HEADER_BYTES = 2**16
@@ -33,17 +33,25 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype) -> str | None:
     """Sends all weights, floating-point ones in `dtype`.  Returns their digest.
 
-    A rank without outlets iterates over all weights too (gathering them may need every rank), and returns None.
+    Every rank iterates over all weights, as gathering them may need it: also one without outlets, which returns None,
+    and one whose link broke.
+
     Raises: DeadlineError, LinkClosedError.
     """
     digest = Digest()
     packers = [_Packer(outlet, version, digest) for outlet in outlets]
+    broken: DeadlineError | LinkClosedError | None = None
     for name, weight in weights:
-        if packers:
+        if packers and broken is None:
             converted = in_dtype(weight, dtype)
             digest.add(name, converted)
-            for packer in packers:
-                packer.add(name, converted)
+            try:
+                for packer in packers:
+                    packer.add(name, converted)
+            except (DeadlineError, LinkClosedError) as error:
+                broken = error
+    if broken is not None:
+        raise broken
     for packer in packers:
         packer.post(is_last=True)
     for outlet in outlets:

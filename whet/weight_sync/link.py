@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,14 @@ SLOTS = 2  # buckets of the sender: it fills one while the other is being sent
 
 class LinkClosedError(WeightSyncError):
     """The other side closed the link; its own error has the reason."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What a rank gives instead of the digest where its link broke: its error would end all ranks, and one that is lost
+    breaks the links of the others."""
+
+    error: DeadlineError | LinkClosedError
 
 
 class End(ABC):

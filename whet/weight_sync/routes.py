@@ -16,7 +16,7 @@ import torch
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import DeadlineError, LostWorkerError, WeightSyncError
 from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet, spans
-from whet.weight_sync.link import Inlet, LinkClosedError, Outlet
+from whet.weight_sync.link import Broken, Inlet, LinkClosedError, Outlet
 from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 Way = Literal["memory", "broadcast"]
@@ -132,23 +132,31 @@ class BetweenPools:
         Raises: WeightSyncError, DeadlineError, WorkerError."""
         ranks = ranks or dict.fromkeys(range(self._rollout.world_size), 0)
         losses = dict[int, Loss]()
-        if ranks != self._linked:
-            self._open(ranks, losses)
-        receivers, self._linked = {rank: (version,) for rank in ranks if rank not in losses}, {}
-        with ThreadPoolExecutor(2) as threads:  # a pool of one process may be this process, where a call blocks
-            calls = [
-                threads.submit(self._actor.publish, version, self._dtype, self._only_adapter),
-                threads.submit(self._on, "receive", receivers, losses),
-            ]
-        errors = [error for call in calls if (error := call.exception()) is not None]
-        if errors or lost is None or len(losses) == len(ranks):
-            errors += losses.values()
+        while True:
+            left = {rank: number for rank, number in ranks.items() if rank not in losses}
+            if left != self._linked:
+                self._open(left, losses)
+            receivers, self._linked = {rank: (version,) for rank in left if rank not in losses}, {}
+            before = len(losses)
+            with ThreadPoolExecutor(2) as threads:  # a pool of one process may be this process, where a call blocks
+                calls = [
+                    threads.submit(self._actor.publish, version, self._dtype, self._only_adapter),
+                    threads.submit(self._on, "receive", receivers, losses),
+                ]
+            errors = [error for call in calls if (error := call.exception()) is not None]
+            digests = [digest for call in calls if call.exception() is None for digest in call.result()]
+            broken = [each.error for each in digests if isinstance(each, Broken)]
+            is_for_others = lost is not None and before < len(losses) < len(ranks)
+            if errors or not (broken and is_for_others):  # else a lost rank broke the links of the others
+                break
+        if errors or broken or lost is None or len(losses) == len(ranks):
+            errors += [*losses.values(), *broken]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, LinkClosedError))  # the cause before its effect
         if lost is not None:
             lost.update(losses)
         self._linked = {} if losses else dict(ranks)
-        return _common([digest for call in calls for digest in call.result()], version)
+        return _common(digests, version)
 
     def _open(self, ranks: Iterable[int], lost: dict[int, Loss]) -> None:
         """Opens links to ranks, and closes earlier ones; begins again where one is lost meanwhile."""
