@@ -72,6 +72,7 @@ def test_all_shipped_ones_are_named_here() -> None:
     assert shipped == ["calculator", "gymnasium", "single_turn"]
 
 
+@pytest.mark.slow
 def test_reasons_name_the_difference() -> None:
     shared = found(f"{FILE}:SharedState")["beside another"].what
     shown = [f"['{number}'] 0.0 (False, False) None append {{}}" for number in (1, 2)]
