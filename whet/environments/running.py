@@ -84,8 +84,8 @@ class Running:
         made = self._make(prompt)
         if not callable(getattr(made, "step", None)):
             raise ConfigError(
-                f"the environment {type(made).__name__} has no method step; expected step(answer), or step(text) in the "
-                "short form: add it, or name another environment"
+                f"the environment {type(made).__name__} has no method step; expected step(answer), or step(text) in "
+                "the short form: add it, or name another environment"
             )
         self._environment = made
         if prompt == PROBE:
