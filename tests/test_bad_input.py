@@ -682,6 +682,7 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
     wrong("link in a run's folder", opened())
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}})
     for situation, name, left in (

@@ -361,6 +361,7 @@ def test_a_manifest_that_is_no_manifest_is_damage(content: str, run_dir: Path) -
     assert newest(run_dir) == "global_step_3"
 
 
+@pytest.mark.slow
 def test_a_link_in_a_checkpoint_is_not_followed(run_dir: Path, tmp_path: Path) -> None:
     secret, folder = tmp_path / "secret", run_dir / "checkpoints" / "global_step_4"
     secret.write_text("mine alone")

@@ -238,6 +238,7 @@ def test_a_vocabulary_that_differs(train_config: MakeConfig, additions: Rows, tm
         train(config, data=additions, reward=some)
 
 
+@pytest.mark.slow
 def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, additions: Rows, tmp_path: Path) -> None:
     """An engine of a user that knows nothing of classifiers is named with what it gives."""
     path = tmp_path / "mine.py"

@@ -659,6 +659,7 @@ def test_two_processes_take_the_steps_of_one(train_config: MakeConfig, additions
             assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_rollouts_in_another_dtype_follow_the_weights(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"rollout.dtype": "bfloat16", "actor.optim.lr": 1e-2})
     run = build(config, build_scorer(config.reward, length), additions)

@@ -143,7 +143,8 @@ def find_checkpoint(source: Path) -> Path:
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
         raise CheckpointError(
-            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
+            f"{source} is no checkpoint and no run with one (no {checkpoint.MANIFEST}), nor a model's folder (no "
+            "config.json); name one of those"
         )
     return folder
 

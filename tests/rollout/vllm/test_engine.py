@@ -241,6 +241,7 @@ def test_versions_of_streamed_tokens() -> None:
     assert versions_at(((1, 4),), 2, 1, 3) == ((1, 2),)
 
 
+@pytest.mark.slow
 def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
     for keeps in (False, True):
         engine = start(keep_cache=keeps)
@@ -367,6 +368,7 @@ def test_a_request_whose_connection_is_cut_is_sent_again(start: Start) -> None:
     assert completion.token_ids == (3, 4, 5, 6, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, adapter: bool) -> None:
     engine = start(restarts=2, adapter=adapter, batch=1)
