@@ -22,10 +22,7 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the engine; may be repeated")
     ] = None,
-    tool_parser: Annotated[
-        str | None,
-        typer.Option(help="format of tool calls, or path/file.py:function; unset: that of the chat template"),
-    ] = None,
+    tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: the chat template's")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="dtype of sampling")] = "float32",
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8000,

@@ -199,9 +199,10 @@ class BodyReader:
             raise unsupported("tool_choice", body.tool_choice, f"{CONSTRAINED} (auto and none are supported)")
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
-        prompt = self._rendered(messages, tools, body.chat_template_kwargs)
+        template = self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
+        prompt = self._rendered(template, messages, tools, body.chat_template_kwargs)
         params = self._params(body, prompt, body.max_completion_tokens or body.max_tokens, self.max_tokens)
-        return Asked(body, (tuple(prompt),), (params,), self._tools(tools, body) if tools else None)
+        return Asked(body, (tuple(prompt),), (params,), self._tools(template, tools, body) if tools else None)
 
     def text(self, raw: object) -> Asked:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
@@ -241,8 +242,9 @@ class BodyReader:
             raise ApiError(400, "stream_options is set without stream=true", param="stream_options")
         return body
 
-    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> list[int]:
-        template = self._template(tools)
+    def _rendered(
+        self, template: str, messages: list[Message], tools: list[dict[str, Any]], extra: Mapping[str, Any]
+    ) -> list[int]:
         for name in extra:
             if name in RESERVED or name not in template:
                 why = "the chat template of this model does not read it"
@@ -252,20 +254,15 @@ class BodyReader:
         [ids] = encode_rendered(self.tokenizer, [text])
         return ids
 
-    def _template(self, tools: list[dict[str, Any]]) -> str:
-        return self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
-
-    def _tools(self, tools: list[dict[str, Any]], body: ChatBody) -> ToolsAsked:
+    def _tools(self, template: str, tools: list[dict[str, Any]], body: ChatBody) -> ToolsAsked:
         """The tools with the parser of their calls.  Raises: ApiError where the model has no way to call them."""
-        functions, template = [tool["function"] for tool in tools], self._template(tools)
-        parser, names = self.tool_parser or parser_of(template), [function["name"] for function in functions]
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         if "tools" not in template:
-            raise unsupported("tools", names, "the chat template does not show tools to the model; leave them out")
-        if parser is None:
+            raise unsupported("tools", [*schemas], "the chat template does not show tools to the model; leave them out")
+        if (parser := self.tool_parser or parser_of(template)) is None:
             known = f"one of {', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
             why = f"the chat template shows no known format of calls; start the server with --tool-parser, {known}"
-            raise unsupported("tools", names, why)
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+            raise unsupported("tools", [*schemas], why)
         return ToolsAsked(parser, schemas, None if body.parallel_tool_calls else 1)
 
     def _params(self, body: Body, prompt: Sequence[int], limit: int | None, default: int) -> SamplingParams:

@@ -41,11 +41,9 @@ class ToolText:
     def __init__(self, asked: ToolsAsked) -> None:
         entry = TOOL_PARSERS[asked.parser]
         self._asked, self._parser = asked, entry.load()
-        self._begins: Sequence[str] = entry.marks.get("begin", ())
-        self._ends: Sequence[str] = entry.marks.get("end", ())
-        pattern = entry.marks.get("begin_pattern")
+        self._begins, self._ends = entry.marks.get("begin", ()), entry.marks.get("end", ())
         # Without marks the pattern is empty, and fits everywhere: all text waits for the end.
-        self._begin = re.compile("|".join([*map(re.escape, self._begins), *([pattern] if pattern else [])]))
+        self._begin = re.compile("|".join([*map(re.escape, self._begins), *entry.marks.get("begin_patterns", ())]))
         self._text, self._is_shown = "", bytearray()  # all text with its marks, and 0 for characters of marks
         self._num_given = self._num_parsed = 0  # characters
         self._num_calls = 0  # given, or left out as too many
@@ -56,7 +54,9 @@ class ToolText:
         for text, is_mark in parts:
             self._text += text
             self._is_shown += bytes([not is_mark]) * len(text)
-        found, end = list[str | ToolCall](), len(self._text) if is_last else self._end()
+        found, new = list[str | ToolCall](), self._text[self._num_given :]
+        ends = [self._num_given + new.rfind(end) + len(end) for end in self._ends if end in new]
+        end = len(self._text) if is_last else max(ends, default=0)
         if (is_last or end > self._num_parsed) and self._begin.search(self._text, self._num_given, end):
             self._num_parsed = end
             found += self._parsed(end, is_last=is_last)
@@ -64,11 +64,6 @@ class ToolText:
         found.append(self._shown(self._num_given, known))
         self._num_given = max(self._num_given, known)
         return self._split(found, is_last=is_last)
-
-    def _end(self) -> int:
-        """The end of the last text that ends a call."""
-        places = [(self._text.rfind(end, self._num_given), len(end)) for end in self._ends]
-        return max((place + size for place, size in places if place >= 0), default=0)
 
     def _known(self) -> int:
         """The end of the text that no call can begin in."""

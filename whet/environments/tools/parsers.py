@@ -5,7 +5,7 @@ A parser yields the text in parts: a `Call` with its text, or other text. No tex
 as a call but is none is a `Call` with an `error`, which the model reads as its result: nothing is dropped.
 
 Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
-or a match of `begin_pattern`; what comes before that is text. After one of the texts `end`, the parts before it no
+or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
 longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
 """
 
@@ -79,7 +79,7 @@ def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
 @register_tool_parser(
     "llama3_json",
     begin=("<|python_tag|>",),
-    begin_pattern=r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',  # also what may become such
+    begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also what may become such
 )
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, as Llama 3 writes it; `;` or
