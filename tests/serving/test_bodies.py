@@ -121,6 +121,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"tools": [{**TOOL, "function": {"name": "f", "parameters": [1]}}]},
         r"parameters is \[1\]; expected a JSON schema",
     ),
+    ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "whose properties are one"),
     ({"top_logprobs": 2}, "top_logprobs=2 is not supported: the engine gives the log-prob of the sampled token alone"),
     ({"response_format": {"type": "json_object"}}, "ask for the form in the prompt"),
     ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported: use allowed_token_ids"),

@@ -318,8 +318,9 @@ def _tool(index: int, raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(
             400, f"tools[{index}] is {raw!r:.80}; expected type function and a function with a name", param="tools"
         )
-    if not isinstance(function.get("parameters") or {}, Mapping):
-        found = f"{function['parameters']!r:.80}; expected a JSON schema as an object"
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
+        found = f"{schema!r:.80}; expected a JSON schema, an object whose properties are one"
         raise ApiError(400, f"tools[{index}].function.parameters is {found}", param="tools")
     if function.get("strict"):
         raise unsupported(f"tools[{index}].function.strict", True, CONSTRAINED)

@@ -187,9 +187,7 @@ def test_schemas_of_others_may_have_any_form() -> None:
         "c": "7",
         "d": 7,
     }
-    for schema in ({"properties": None}, {"properties": [1]}, {}):
-        assert parse("qwen3_coder", text, {"add": schema}).calls[0].arguments["a"] == "7"
-        assert parse("python_tag", "<|python_tag|>add(a=7)", {"add": schema}).calls[0].arguments == {"a": 7}
+    assert parse("qwen3_coder", text, {"add": {}}).calls[0].arguments["a"] == "7"
 
 
 def test_what_separates_calls_is_no_text() -> None:

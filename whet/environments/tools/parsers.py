@@ -232,15 +232,9 @@ def _xml_call(part: str, schemas: Schemas) -> Call:
     rest = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", inner, flags=re.DOTALL)
     if rest.strip():
         return Call(name, error=f"a parameter has no end, or there is other text; {form}", text=part)
-    types = _properties(schemas, name)
+    types = schemas.get(name, {}).get("properties", {})
     values = {key.strip(): _typed(value, types.get(key.strip())) for key, value in parameters}
     return Call(name, values, text=part)
-
-
-def _properties(schemas: Schemas, name: str) -> Mapping[str, Any]:
-    """The schemas of a tool's arguments, by name; empty where others' schema has none."""
-    found = schemas.get(name, {}).get("properties")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _kinds(schema: Any) -> set[str]:
@@ -277,7 +271,7 @@ def _python_calls(text: str, code: str, schemas: Schemas) -> Iterator[Call]:
         expected = "expected name(key=value) with literal values"
         yield Call("", error=f"no tool runs Python code, and this is no call of a tool; {expected}", text=text)
         return
-    parameters = list(_properties(schemas, tool)) or ["code"]
+    parameters = list(schemas[tool].get("properties", {})) or ["code"]
     yield Call(tool, {parameters[0]: code}, text=text)
 
 
@@ -303,7 +297,7 @@ def _python_call(node: ast.expr, schemas: Schemas) -> Call | None:
             pass
         case _:
             return None
-    known = list(_properties(schemas, name))
+    known = list(schemas.get(name, {}).get("properties", {}))
     pairs = [*zip(known, node.args, strict=False), *((each.arg or "**", each.value) for each in node.keywords)]
     try:
         arguments: dict[str, Any] = {key: ast.literal_eval(value) for key, value in pairs}
