@@ -66,6 +66,7 @@ def start_of(words: list[str]) -> int:
 
 
 def is_argument(word: str) -> bool:
+    """Tells whether a word is `key=value` or a flag."""
     return _ARGUMENT.fullmatch(word) is not None
 
 
@@ -243,7 +244,7 @@ class Shell:
 
 
 def _launches(statement: list[str]) -> bool:
-    """Whether a statement starts a program with arguments."""
+    """Tells whether a statement starts a program with arguments."""
     words = [word for word in statement if word not in (*_DECLARES, "then", "else", "do")]
     if words[1:2] == ["("] or words[:1] in (["set"], ["echo"]) or all(map(_ASSIGNMENT.fullmatch, words)):
         return False
