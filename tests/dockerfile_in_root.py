@@ -88,7 +88,9 @@ class Image:
             "pivot_root . mnt",
             "umount -l /mnt",
             f"cd {shlex.quote(self.folder)}",
-            f"exec setpriv --reuid {uid} --regid {gid} {groups} -- {shlex.join(words)}",
+            # Not exec: the first process of the namespace stays root's, since a change of user takes --kill-child away.
+            f"setpriv --reuid {uid} --regid {gid} {groups} -- {shlex.join(words)}",
+            "exit $?",
         ]
         call([*NAMESPACES, "sh", "-c", "\n".join(script)], variables, self.seconds)
 
