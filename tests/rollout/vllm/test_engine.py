@@ -444,6 +444,9 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
 def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no/python does not exist; expected .* run `make vllm`"):
         find_environment(PACKAGE, "no/python")
+    with monkeypatch.context() as installed:
+        installed.setattr("whet.rollout.servers.environment.CHECKOUT", tmp_path)
+        assert PACKAGE.how.startswith("run `make vllm` in a checkout of whet, and name the interpreter as rollout.")
     notes = tmp_path / "notes"
     notes.write_text("hello")
     with pytest.raises(ConfigError, match=r"cannot be run .* expected a Python interpreter"):
