@@ -312,6 +312,11 @@ def test_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
     ]
 
 
+def test_keys_of_something_else_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^no key of EasyR1 is set, but a, b\.c, d, \.\.\.; expected a run of that"):
+        convert(Written({"a": 1, "b.c": 2, "d": 3, "e": 4}), "easyr1")
+
+
 def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
     keys = {
         "algorithm.adv_estimator": "grpo",

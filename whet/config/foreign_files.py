@@ -62,6 +62,10 @@ def read(source: str, system: str) -> Written:
             written.unread.append(f"a loop names several files of keys: all turns have the values of {base}")
     except ConfigError:
         raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(f"{source}{place}: {error.problem}; expected YAML; correct that place") from error
     except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
         found = f"cannot be read: {' '.join(str(error).split())}; expected YAML, Python or a shell script, in UTF-8"
         raise ConfigError(f"{source} {found}; correct that place") from error
