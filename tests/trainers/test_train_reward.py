@@ -153,12 +153,15 @@ def test_any_split_of_a_mini_batch_takes_the_same_steps(
     assert apart.norm() < 1e-5 * moved.norm()
 
 
+ADAPTED = {"model.lora.rank": 4, "optim.lr": 1.0}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["single", "fsdp"])
+@pytest.mark.parametrize(("engine", "adapter"), [("single", {}), ("fsdp", {}), ("single", ADAPTED), ("fsdp", ADAPTED)])
 def test_two_processes_take_the_steps_of_one(
-    engine: str, reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+    engine: str, adapter: dict[str, Any], reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "center_coef": 0.1}
+    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "center_coef": 0.1, **adapter}
     one = train_reward(reward_config(**both), data=rows)
     changes = {"cluster.processes": 2, "engine.name": engine, "trainer.run_dir": str(tmp_path / "other")}
     other = train_reward(reward_config(**both, **changes), data=rows)
