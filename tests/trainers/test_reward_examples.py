@@ -66,6 +66,6 @@ def test_one_model_learns_three_domains(tmp_path: Path) -> None:
     run_example("three_domains", tmp_path / "domains", "trainer.total_steps=50", "trainer.val_freq=50")
     first, *_, last = [record for record in history(tmp_path / "domains" / "rl") if "val/accuracy" in record]
     assert (first["step"], last["step"]) == (0, 50)
-    for domain, gain in (("sums", 0.15), ("code", 0.3), ("words", 0.3)):
+    for domain, gain in (("sums", 0.1), ("code", 0.15), ("words", 0.3)):
         assert last[f"val/{domain}/accuracy"] > first[f"val/{domain}/accuracy"] + gain, domain
     assert last["val/failures"] == 0
