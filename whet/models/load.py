@@ -31,13 +31,12 @@ from whet.keyed import key
 from whet.models import attention, experts
 from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
-from whet.models.lora import merge_adapter
+from whet.models.lora import HEAD, merge_adapter
 from whet.models.vision.base import Vision
 from whet.models.vision.load import FAMILIES, attach, load_vision, sees
 
 log = logging.getLogger(__name__)
 OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
-HEAD = "score.weight"  # of a reward model
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
