@@ -114,7 +114,8 @@ class Entry:
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
             near = difflib.get_close_matches(unknown[0], list(self.options), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its options are {', '.join(self.options) or 'none'}"
+            known = f"its options are {', '.join(self.options) or 'none'}"
+            hint = f"did you mean {near[0]!r}?" if near else f"{known} (~{where}.{unknown[0]} removes one of a recipe)"
             raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]

@@ -67,7 +67,10 @@ def test_pause_and_new_weights(start: Start, model_folder: Path) -> None:
     assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
 
 
-@pytest.mark.parametrize("handling", ["recompute", "keep", "wait", "abort"])
+HANDLINGS = [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep", "wait")), "abort"]
+
+
+@pytest.mark.parametrize("handling", HANDLINGS)
 def test_what_running_requests_do_when_weights_change(start: Start, model_folder: Path, handling: str) -> None:
     """All tokens come once, with the versions that sampled them; requests that wait begin under the new weights."""
     engine = start(batch=4, on_new_weights=handling)
@@ -151,6 +154,7 @@ def test_failures(start: Start) -> None:
         generate(engine, [request(fake.ENDS)])
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, model_folder: Path) -> None:
     engine = start(restarts=1)
     engine.load(weights(model_folder), version=1)

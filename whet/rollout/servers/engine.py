@@ -534,7 +534,7 @@ class ServerEngine(ABC):
 
 
 def _in_server(chosen: Iterable[Live]) -> list[Live]:
-    return [live for live in chosen if live.is_sent and not live.call.done()]
+    return [live for live in list(chosen) if live.is_sent and not live.call.done()]
 
 
 def _end_of(found: Completion, request: Request) -> FinishReason | None:
