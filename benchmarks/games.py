@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def run_changed(setting: Setting, recipes: Mapping[str, tuple[str, Sequence[str]
     def play(run: tuple[str, str]) -> dict[str, Any]:
         label, seed = run
         log.info("%s, seed %s", label, seed)
-        folder, (name, changes) = setting.scratch / f"{label}_{seed}", recipes[label]
+        folder = setting.scratch / re.sub(r"\W+", "_", f"{label}_{seed}")  # a name without commas, for `model.path=`
+        name, changes = recipes[label]
         seconds = cpu_seconds(command(name, seed, folder, *changes), folder.with_suffix(".log"))
         return {"curve": read(folder), "cpu_seconds": seconds}
 

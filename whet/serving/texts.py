@@ -108,7 +108,7 @@ class MarkedText:
         self._num_read = self._num_given = 0  # characters, without those of marks
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> list[tuple[str, bool]]:
-        """What is known with these tokens: text, and marks (True), in their order."""
+        """Returns what is known with these tokens: text, and marks (True), in their order."""
         read = ""
         for is_mark, run in groupby(token_ids, self._marks.__contains__):
             if is_mark:
