@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers adapters vllm sglang bubblewrap chromium quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters vllm sglang bubblewrap chromium debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -53,6 +53,12 @@ bubblewrap: ## bubblewrap, which holds programs that nobody trusts (Debian, Ubun
 
 chromium: ## Chromium and adb, for environments on web pages and devices (Debian, Ubuntu; as root)
 	command -v chromium && command -v adb || apt-get install -y --no-install-recommends chromium adb
+
+debootstrap: ## debootstrap, which makes the root of dockerfile-check (Debian, Ubuntu; as root)
+	command -v debootstrap || apt-get install -y debootstrap
+
+dockerfile-check: ## runs the steps of Dockerfile in a clean Debian, and whet in it, without a daemon (as root)
+	$(PYTHON) tests/dockerfile_in_root.py --host-pip
 
 quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check

@@ -18,7 +18,7 @@ the group: with gamma 0 what the turn itself earned, with gamma 1 all that came 
 episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model.
 """
 ESTIMATORS = {
-    "grpo": "{}",
+    "grpo": None,  # not those of the recipe
     "gigpo": "{gamma: 0.0}",
     "segment_reinforce, gamma 1": "{gamma: 1.0}",
     "segment_reinforce, gamma 0": "{gamma: 0.0}",
@@ -33,7 +33,8 @@ def run(setting: Setting) -> dict[str, Any]:
 
 def changes(label: str) -> list[str]:
     """The changes to the recipe that an estimator takes."""
-    given = f"algorithm.adv_options={ESTIMATORS[label]}"
+    options = ESTIMATORS[label]
+    given = "~algorithm.adv_options" if options is None else f"algorithm.adv_options={options}"
     return ["trainer.total_steps=80", f"algorithm.adv_estimator={label.partition(',')[0]}", given]
 
 

@@ -255,9 +255,11 @@ def test_a_template_that_shows_no_tools() -> None:
 
 
 def test_an_adapter_is_no_reward_model() -> None:
-    values = {"model": {"path": "model", "lora": {"rank": 8}}, "data": {"train_files": ["fine.jsonl"]}}
+    Path("lora").mkdir()
+    Path("lora/adapter_config.json").write_text("{}")
+    values = {"model": {"path": "model", "lora": {"path": "lora"}}, "data": {"train_files": ["fine.jsonl"]}}
     [found] = problems(RewardTrainingConfig.model_validate(values))
-    wrong("adapter to train a reward model", found)
+    wrong("reward model from an adapter", found)
 
 
 def test_a_file_of_another_format() -> None:
@@ -682,6 +684,7 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
     wrong("link in a run's folder", opened())
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}})
     for situation, name, left in (

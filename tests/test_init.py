@@ -272,6 +272,7 @@ def test_plot_names_the_argument_that_is_wrong(
         whet.plot(**arguments)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_overwritten_leaves_nothing_of_the_earlier_one(model_folder: Path, tmp_path: Path) -> None:
     def train(steps: int, resume: str) -> list[dict[str, float]]:
         rows = [{"prompt": "1+1=", "response": "2"}]

@@ -100,7 +100,10 @@ class Entry:
         for errors.  Raises: ConfigError."""
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
-            hint = did_you_mean(unknown[0], self.options, f"its options are {', '.join(self.options) or 'none'}")
+            known = (
+                f"its options are {', '.join(self.options) or 'none'} (~{where}.{unknown[0]} removes one of a recipe)"
+            )
+            hint = did_you_mean(unknown[0], self.options, known)
             raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]

@@ -13,6 +13,7 @@ from benchmarks.floors import Shape
 SHAPE = asdict(Shape(1, 16, 48, 4, 2, 4, 32))
 
 
+@pytest.mark.slow
 def test_turns_are_counted_and_measured(tmp_path: Path) -> None:
     settings = {"shape": SHAPE, "rows": [16], "gemm_size": 64, "copy_bytes": 2**16}
     entry = Entry(Path(sys.executable), "machine", settings)

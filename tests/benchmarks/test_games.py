@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import games, pictures, turn_credit
 from benchmarks.setting import FULL, QUICK, Setting
+from whet.config import TrainConfig, load_config
 
 LEARNS = """
 import json, pathlib, sys
@@ -52,8 +53,18 @@ def test_estimators_of_turns_are_runs_of_one_recipe(setting: Setting) -> None:
     told = [
         games.command("number_game", "2", Path("out"), *turn_credit.changes(label)) for label in found["turn_credit"]
     ]
-    assert told[0][-3:] == ["trainer.total_steps=80", "algorithm.adv_estimator=grpo", "algorithm.adv_options={}"]
-    assert told[2][-2:] == ["algorithm.adv_estimator=segment_reinforce", "algorithm.adv_options={gamma: 1.0}"]
+    configs = [
+        load_config(TrainConfig, "number_game", [*changes[-3:], "model.path=x", "trainer.val_freq=0"], given=["data"])
+        for changes in told
+    ]
+    algorithms = [loaded.config.algorithm for loaded in configs]
+    assert [(each.adv_estimator, dict(each.adv_options)) for each in algorithms] == [
+        ("grpo", {}),
+        ("gigpo", {"gamma": 0.0}),
+        ("segment_reinforce", {"gamma": 1.0}),
+        ("segment_reinforce", {"gamma": 0.0}),
+        ("step_reinforce", {"gamma": 0.0}),
+    ]
 
 
 def test_a_run_that_fails_ends_the_benchmark_with_its_output(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

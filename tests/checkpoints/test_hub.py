@@ -40,6 +40,7 @@ def whet_command(hub_url: str, *words: str, token: str = TOKEN) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_an_exported_folder_is_uploaded_byte_by_byte(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = whet_command(hub.url, "export", str(run_dir), str(out), "--hub", "me/model", "--private")

@@ -41,6 +41,7 @@ def write_config(folder: Path, layers: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_that_is_a_config_alone_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_tables_and_what_train_would_refuse(
     )
 
 
+@pytest.mark.slow
 def test_an_earlier_run_in_the_folder_says_how_long_a_step_took(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +109,7 @@ def test_supervised_runs_too(model_folder: Path, tmp_path: Path, capsys: pytest.
     assert list(made["pools"]["main"]["phases"]) == ["actor update"] and made["tokens_per_step"] == {"all": 128 * 16}
 
 
+@pytest.mark.slow
 def test_doctor_ends_with_1_where_a_run_has_a_problem(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

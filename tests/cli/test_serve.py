@@ -45,6 +45,8 @@ def test_a_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[
         (["--option", "kv_cache_bytes=many"], "--option.kv_cache_bytes='many'; expected a whole number"),
         (["--option", "compile"], "--option compile has no value; expected --option KEY=VALUE"),
         (["--option", "compile={"], "--option compile={ cannot be read"),
+        (["--tool-parser", "herms"], "no tool parser is called 'herms'; did you mean 'hermes'?"),
+        (["--tool-parser", "none.py:mine"], "none.py does not exist; expected a Python file with the function"),
         (["--follow"], "--follow is set and"),
         (["--best"], "is no folder of a run; name one, or leave --best out"),
         (["--host", "999.1.1.1"], "the server cannot listen on 999.1.1.1:0"),

@@ -312,6 +312,11 @@ def test_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
     ]
 
 
+def test_keys_of_something_else_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^no key of EasyR1 is set, but a, b\.c, d, \.\.\.; expected a run of that"):
+        convert(Written({"a": 1, "b.c": 2, "d": 3, "e": 4}), "easyr1")
+
+
 def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
     keys = {
         "algorithm.adv_estimator": "grpo",
@@ -486,4 +491,3 @@ def test_branches_that_depend_on_what_is_not_in_the_script_are_told() -> None:
     found = read('N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command, "verl")
     assert found.values["actor_rollout_ref.rollout.n"] == 8
     assert found.unread == ['`if [ "$1" = long ]`: not decided; all assignments in it were carried out, in order']
-    assert read("for i in 1 2; do N=$i; done\n" + command, "verl").unread[-1].startswith("`for`: not decided")

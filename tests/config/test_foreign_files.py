@@ -117,11 +117,100 @@ def test_a_function_is_read_where_it_is_called_with_its_arguments() -> None:
     assert twice == Written({"a.b": 5}, ["`python3 -m v` is run more than once: the recipe is that of one run"])
 
 
-def test_a_loop_over_one_word_is_carried_out() -> None:
-    assert read("for m in Qwen/Q; do\n python3 -m v a.b=$m c=1\ndone", "verl") == Written({"a.b": "Qwen/Q", "c": 1})
-    found = read("for m in Qwen/Q Qwen/R\ndo\n python3 -m v a.b=$m c=1\ndone", "verl")
-    assert found.unread[0] == "a.b=$m: variable m is not set in the script"
-    assert found.unread[1].startswith("`for`: not decided")
+SWEEP = """
+HERE=$(cd -- "$(dirname "${BASH_SOURCE[0]}")" &> /dev/null && pwd)
+SIZES=(1.5B 7B)
+EXTRA=""
+for each in {1..2}; do EXTRA="$EXTRA +tags.t$each=$((each * 2))"; done
+for lr in 1e-6 5e-7; do
+    for size in "${SIZES[@]}"; do
+        if [ $size = 7B ]; then TP=4; else TP=1; fi
+        name=$(basename Qwen/Qwen2.5-$size)_lr${lr}_$(date +%m%d)
+        python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-$size \\
+            actor_rollout_ref.actor.optim.lr=$lr rollout.tp=$TP trainer.experiment_name=$name \\
+            data.train_files=$HERE/../data/train.parquet $EXTRA
+    done
+done
+"""
+
+
+def test_a_loop_around_a_command_is_read_in_its_first_turn_and_the_others_apart(tmp_path: Path) -> None:
+    script = tmp_path / "sweep.sh"
+    script.write_text(SWEEP)
+    found = read(str(script), "verl")
+    first = {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B",
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "rollout.tp": 1,
+        "trainer.experiment_name": "Qwen2.5-1.5B_lr1e-6_DATE",
+        "data.train_files": f"{tmp_path}/../data/train.parquet",
+        "tags.t1": 2,
+        "tags.t2": 4,
+    }
+    assert found.values == first
+    slower = {"actor_rollout_ref.actor.optim.lr": 5e-7, "trainer.experiment_name": "Qwen2.5-1.5B_lr5e-7_DATE"}
+    larger = {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B", "rollout.tp": 4}
+    assert found.loops == {
+        "for lr in 1e-6 5e-7": [first | slower],
+        "for size in 1.5B 7B": [first | larger | {"trainer.experiment_name": "Qwen2.5-7B_lr1e-6_DATE"}],
+    }
+    assert found.unread == ["trainer.experiment_name: DATE stands for `$(date +%m%d)`, which is not run"]
+    told = [line for line in convert(found, "verl").check if "turn" in line or " -m " in line]
+    assert told == [
+        "`for lr in 1e-6 5e-7`: the recipe is that of the first turn; over all turns: actor.optim.lr=1e-06,5e-07",
+        "`for size in 1.5B 7B`: the recipe is that of the first turn; "
+        "over all turns: model.path=Qwen/Qwen2.5-1.5B,Qwen/Qwen2.5-7B",
+        "the runs of the loops: whet train RECIPE "
+        "-m actor.optim.lr=1e-06,5e-07 model.path=Qwen/Qwen2.5-1.5B,Qwen/Qwen2.5-7B",
+    ]
+
+
+def test_keys_that_a_loop_changes_together_are_no_sweep() -> None:
+    case = 'case "$m" in *7B) lr=1e-6 ;; *) lr=5e-6 ;; esac'
+    script = (
+        f"for m in Q-1B Q-7B\ndo\n{case}\ntrl grpo --model_name_or_path $m --learning_rate $lr --num_processes 1\ndone"
+    )
+    told = [line for line in convert(read(script, "trl"), "trl").check if "turn" in line or " -m " in line]
+    assert told == [
+        "`for m in Q-1B Q-7B`: the recipe is that of the first turn; over all turns: "
+        "actor.optim.lr=5e-06,1e-06 model.path=Q-1B,Q-7B, which change together: run each pair of values by itself"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loop", "n"),
+    [
+        ("for i in 1 2; do N=$i; done", 2),
+        ("for i in `seq 2 2 7`; do N=$i; done", 6),
+        ("for i in {9..8..-1}; do N=$i; done", 8),
+        ("N=1\nfor i in 2 3\ndo\n  for j in 2; do\n    N=$((N * i * j))\n  done\ndone", 24),
+        ("if [ 1 = 2 ]; then\n  for i in $(ls); do N=$i; done\nfi\nN=5", 5),
+    ],
+)
+def test_a_loop_that_only_assigns_is_carried_out(loop: str, n: int) -> None:
+    assert read(f"{loop}\n{MAIN} rollout.n=$N a.b=1\n", "verl") == Written({"rollout.n": n, "a.b": 1})
+
+
+@pytest.mark.parametrize(
+    "loop", ["for m in *.yaml", "for m in $(ls)", "for m in $ALL", "while read m", "until test -f m"]
+)
+def test_a_loop_over_what_is_not_known_is_told(loop: str) -> None:
+    found = read(f"{loop}; do\n  {MAIN} a.b=$m c=1\ndone", "verl")
+    assert found.values == {"c": 1} and found.loops == {}
+    head = " ".join(loop.split()[:4])
+    assert found.unread == [
+        "a.b=$m: variable m is not set in the script",
+        f"`{head}`: not decided; all assignments in it were carried out, in order",
+    ]
+
+
+def test_loops_end() -> None:
+    found = read(f"for i in {{1..200}}; do {MAIN} a=$i b=1; done", "verl")
+    assert [each["a"] for each in found.loops.popitem()[1]] == list(range(2, 101))
+    assert found.unread == ["`for i` has 200 turns, of which the first 100 were read"]
+    loops = "for i in {1..9999}; do for j in {1..9999}; do N=$j; done; done\n"
+    with pytest.raises(ConfigError, match="its loops take more than 10,000 turns"):
+        read(f"{loops}{MAIN} a=$N", "verl")
 
 
 def test_arrays_grow_and_here_documents_are_no_statements() -> None:
@@ -130,14 +219,12 @@ def test_arrays_grow_and_here_documents_are_no_statements() -> None:
 
 
 def test_the_output_of_a_command_is_told() -> None:
-    found = read(
-        "T=$(date +%s)\npython3 -m v a.b=1 name=run_$T n=`nproc` out=$(pwd)/x lr=$(python -c 'print(2)')", "verl"
-    )
+    found = read("T=$(date +%s)\npython3 -m v a.b=1 seed=$T n=`nproc` out=$(pwd)/x lr=$(python -c 'print(2)')", "verl")
     assert found.values == {"a.b": 1, "out": f"{Path.cwd()}/x"}
     told = "the output of a command is not known; set it by hand"
     assert found.unread == [
-        f"name=run_$(date +%s): {told}",
-        f"n=`nproc`: {told}",
+        f"seed=$(date +%s): {told}",
+        f"n=$(nproc): {told}",
         f"lr=$(python -c 'print(2)'): {told}",
     ]
     found = read("trl grpo --learning_rate $LR --beta 0.1 --seed $(date +%s)", "trl")
@@ -149,7 +236,7 @@ def test_the_output_of_a_command_is_told() -> None:
     ("name", "content", "told"),
     [
         ("a.py", b"GRPOConfig(\n", "'(' was never closed"),
-        ("a.yaml", b"a: [1\n", "while parsing a flow sequence"),
+        ("a.yaml", b"a: [1\n", ":2:1: expected ',' or ']', but got '<stream end>'"),
         ("a.sh", b"\xfe\xff\x00", "can't decode byte 0xfe"),
         ("b.sh", b"ARGS=(\n  x=1\n", "a quote or bracket is not closed, in 'ARGS= ( x=1"),
         ("c.sh", b"python3 -m v x='abc\n", "a quote or bracket is not closed"),
@@ -161,7 +248,8 @@ def test_a_malformed_file_is_an_error_in_three_parts(name: str, content: bytes, 
     file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         read(str(file), "trl")
-    assert str(raised.value).startswith(f"{file} cannot be read: ") and told in str(raised.value)
+    assert str(raised.value).startswith(f"{file}") and told in str(raised.value)
+    assert ":2:1:" in told or "cannot be read: " in str(raised.value)
     assert "; expected " in str(raised.value) and str(raised.value).endswith("; correct that place")
 
 

@@ -197,6 +197,7 @@ def test_the_first_pool_has_what_no_other_names() -> None:
     ]  # nothing for spare to host
 
 
+@pytest.mark.slow
 def test_a_rank_of_several_devices_begins_at_its_first() -> None:
     """Pools of 2 ranks with a device each, 2 with two each, and 1: devices 0, 1, (2, 3), (4, 5), 6."""
     pools = [ResourcePool(2, name="train"), ResourcePool(2, name="sample", devices=2), ResourcePool(1, name="look")]

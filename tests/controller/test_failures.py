@@ -36,6 +36,7 @@ def started(backend: str, launch_on: Callable[[str], Launch]) -> Iterator[tuple[
     wait_until_gone(pids, GONE_SECONDS[backend])
 
 
+@pytest.mark.slow
 def test_an_exception_arrives_while_the_other_rank_waits_in_a_collective(
     backend: str, started: tuple[WorkerGroup, list[int]]
 ) -> None:
@@ -56,6 +57,7 @@ def test_an_exception_arrives_while_the_other_rank_waits_in_a_collective(
 WHO = r"^actor rank 1( on \d+\.\d+\.\d+\.\d+)?"
 
 
+@pytest.mark.slow
 def test_a_death_is_named_soon(backend: str, started: tuple[WorkerGroup, list[int]]) -> None:
     actor, pids = started
     call = actor.start("weak_link", 1, "sleep")

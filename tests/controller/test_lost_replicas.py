@@ -46,6 +46,7 @@ def check_replaced(groups: Groups, lost: int) -> None:
     assert pids_of(replicas)[1] != lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_dead_replica_fails_its_own_calls_and_is_replaced(groups: Groups, idle: bool) -> None:
     replicas = groups["rollout"]
@@ -68,6 +69,7 @@ def test_a_dead_replica_fails_its_own_calls_and_is_replaced(groups: Groups, idle
     check_replaced(groups, lost)
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_ended_and_replaced(groups: Groups) -> None:
     replicas = groups["rollout"]
     replicas.remember("a")
@@ -80,6 +82,7 @@ def test_a_replica_that_hangs_is_ended_and_replaced(groups: Groups) -> None:
     check_replaced(groups, lost)
 
 
+@pytest.mark.slow
 def test_a_replica_that_raises_ends_all(groups: Groups) -> None:
     """It would raise again."""
     call = groups["rollout"].start_on(1, "weak_link", 1, "raise")
@@ -90,6 +93,7 @@ def test_a_replica_that_raises_ends_all(groups: Groups) -> None:
         groups["actor"].say(name="actor")
 
 
+@pytest.mark.slow
 def test_a_lost_actor_ends_its_replicas(groups: Groups) -> None:
     waiting = groups["rollout"].start_on(1, "weak_link", 1, "sleep")
     os.kill(pids_of(groups["actor"])[0], signal.SIGKILL)

@@ -54,6 +54,7 @@ def test_two_ranks_take_the_steps_of_one(plain: WorkerGroup, reference: suite.Re
     suite.check_records(reference, suite.drive(plain))
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_moves_nothing_and_is_counted(plain: WorkerGroup) -> None:
     batch = suite.batch_of(0, 12)
     before = plain.weights()[0]

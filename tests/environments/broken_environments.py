@@ -167,6 +167,22 @@ class RaisesInReset(Right):
 
 
 @caught_by("starts")
+class HasNoStep:
+    """Begins an episode that cannot go on."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Observation:
+        return said("Begin.")
+
+
+@caught_by("observations")
+class ResetsToText(Right):
+    """Its first observation is text."""
+
+    def reset(self, prompt: Prompt, seed: int) -> Any:
+        return "Begin."
+
+
+@caught_by("starts")
 class DiesInReset(Right):
     """Ends its process."""
 

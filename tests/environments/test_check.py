@@ -72,6 +72,7 @@ def test_all_shipped_ones_are_named_here() -> None:
     assert shipped == ["calculator", "gymnasium", "single_turn"]
 
 
+@pytest.mark.slow
 def test_reasons_name_the_difference() -> None:
     shared = found(f"{FILE}:SharedState")["beside another"].what
     shown = [f"['{number}'] 0.0 (False, False) None append {{}}" for number in (1, 2)]
@@ -81,3 +82,12 @@ def test_reasons_name_the_difference() -> None:
     )
     assert found(f"{FILE}:DiesOfANullByte")["answers"].what == "a null byte: its process died: exit code 9"
     assert "no reply within 0.5 s for an episode" in found(f"{FILE}:HangsInStep", seconds=0.5)["deadline"].what
+
+
+def test_what_cannot_begin_is_not_checked_further() -> None:
+    without = found(f"{FILE}:HasNoStep")
+    assert list(without) == ["starts"]
+    assert "HasNoStep has no method step; expected step(answer)" in without["starts"].what
+    texts = found(f"{FILE}:ResetsToText")
+    assert {name: finding.is_ok for name, finding in texts.items()} == {"starts": True, "observations": False}
+    assert "reset gave what cannot be used: TypeError: the environment returned 'Begin.'" in texts["observations"].what

@@ -127,6 +127,7 @@ def test_minigrid_from_the_player(begun: Callable[..., Call]) -> None:
     assert ("KY" in picture) == bool((seen == 5).any()) and ("LY" in picture) == bool((seen == 4).any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{**CLIFF, "answers": ("up", "right")}, {**CARDS, "answers": ("hit", "stick")}])
 def test_they_pass_the_check(options: dict[str, Any]) -> None:
     plan = Plan(PROMPT, options.pop("answers"))

@@ -83,6 +83,7 @@ def test_a_board_is_an_image_with_the_same_game(kind: type[Any], encoding: str) 
     assert len(digests) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["drawn", "chromium"])
 def test_the_number_game_on_a_screen(device: Any) -> None:
     if device == "chromium" and not any(map(shutil.which, NAMES)):
@@ -105,6 +106,7 @@ def test_the_number_game_on_a_screen(device: Any) -> None:
     game.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["drawn", "chromium"])
 def test_the_tree_game_on_a_screen(device: Any) -> None:
     if device == "chromium" and not any(map(shutil.which, NAMES)):

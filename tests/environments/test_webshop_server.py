@@ -125,6 +125,7 @@ def test_text_over_the_server_is_text_in_the_process(url: str) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_conformance(url: str) -> None:
     found = list(check(NAME, {"url": url}, Plan(PROMPT)))
     assert [each for each in found if each.is_ok is False] == []

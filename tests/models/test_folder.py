@@ -9,14 +9,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.errors import DataError, ModelError
 from whet.evaluation.evaluate import evaluate
+from whet.models import load as loading
 from whet.models.folder import check_weights, split_adapters
 from whet.models.load import load_policy, load_tokenizer
 from whet.trainers.build import train
@@ -112,6 +115,36 @@ def test_a_run_asks_for_pickles_by_its_config(
 def test_a_name_on_the_hub_is_left_to_transformers() -> None:
     check_weights("someone/some-model")
     assert split_adapters("someone/some-model") == ("someone/some-model", [])
+
+
+NOT_FOUND = RepositoryNotFoundError("404", response=httpx2.Response(404, request=httpx2.Request("GET", "http://hub")))
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "message"),
+    [
+        ("some-one/a", OSError("no\nroute"), r"the hub, which cannot be reached \(no route\): correct it$"),
+        ("some-one/b", NOT_FOUND, "the hub, which has no model of that name that you may see: correct"),
+        ("./c/d/e", None, "or the name of a model on the hub: correct it"),
+        (__file__, None, "is a file; expected a model's folder"),
+    ],
+)
+def test_a_name_that_is_no_model_is_said_at_once(
+    name: str, answer: Exception | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def model_info(self: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr("whet.models.folder.HfApi.model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for load in (loading.load_config, load_tokenizer):
+        with pytest.raises(ModelError, match=message):
+            load(name)
+    assert asked == [name, name][: 2 * (answer is not None)]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_sizes_as_a_person_reads_them() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_needs_more_memory_than_there_is_does_not_start(
     train_config: MakeConfig, additions: list[dict[str, str]], memory_left: Callable[[int], None]
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_quick_bound_is_above_the_plan(train_config: MakeConfig, overrides: 
     assert plan_memory(setup).touched_bytes < upper_bound(setup)
 
 
+@pytest.mark.slow
 def test_changes_are_ordered_by_what_they_save_and_hold(train_config: MakeConfig) -> None:
     config = train_config({"data.train_batch_size": 16, "data.max_response_length": 100})
     setup = build.setup(config, [16])
@@ -132,6 +134,7 @@ def test_settings_are_combined_only_while_each_saves_more(
     assert found[-1].saved_bytes == room.needed - room.needed * 40 // 100
 
 
+@pytest.mark.slow
 def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
     train_config: MakeConfig, additions: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

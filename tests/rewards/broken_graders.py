@@ -277,6 +277,11 @@ def a_missing_row(solution_strs, ground_truths):
     return [float(right(a, b)) for a, b in zip(solution_strs, ground_truths, strict=True) if a.strip()]
 
 
+@fault("bad result")
+def a_word(solution_str, ground_truth):
+    return "good"
+
+
 @fault("no right response")
 def never_right(solution_str, ground_truth):
     return 0.0

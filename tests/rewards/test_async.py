@@ -213,6 +213,7 @@ def test_a_process_that_leaks_is_replaced_and_no_item_fails(hoards: str) -> None
         assert pool.score([item("leak")] * 24) == [RIGHT] * 24  # 400 MB in all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_processes_that_die_in_a_row_end_the_pool_with_the_item(later: str, concurrency: int) -> None:
     with make_pool(later, 2, concurrency=concurrency) as pool:

@@ -40,6 +40,14 @@ def test_a_broken_grader_is_caught_by_name(name: str) -> None:
     assert FAULTS[name][1] & found_in(f"{BROKEN}:{name}")
 
 
+def test_a_grader_that_never_scores_is_found_for_that_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check-reward", f"{BROKEN}:a_word"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 1 and "rewards    none\n" in out and "findings   1\n" in out
+    assert out.startswith("bad result  it fails on a response: the result is 'good' (str); expected a number\n")
+
+
 def test_a_decent_rule_has_no_finding() -> None:
     with RewardPool(right_or_not, num_workers=1, timeout_seconds=5.0, correct_threshold=1.0) as pool:
         report = check(pool, ROWS, reads_truth=True)

@@ -124,6 +124,7 @@ def scores(file: Path, name: str, model: Path, num_workers: int = 0, **kwargs: A
     return results
 
 
+@pytest.mark.slow
 def test_a_manager_with_verls_imports(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "naive.py").write_text(NAIVE.replace("default_compute_score(\n", "self.compute_score(\n"))
     exact = scores(tmp_path / "naive.py", "MyRewardManager", model_folder, 1, compute_score="exact_match")
@@ -133,6 +134,7 @@ def test_a_manager_with_verls_imports(tmp_path: Path, model_folder: Path) -> Non
     assert [each.reward for each in default] == [1.0, -1.0]  # of math_dapo, which `data_source=math` names
 
 
+@pytest.mark.slow
 def test_a_function_with_verls_imports(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "own.py").write_text(FUNCTION)
     with RewardPool(
@@ -158,6 +160,7 @@ def test_a_manager_with_easyr1s_imports(tmp_path: Path, model_folder: Path) -> N
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "module"),
     [

@@ -111,6 +111,7 @@ def test_shipped_functions_by_name_with_options():
         ]
 
 
+@pytest.mark.slow
 def test_a_sympy_call_that_stalls_is_killed():
     with make_pool("math", timeout_seconds=3.0) as pool:
         stalled, fine = pool.score([item(r"\boxed{(w+x+y+z)^{90}}", "x^2"), item(r"\boxed{\frac{6}{2}}", "3")])
@@ -285,6 +286,7 @@ def test_its_deadline_counts_the_answers_and_it_fails_as_a_whole(behaviours):
         assert pool.score([item("1")]) == [RIGHT]
 
 
+@pytest.mark.slow
 def test_a_data_proto_function_in_a_process(tmp_path):
     (tmp_path / "tensors.py").write_text(
         "import torch\n"
@@ -410,6 +412,7 @@ def test_an_async_function_goes_on_in_a_thread_after_one_call_was_late():
         assert pool.score([item("0")]) == [RIGHT]
 
 
+@pytest.mark.slow
 def test_hanging_items_stop_the_others_for_one_deadline_at_most(behaviours):
     verbs = ["spin"] * 4 + ["1"] * 20 + ["spin", "spin"] + ["1"] * 20
     with make_pool(f"{behaviours}:compute_score", num_workers=2, timeout_seconds=1.0) as pool:

@@ -370,6 +370,7 @@ def test_a_template_that_rewrites_is_refused_with_what_to_change(tokenizer: PreT
 # ---- with the native engine, through the loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
 def test_two_turns_through_the_whole_loop(
     chat: bool, environments: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]

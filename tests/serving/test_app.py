@@ -22,6 +22,7 @@ SETTINGS = Settings(
     best=False,
     engine="native",
     option={},
+    tool_parser=None,
     dtype="float32",
     host="127.0.0.1",
     port=0,

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.resources.chat.completions import Completions
+from openai.resources.completions import Completions as TextCompletions
 
 from whet.data.chat import encode_rendered, render_chat
 from whet.errors import EngineError
@@ -15,9 +21,10 @@ from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams
 from whet.serving.app import in_own_words
-from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader
+from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader, ChatBody, TextBody, ToolsAsked, WithoutEffect
 from whet.types import Message
 
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -108,10 +115,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "code"}]}, r"tools\[0\] is"),
     ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, r"tools\[0\]\.function\.strict=True is not"),
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required' is not supported: .* samples freely"),
-    ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=False is not supported"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "samples freely"),
+    ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls is 'no': input should be a valid boolean"),
+    (
+        {"tools": [{**TOOL, "function": {"name": "f", "parameters": [1]}}]},
+        r"parameters is \[1\]; expected a JSON schema",
+    ),
+    ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "whose properties are one"),
+    ({"top_logprobs": 2}, "top_logprobs=2 is not supported: the engine gives the log-prob of the sampled token alone"),
     ({"response_format": {"type": "json_object"}}, "ask for the form in the prompt"),
     ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported: use allowed_token_ids"),
-    ({"store": True}, "store=True is not supported: the server stores nothing"),
+    ({"store": "yes"}, "store is 'yes': input should be a valid boolean"),
+    ({"moderation": {"model": "omni"}}, "the server moderates nothing"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "the chat template of this model does not read it"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "does not read it"),
     ({"best": 1}, "unknown parameter best; remove it"),
@@ -134,13 +149,64 @@ def test_prompts_that_are_none(reader: BodyReader, prompt: object) -> None:
 
 def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:
     neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
-    named = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    named = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k", "store": True}
+    named |= {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}
+    assert named.keys() == WithoutEffect.model_fields.keys()
     absent = dict.fromkeys(("seed", "stop", "logit_bias", "tools", "tool_choice", "response_format", "audio"))
     plain = reader.chat({"model": "m", "messages": HI})
     asked = reader.chat({"model": "m", "messages": HI, **neutral, **named, **absent})
     assert (asked.prompts, asked.params, asked.tools) == (plain.prompts, plain.params, plain.tools)
     with pytest.raises(ApiError, match="logprobs=2 is not supported"):
         reader.text({"model": "m", "prompt": "hi", "logprobs": 2})
+
+
+def test_every_parameter_of_the_official_client_is_known() -> None:
+    own = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}
+    for create, body in ((Completions.create, ChatBody), (TextCompletions.create, TextBody)):
+        names = inspect.signature(create).parameters.keys() - own
+        assert names - body.model_fields.keys() - UNSUPPORTED.keys() == set()
+
+
+def test_the_page_lists_what_has_no_effect() -> None:
+    [row] = re.findall(r"^\|(.*)\| taken, and without effect", PAGE.read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == list(WithoutEffect.model_fields)
+
+
+# What a chat template has in the place of <tool_call>, and the parser.
+TEMPLATES = [
+    ("<tool_call>", "hermes"),
+    ("<tool_call><function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|channel|>", "gpt-oss"),
+]
+
+
+def with_template(reader: BodyReader, old: str, new: str, parser: str | None = None) -> BodyReader:
+    tokenizer = deepcopy(reader.tokenizer)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace(old, new)
+    return replace(reader, tokenizer=tokenizer, tool_parser=parser)
+
+
+@pytest.mark.parametrize(("sign", "parser"), TEMPLATES)
+def test_the_template_tells_the_parser_or_the_option_does(reader: BodyReader, sign: str, parser: str) -> None:
+    body = {"model": "m", "messages": HI, "tools": [TOOL]}
+    asked = with_template(reader, "<tool_call>", sign).chat(body)
+    assert asked.tools == ToolsAsked(parser, {"f": {"type": "object"}}, None)
+    asked = with_template(reader, "<tool_call>", sign, "python_tag").chat({**body, "parallel_tool_calls": False})
+    assert asked.tools == ToolsAsked("python_tag", {"f": {"type": "object"}}, 1)
+
+
+def test_a_template_without_a_known_format_is_refused(reader: BodyReader) -> None:
+    body = {"model": "m", "messages": HI, "tools": [TOOL]}
+    unknown = with_template(reader, "tool_call>", "act>")
+    with pytest.raises(ApiError, match="no known format of calls; start the server with --tool-parser, one of gpt-oss"):
+        unknown.chat(body)
+    assert unknown.chat({**body, "tool_choice": "none"}).tools is None
+    asked = replace(unknown, tool_parser="hermes").chat(body)
+    assert asked.tools is not None and asked.tools.parser == "hermes"
+    with pytest.raises(ApiError, match="the chat template does not show tools to the model; leave them out"):
+        with_template(reader, "tools", "things", "hermes").chat(body)
 
 
 def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25_folder: Path) -> None:

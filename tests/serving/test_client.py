@@ -271,6 +271,7 @@ def test_an_api_key(start: Start, qwen25_folder: Path, is_option: bool, monkeypa
         assert http.get("/v1/models", headers={"authorization": b"Bearer s\xe9cret"}).status_code == 401
 
 
+@pytest.mark.slow
 def test_it_listens_on_this_machine_alone(echo: Running) -> None:
     port = int(echo.address.rpartition(":")[2])
     with pytest.raises(OSError):  # an address of this machine too

@@ -129,6 +129,7 @@ def test_a_client_that_leaves_ends_its_request(server: Running, http: httpx.Clie
     assert metric(http, f'whet_requests_total{{path="{CHAT}",status="499"}}') >= max(1, before)
 
 
+@pytest.mark.slow
 def test_metrics_count(http: httpx.Client) -> None:
     names = ("whet_prompt_tokens_total", "whet_completion_tokens_total", "whet_time_to_first_token_seconds_count")
     before = [metric(http, name) for name in names]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.models.load import load_tokenizer
 from whet.serving.texts import BROKEN, StopCut, TextStream, TokenTexts
-from whet.serving.tools import ToolText
 
 TEXT = "a bé — 你好 👩‍👩‍👧 naïve\n  two"
 
@@ -79,37 +77,3 @@ def test_text_is_cut_before_the_first_stop_string(seed: int) -> None:
         found += cut.add(text[start:end])
         start = end
     assert found + cut.add("", is_last=True) == text[: min(places, default=len(text))]
-
-
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é}"}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "names"),
-    [
-        ("plain < text <tool", "plain < text <tool", []),
-        (CALL, "", ["add"]),
-        (f"Let me see.\n\n{CALL}\n{CALL}\n", "Let me see.", ["add", "add"]),
-        (f"{CALL} and\nthen", "and\nthen", ["add"]),
-        ("<tool_call>{broken}</tool_call> after", "<tool_call>{broken}</tool_call> after", []),
-        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-        ('<tool_call>{"name": "go"}', "", ["go"]),  # the end token came instead of the closing mark
-        ('<tool_call>{"name": "go", "argu', '<tool_call>{"name": "go", "argu', []),
-    ],
-)
-def test_tool_calls_in_any_parts(text: str, content: str, names: list[str]) -> None:
-    for seed in range(10):
-        draw, tools, start = random.Random(seed), ToolText(), 0
-        found, calls = "", []
-        for end in [] if seed == 0 else parts_of(draw, len(text)):
-            more, new = tools.add(text[start:end])
-            found, calls, start = found + more, calls + new, end
-        more, new = tools.add(text[start:], is_last=True)
-        assert (found + more, [call.name for call in calls + new]) == (content, names)
-        for call in calls + new:
-            assert json.loads(call.arguments) in ({"a": 1, "b": "é}"}, {})
-
-
-def test_ids_of_calls_differ() -> None:
-    _, calls = ToolText().add(CALL * 3, is_last=True)
-    assert len({call.id for call in calls}) == 3

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rewards.judge_server import judging
 from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import export
@@ -92,7 +94,7 @@ def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Ro
         "step": 2,
         "score": None,
         "is_good": True,
-        "rollouts": {"epoch": 0, "index": 8},
+        "rollouts": {"epoch": 0, "index": 8, "spent": {}},
         "shaper": SHAPER,
         "entropy": {},
         "health": {"actor/ppo_kl": [0.0, 0.0]},
@@ -129,6 +131,52 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_that_never_stopped(
         assert path.read_bytes() == (tmp_path / "run" / "rollouts" / path.name).read_bytes()
     trainer = last / "trainer.json"
     assert (tmp_path / "straight" / trainer).read_text() == (tmp_path / "run" / trainer).read_text()
+
+
+def test_what_judges_cost_is_summed_over_a_resume(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    """A judge behind HTTP takes 100 and 10 tokens a reply; a checkpoint of earlier versions has no sums."""
+    (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))
+    with judging(["Verdict: yes"]) as judge:
+        asked = {"endpoint": judge.address, "model": "m", "input_price": 1.0, "output_price": 10.0}
+        both = {**GRPO, "reward.function": "llm_judge", "reward.kwargs": asked, "rollout.n": 2, "trainer.val_freq": 1}
+        both |= {"trainer.total_steps": 3, "data.val_files": [str(tmp_path / "val.jsonl")]}
+        straight = train(train_config({**both, "trainer.run_dir": str(tmp_path / "straight")}), data=additions)
+        num_asked = len(judge.bodies)
+
+        killed = train_config(both)
+        run = build(killed, build_scorer(killed.reward), additions)
+        run.callbacks = [Stop(after=2)]
+        with pytest.raises(Killed):
+            fit(run)
+        run.close()
+        resumed = train(train_config(both), data=additions)
+        assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_1"
+        names = ("reward/judge_tokens_total", "reward/judge_cost_total")
+        totals, theirs = (
+            [[record[name] for name in names] for record in run.history if record["step"]]
+            for run in (resumed, straight)
+        )
+        assert totals == theirs
+        assert num_asked == 4 * 1 + 3 * 4 * 2  # four validations, three steps
+        known = num_asked - 1  # a step is counted before its validation
+        assert totals[-1] == pytest.approx([110 * known, 200e-6 * known])
+
+        state = tmp_path / "run" / "checkpoints" / "global_step_2" / "trainer.json"
+        before = json.loads(state.read_text())
+        assert before["rollouts"].pop("spent") == pytest.approx({"judge_tokens": 2090.0, "judge_cost": 19 * 200e-6})
+        state.write_text(json.dumps(before))
+        renew(state.parent)
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "global_step_3")
+        old = train(train_config(both), data=additions)
+        assert old.history[-1]["reward/judge_tokens_total"] == 110 * 8  # of the last step
+
+
+def renew(folder: Path) -> None:
+    """Writes the size and checksum of trainer.json into the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = (folder / "trainer.json").read_bytes()
+    manifest["trainer.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 KILLED = """
@@ -361,6 +409,7 @@ def test_a_manifest_that_is_no_manifest_is_damage(content: str, run_dir: Path) -
     assert newest(run_dir) == "global_step_3"
 
 
+@pytest.mark.slow
 def test_a_link_in_a_checkpoint_is_not_followed(run_dir: Path, tmp_path: Path) -> None:
     secret, folder = tmp_path / "secret", run_dir / "checkpoints" / "global_step_4"
     secret.write_text("mine alone")

@@ -173,6 +173,7 @@ def test_an_engine_that_goes_all_the_way_back_stays_at_its_start(
     assert all(torch.equal(weight, start[name]) for name, weight in end.items())
 
 
+@pytest.mark.slow
 def test_every_kind_and_every_file_is_on_the_page() -> None:
     page = (ROOT / "docs" / "extending.md").read_text()
     files = {path.name for path in FOLDER.glob("*.py")}

@@ -103,6 +103,7 @@ def test_nothing_is_overwritten_and_nothing_is_guessed(
     assert not (tmp_path / "exported").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_no_model(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     """As a run of an earlier version may have saved them."""
     run = train(train_config(), reward=length, data=additions)

@@ -96,6 +96,7 @@ def test_a_run_that_is_paid_for_something_else_says_so(
     assert all(jump["response_after"].count("7") == jump["reward_after"] for jump in jumps)
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_validation_may_come_from_a_stricter_function(
     train_config: Callable[..., TrainConfig], additions: list[dict[str, str]], tmp_path: Path
 ) -> None:

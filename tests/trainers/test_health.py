@@ -195,6 +195,7 @@ def test_the_rows_that_caused_a_jump_are_named(
         assert named == [batch["trajectory_uid_name"][row] for row in moved[:4].tolist()]
 
 
+@pytest.mark.slow
 def test_a_jump_of_a_reward_model_names_no_rows_and_ends_no_run(
     train_config: MakeConfig, additions: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:

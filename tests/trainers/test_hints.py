@@ -195,6 +195,7 @@ def test_every_token_can_be_looked_at(
     assert run.step == 2
 
 
+@pytest.mark.slow
 def test_a_judge_that_hangs_is_waited_for_once(train_config: MakeConfig, additions: Rows) -> None:
     options = {"complete": f"{__file__}:hangs", "timeout_seconds": 0.5, "parallel": 1}
     run, groups, _ = built(train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options}), additions)

@@ -224,6 +224,7 @@ def test_engines_that_cannot_are_named_with_the_row_before_anything_starts(folde
         train_sft(config, data=shown)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_read_the_models_images_is_named_with_the_row(tmp_path: Path) -> None:
     rows = [{"prompt": "no image", "answer": "1"}, *counting("train", 0, num_rows=1, prompt="<image>?")]
     tokenizer = load_tokenizer(pictures.seeing_folder(tmp_path / "model", "smolvlm"))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any
 
 import pytest
 
-from whet.config import TrainConfig, load_config
+from whet.checkpoints.export import export
+from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, RewardError
 from whet.models.init import init_model
 from whet.protocol import DataProto
+from whet.rewards.judge.rubrics import load_rubric
 from whet.rollout.collect import Collector
 from whet.trainers.build import train
 from whet.trainers.columns import ColumnPlan
-from whet.types import Message, Prompt, Trajectory
+from whet.trainers.judged import UNREADABLE
+from whet.trainers.sft import train_sft
+from whet.types import Failure, Message, Prompt, Trajectory
 
 JUDGED = {"reward.function": None, "reward_model.rubric": "yes_no"}
 TRAINED = {"trainer.total_steps": 2, "trainer.log_rollouts": 1, "actor.optim.lr": 1e-2}
@@ -81,19 +86,23 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     model: str,
     train_config: Callable[..., TrainConfig],
     additions: list[dict[str, str]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampled, batches = Collector.collect, list[DataProto]()
+    lost = Failure("engine", "no rank is left", timed_out=True)
 
     def collect(self: Collector, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[list[Trajectory]]:
-        """Every second verdict, from the first on, has no score."""
+        """Every second verdict, from the first on, has no score; the third is lost in the engine."""
         found = sampled(self, prompts, *given, **named)
         if named["purpose"] != "judge":
             return found
         words = ["Verdict: yes" if place % 2 else "Hm." for place in range(len(found))]
-        return [
+        verdicts = [
             [replace(each, messages=(Message("assistant", said),))] for [each], said in zip(found, words, strict=True)
         ]
+        verdicts[2] = [replace(found[2][0], messages=(), failure=lost)]
+        return verdicts
 
     added = ColumnPlan.add
 
@@ -104,7 +113,7 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
 
     monkeypatch.setattr(Collector, "collect", collect)
     monkeypatch.setattr(ColumnPlan, "add", add)
-    changes = {**JUDGED, "model.path": model, "trainer.total_steps": 1, "reward_model.combine": "add"}
+    changes = {**JUDGED, **TRAINED, "model.path": model, "trainer.total_steps": 1, "reward_model.combine": "add"}
     run = train(train_config(changes), reward=lambda solution_str: 0.5, data=additions)
     [record], [batch] = run.history, batches
     count = len(batch)
@@ -114,16 +123,92 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     assert batch["response_mask"].any(1).tolist() == [False, True] * (count // 2)
     assert batch["token_level_scores"].sum(1).tolist() == [0.0, 0.5] * (count // 2)
     assert [error and error.source for error in batch["error"]] == ["reward", None] * (count // 2)
+    assert record["critic/score/mean"] == 0.5 and record["reward/groups_all_equal"] == 1.0
+    lines = rollouts(tmp_path / "run", "step_000001")
+    unread = UNREADABLE.format(rubric="yes_no", said="Hm.")
+    engine = "the policy gave no verdict, it failed in the engine: no rank is left"
+    messages = [engine if place == 2 else None if place % 2 else unread for place in range(count)]
+    assert [line["failure"] and line["failure"]["message"] for line in lines] == messages
+    assert [bool(line["failure"] and line["failure"]["timed_out"]) for line in lines] == [i == 2 for i in range(count)]
+    assert [line["reward"] for line in lines] == [None, 0.5] * (count // 2)
+    assert [line["parts"] for line in lines] == [{}, {"reward_model": 1.0}] * (count // 2)
 
 
-def test_a_run_ends_where_no_verdict_can_be_read(
-    model: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
+@pytest.mark.slow
+def test_a_policy_whose_verdicts_can_be_read_of_one_prompt_alone(tmp_path: Path) -> None:
+    """A small model is taught to judge answers to a's and to mumble about answers to b's, then trained by its verdicts.
+    Held-out answers keep their truth."""
+    rubric = {
+        "template": "Verdict: yes or no, of {{ response }} to {{ prompt }}",
+        "parser": "yes_no",
+        "system": "Judge.",
+    }
+    (tmp_path / "short.json").write_text(json.dumps(rubric))
+    asks, draws, taught = load_rubric(str(tmp_path / "short.json")), random.Random(0), []
+    for _ in range(200):
+        letter, answer = draws.choice("ab"), "".join(draws.choices("abcxyz", k=draws.randrange(1, 9)))
+        question = asks.messages({"prompt": letter * 8, "response": answer, "ground_truth": ""})
+        taught.append({"prompt": question, "response": "Verdict: yes" if letter == "a" else "Hm."})
+    init_model(tmp_path / "model", "qwen3", "nano", num_layers=2)
+    teaching = {
+        "model.path": str(tmp_path / "model"),
+        "data.max_length": 1024,
+        "data.train_batch_size": 4,
+        "optim.lr": 3e-3,
+        "trainer.total_steps": 60,
+        "trainer.run_dir": str(tmp_path / "sft"),
+        "trainer.logger": ["jsonl"],
+    }
+    train_sft(load_config(SFTConfig, None, teaching, given={"data"}).config, data=taught)
+    changes = {
+        **JUDGED,
+        "model.path": str(export(tmp_path / "sft", tmp_path / "judge")),
+        "reward_model.rubric": str(tmp_path / "short.json"),
+        "data.train_batch_size": 2,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 16,
+        "rollout.n": 4,
+        "trainer.total_steps": 2,
+        "trainer.log_rollouts": 1,
+        "trainer.val_freq": 1,
+        "trainer.run_dir": str(tmp_path / "run"),
+        "trainer.logger": ["jsonl"],
+    }
+    rows = [{"prompt": letter * 8} for letter in "ab"]
+    config = load_config(TrainConfig, None, changes, given={"data", "val_data"}).config
+    run = train(config, data=rows, val_data=rows)
+    unread = UNREADABLE.format(rubric="short", said="Hm.")
+    for step in (1, 2):
+        lines = rollouts(tmp_path / "run", f"step_{step:06}")
+        told = [(line["failure"] and line["failure"]["message"], line["parts"]) for line in lines]
+        of_letter = {
+            letter: [each for each, line in zip(told, lines, strict=True) if letter * 8 in line["prompt"]]
+            for letter in "ab"
+        }
+        assert of_letter == {"a": [(None, {"reward_model": 1.0})] * 4, "b": [(unread, {})] * 4}
+        record = run.history[step]
+        assert record["failures/reward"] == 4 and record["reward/reward_model"] == 1.0
+        first, second = rollouts(tmp_path / "run", f"validation_{step:06}")
+        assert (first["parts"], first["failure"]) == ({"reward_model": 1.0}, None)
+        assert (second["parts"], second["failure"], second["logged"]) == ({}, None, {"reward_model": unread})
+        assert record["val/reward_model"] == 1.0 and record["val/failures"] == 0
+
+
+def rollouts(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "rollouts" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_where_no_verdict_can_be_read_and_its_rollouts_say_why(
+    model: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    changes = {**JUDGED, "model.path": model, "trainer.total_steps": 1}
+    changes = {**JUDGED, **TRAINED, "model.path": model}
     with pytest.raises(
         RewardError, match=r"all \d+ trajectories failed.*has no score where the rubric yes_no wants one"
     ):
         train(train_config(changes), data=additions)
+    lines = rollouts(tmp_path / "run", "step_000001")
+    assert len(lines) == 16
+    assert all("has no score where the rubric yes_no wants one" in line["failure"]["message"] for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_a_critic_trains_an_adapter_and_its_head(train_config: MakeConfig, addit
     assert all("lora_" in name for name in saved.keys() - {"value_head.weight", "value_head.bias"})
 
 
+@pytest.mark.slow
 def test_fine_tuning_and_evaluation(model_folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(3) for b in range(3)]
     overrides = {

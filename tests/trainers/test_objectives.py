@@ -272,6 +272,7 @@ def test_a_users_estimator_starts_a_critic_that_learns_returns(
     assert last["critic/vf_loss"] < first["critic/vf_loss"]
 
 
+@pytest.mark.slow
 def test_a_users_loss_gives_the_steps_of_the_same_loss_of_ours(
     functions: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:

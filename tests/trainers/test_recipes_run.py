@@ -44,6 +44,7 @@ def half_right(solution_str: str) -> float:
     return float(len(solution_str) % 2 == 0)
 
 
+@pytest.mark.slow
 def test_all_algorithms_that_have_a_paper_of_their_own_are_there() -> None:
     expected = "cispo cpo dapo dr_grpo gigpo gpg gspo max_rl opo ppo prime reinforce_plus_plus remax rloo skywork sppo"
     assert [name.removesuffix("_quickstart") for name in RECIPES] == expected.split()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from whet.models.load import load_reward_model
 from whet.protocol import DataProto
 from whet.trainers import rl
 from whet.trainers.build import build, build_scorer, setup, train
+from whet.trainers.columns import plan
 from whet.trainers.run import Run
-from whet.types import RewardResult
+from whet.types import Group, RewardResult
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -104,6 +107,52 @@ def test_a_weight_and_the_sum_with_the_function(
         _, batch, _ = shaped(train_config({**changes, "reward_model.combine": combine}), additions)
         expected = -2.0 * batch["rm_scores"] + (batch["token_level_scores"].sum(1) if combine == "add" else 0.0)
         torch.testing.assert_close(batch["token_level_rewards"].sum(1), expected)
+
+
+def test_held_out_answers_have_its_score_beside_the_truth(
+    train_config: MakeConfig, classifier: Path, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five held-out prompts, more than the four of a step: judged four and one."""
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions[:5]))
+    changes = {"reward_model.model_path": str(classifier), "trainer.total_steps": 1, "trainer.log_rollouts": 1}
+    changes |= {"trainer.val_freq": 1, "data.val_files": [str(tmp_path / "val.jsonl")]}
+    changes |= {"trainer.validation.n": 2, "trainer.validation.temperature": 1.0}
+    own, ids = Run.judge, dict[str, tuple[int, ...]]()
+
+    def judge(self: Run, groups: Sequence[Group], step: int) -> list[Group]:
+        for each in (each for group in groups for each in group.trajectories):
+            ids[f"{step} {each.uid}"] = each.prompt.token_ids + each.turns[-1].token_ids
+        return own(self, groups, step)
+
+    monkeypatch.setattr(Run, "judge", judge)
+    run = train(train_config(changes), data=additions, reward=some)
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    for step, record in enumerate(run.history):
+        path = tmp_path / "run" / "rollouts" / f"validation_{step:06}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        alive = [line for line in lines if line["failure"] is None]
+        assert len(lines) == 10 and 0 < len(alive) < 10
+        scores = [line["parts"]["reward_model"] for line in alive]
+        for line, score in zip(alive, scores, strict=True):
+            with torch.no_grad():
+                expected = model(torch.tensor([ids[f"{step} {line['uid']}"]])).logits.item()
+            assert score == pytest.approx(expected, abs=1e-5)
+        assert all(line["parts"] == {} for line in lines if line["failure"] is not None)
+        assert record["val/reward_model"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+        assert record["val/reward"] == pytest.approx(sum(line["reward"] for line in alive) / 10)
+    trained = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    assert all((line["failure"] is None) == ("reward_model" in line["parts"]) for line in trained)
+
+
+def test_a_validation_that_needs_the_reward_model_does_not_run_beside_training(
+    train_config: MakeConfig, classifier: Path
+) -> None:
+    pools = {"main": {"processes": 1}, "sampling": {"processes": 1, "roles": ["rollout"]}}
+    for path, is_apart in ((None, True), (str(classifier), False)):
+        config = train_config({"cluster.placement": pools, "reward_model.model_path": path})
+        roles = dict.fromkeys(("actor", "rollout"))
+        stub = SimpleNamespace(config=config, roles=roles, columns=plan(config))
+        assert Run.samples_apart.fget(stub) is is_apart  # type: ignore[attr-defined]
 
 
 def test_only_the_last_row_of_a_trajectory_is_scored(
@@ -238,6 +287,7 @@ def test_a_vocabulary_that_differs(train_config: MakeConfig, additions: Rows, tm
         train(config, data=additions, reward=some)
 
 
+@pytest.mark.slow
 def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, additions: Rows, tmp_path: Path) -> None:
     """An engine of a user that knows nothing of classifiers is named with what it gives."""
     path = tmp_path / "mine.py"

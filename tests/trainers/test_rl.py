@@ -291,6 +291,22 @@ def test_a_run_in_which_every_answer_fails_ends_with_the_reason(
     assert all("no judge today" in a["failure"]["message"] for a in answers)
 
 
+def test_a_validation_that_works_does_not_hide_steps_that_all_fail(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    def for_zero(solution_str: str, ground_truth: str) -> float:
+        if ground_truth != "0":
+            raise RuntimeError("it knows zero alone")
+        return 1.0
+
+    (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))
+    validation = {"data.val_files": [str(tmp_path / "val.jsonl")], "trainer.val_freq": 1}
+    with pytest.raises(RewardError, match=r"all 16 trajectories failed.* reward: RuntimeError: it knows zero alone"):
+        train(train_config({**validation, "trainer.total_steps": 9}), reward=for_zero, data=additions[1:])
+    [record] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert (record["step"], record["val/reward"]) == (0, 1.0)
+
+
 def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     """The step is that of the same batch without them."""
 
@@ -659,6 +675,7 @@ def test_two_processes_take_the_steps_of_one(train_config: MakeConfig, additions
             assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_rollouts_in_another_dtype_follow_the_weights(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"rollout.dtype": "bfloat16", "actor.optim.lr": 1e-2})
     run = build(config, build_scorer(config.reward, length), additions)

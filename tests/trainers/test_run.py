@@ -64,6 +64,7 @@ def test_dropped_groups_are_written_apart(train_config: MakeConfig, additions: R
         assert all(len(accuracies) == 1 for accuracies in groups.values())
 
 
+@pytest.mark.slow
 def test_images_are_copied_into_the_run_by_their_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MAX_COPIED_BYTES", 4)
     folder = tmp_path / "run" / "media"

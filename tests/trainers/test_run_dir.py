@@ -379,6 +379,7 @@ def test_a_run_lets_go_of_its_folder(train_config: MakeConfig, additions: list[d
         assert run.step == steps
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_back_as_the_same_config(run_dir: Path) -> None:
     assert load_config(TrainConfig, str(run_dir / "config.yaml"), given={"reward", "data"}).config == config_of(run_dir)
 

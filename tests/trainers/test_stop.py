@@ -193,6 +193,7 @@ def test_a_run_that_never_resumes_is_told_how_to_go_on(train_config: MakeConfig,
     assert train(train_config({**FOUR, "trainer.resume": "auto"}), reward=sevens, data=additions).step == 4
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt, match="asked twice"), StopSignals(tmp_path / "stop") as signals:
         os.kill(os.getpid(), signal.SIGTERM)

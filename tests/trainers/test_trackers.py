@@ -118,6 +118,7 @@ def sft_config(model_folder: Path, run_dir: Path, logger: str) -> SFTConfig:
     return load_config(SFTConfig, None, small, given={"data"}).config
 
 
+@pytest.mark.slow
 def test_fine_tuning_too(model_folder: Path, additions: Rows, tmp_path: Path) -> None:
     examples = [{"prompt": row["prompt"], "response": row["answer"]} for row in additions]
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.conftest import SMALL_RUN
 from whet import serialization
 from whet.checkpoints.export import export
-from whet.config import RewardTrainingConfig, SFTConfig, load_config
+from whet.config import RewardTrainingConfig, SFTConfig, TrainConfig, load_config
 from whet.data.preferences import PreferencePair
 from whet.errors import ConfigError, ModelError
+from whet.models.load import load_reward_model
+from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import RewardTrainingRun, to_batch, train_reward
 
@@ -149,12 +153,15 @@ def test_any_split_of_a_mini_batch_takes_the_same_steps(
     assert apart.norm() < 1e-5 * moved.norm()
 
 
+ADAPTED = {"model.lora.rank": 4, "optim.lr": 1.0}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["single", "fsdp"])
+@pytest.mark.parametrize(("engine", "adapter"), [("single", {}), ("fsdp", {}), ("single", ADAPTED), ("fsdp", ADAPTED)])
 def test_two_processes_take_the_steps_of_one(
-    engine: str, reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+    engine: str, adapter: dict[str, Any], reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "center_coef": 0.1}
+    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "center_coef": 0.1, **adapter}
     one = train_reward(reward_config(**both), data=rows)
     changes = {"cluster.processes": 2, "engine.name": engine, "trainer.run_dir": str(tmp_path / "other")}
     other = train_reward(reward_config(**both, **changes), data=rows)
@@ -193,6 +200,83 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert metrics[0] == metrics[1]
 
 
+LORA = {"model.lora.rank": 4, "optim.lr": 1e-2}
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp"])
+def test_an_adapter_and_the_whole_head_are_trained(
+    engine: str, reward_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
+) -> None:
+    """Merged and as peft reads it, the export has the scores of the run; a policy is trained against it."""
+    scores: list[torch.Tensor] = []
+
+    def score(run: RewardTrainingRun) -> None:
+        batch = to_batch(run.examples[:4], run.pad_token_id)
+        scores.append(run.roles["actor"].forward(batch, ("scores",))["scores"].sum(1))
+
+    run = train_reward(reward_config(**LORA, **{"engine.name": engine}), data=rows, callbacks=[score])
+    merged = export(tmp_path / "run", tmp_path / "merged")
+    alone = export(tmp_path / "run", tmp_path / "alone", adapter=True)
+    fields = json.loads((alone / "adapter_config.json").read_text())
+    assert (fields["task_type"], fields["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert "score" not in fields["target_modules"]
+    kind, ids = AutoModelForSequenceClassification, [list(e) for p in run.examples[:4] for e in (p.chosen, p.rejected)]
+    padded = AutoTokenizer.from_pretrained(merged).pad({"input_ids": ids}, return_tensors="pt")
+    whole = kind.from_pretrained(merged)
+    base = kind.from_pretrained(model_folder, num_labels=1, pad_token_id=whole.config.pad_token_id)
+    with torch.no_grad():
+        for model in (whole, PeftModel.from_pretrained(base, alone)):
+            theirs = model(**{name: padded[name] for name in ("input_ids", "attention_mask")}).logits.squeeze(1)
+            torch.testing.assert_close(theirs, scores[-1], atol=1e-5, rtol=0)
+    assert (scores[-1] - scores[0]).abs().max() > 1e-2
+    start, end = load_reward_model(model_folder, new_head_seed=0), dict(whole.named_parameters())
+    same = {name for name, weight in start.named_parameters() if torch.equal(weight, end[name])}
+    assert "score.weight" not in same and "model.embed_tokens.weight" in same
+    assert {name.split(".")[-2] for name in end.keys() - same} == {*fields["target_modules"], "score"}
+
+    against = {**SMALL_RUN, "model.path": str(model_folder), "reward_model.model_path": str(merged)}
+    against |= {"trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / "against")}
+    [record] = train(
+        load_config(TrainConfig, None, against, given={"data"}).config, data=[{"prompt": "say x="}] * 4
+    ).history
+    assert record["critic/rewards/mean"] == pytest.approx(record["reward/reward_model"])
+    assert record["actor/grad_norm"] > 0
+
+
+def test_engines_train_the_same_adapter_and_head(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    both = {**LORA, "optim.eps": 1.0, "optim.lr": 1.0, "optim.weight_decay": 0.0}
+    one = train_reward(reward_config(**both), data=rows)
+    sharded = {"engine.name": "fsdp", "max_tokens_per_micro_batch": 1, "trainer.run_dir": str(tmp_path / "other")}
+    other = train_reward(reward_config(**both, **sharded), data=rows)
+    check_same(one, other)
+    before, after = (exported(tmp_path / name) for name in ("run", "other"))
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-4)
+
+
+def test_a_stopped_run_of_an_adapter_goes_on_to_the_same_bits(
+    reward_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
+) -> None:
+    schedule = {**LORA, "trainer.save_freq": 1, "trainer.total_steps": 3}
+    train_reward(reward_config(**schedule, **{"trainer.run_dir": str(tmp_path / "straight")}), data=rows)
+
+    def stop(run: RewardTrainingRun) -> None:
+        if run.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_reward(reward_config(**schedule), data=rows, callbacks=[stop])
+    train_reward(reward_config(**schedule), data=rows)
+    files = [tmp_path / name / "checkpoints/global_step_3/actor.state" for name in ("run", "straight")]
+    one, other = (serialization.load(file)["model"] for file in files)
+    assert {name for name in one if "lora_" not in name} == {"score.weight"} and one.keys() == other.keys()
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+    assert files[0].stat().st_size < 0.2 * (model_folder / "model.safetensors").stat().st_size
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
+
+
 def test_it_goes_on_from_a_classifier(reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     train_reward(reward_config(), data=rows)
     out = export(tmp_path / "run", tmp_path / "out")
@@ -223,10 +307,14 @@ def test_a_plan_counts_both_rows_of_a_pair(reward_config: MakeConfig) -> None:
 def test_what_cannot_be(
     reward_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match=r"model\.lora\.rank=4 is of a language model, and `whet train-reward` trains"
+        ConfigError, match=r"model\.lora\.path=.*lora is an adapter of a language model, and `whet train"
     ):
-        reward_config(**{"model.lora.rank": 4})
+        reward_config(**{"model.lora.path": str(tmp_path / "lora")})
+    with pytest.raises(ModelError, match=r"model\.lora\.target_modules names 'score', but no linear layer"):
+        train_reward(reward_config(**{"model.lora.rank": 4, "model.lora.target_modules": ["score"]}), data=rows)
     with pytest.raises(ConfigError, match=r"unset it for `whet train-reward`"):
         reward_config(**{"trainer.loop": "mine.loops:fit"})
     train_reward(reward_config(), data=rows)

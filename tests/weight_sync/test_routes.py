@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from whet.devices import HOST
 from whet.weight_sync.routes import Route, Site, open_outlets, plan_routes, with_addresses
 
@@ -38,6 +40,7 @@ def test_this_process_is_beside_itself() -> None:
     assert Site.here("127.0.0.1", HOST) == Site.here("127.0.0.1", HOST) != Site.here("10.0.0.1", HOST)
 
 
+@pytest.mark.slow
 def test_a_training_rank_opens_the_ends_of_its_own_routes() -> None:
     routes = plan_routes([A, A, B], [B, C, A, C])
     opened = [open_outlets(routes, sender, "127.0.0.1", 1.0, HOST) for sender in range(3)]

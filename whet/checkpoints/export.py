@@ -25,8 +25,8 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError
-from whet.models.load import body_of, is_classifier, load_config, load_policy, outline
-from whet.models.lora import ADAPTER, add_adapter, fingerprint, merged_weights, save_adapter
+from whet.models.load import body_of, is_classifier, load_config, load_policy, load_reward_model, outline
+from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_weights, save_adapter
 
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
@@ -99,9 +99,13 @@ def _with_adapter(
     folder: Path, origin: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
 ) -> PreTrainedModel:
     """Loads the model that training started from, with the trained adapter in it."""
-    path = base or origin["model_path"]
+    path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
-        model = load_policy(path, **{name: origin[name] for name in LOADED_WITH})
+        if HEAD in weights:
+            del options["adapter_path"]  # none is merged into a reward model
+            model = load_reward_model(path, new_head_seed=0, **options)  # its head is among the weights
+        else:
+            model = load_policy(path, **options)
     except ModelError as error:
         raise CheckpointError(
             f"{folder} is an adapter for the model at {path}, which cannot be loaded; give the model's folder "
@@ -130,8 +134,10 @@ def _write_adapter(
             f"{folder} started from {origin['model_path']} with the adapter {origin['adapter_path']} merged into it, "
             "so its own adapter fits no saved model; export the merged model, without --adapter"
         )
-    config = model.peft_config[ADAPTER]
+    config: Any = model.peft_config[ADAPTER]
     config.base_model_name_or_path = base or origin["model_path"]
+    if HEAD in weights:
+        config.task_type, config.modules_to_save = "SEQ_CLS", [HEAD.rpartition(".")[0]]
     save_adapter(dict(weights), config, out)
     whole_model = shutil.ignore_patterns("config.json", "generation_config.json")  # not in an adapter's folder
     shutil.copytree(folder / "model", out, dirs_exist_ok=True, ignore=whole_model)
@@ -143,7 +149,8 @@ def find_checkpoint(source: Path) -> Path:
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
         raise CheckpointError(
-            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}"
+            f"{source} is no checkpoint and no run with one (no {checkpoint.MANIFEST}), nor a model's folder (no "
+            "config.json); name one of those"
         )
     return folder
 

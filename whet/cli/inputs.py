@@ -74,8 +74,9 @@ def _convert(words: list[str], system: str | None, output: Path | None) -> None:
     from whet.config.foreign_files import read
 
     if len(words) != 1 or system is None:
+        found = "--from is missing" if system is None else f"there are {len(words)} words before --from"
         raise ConfigError(
-            "whet config convert takes one file, or one command in quotes, and --from: "
+            f"{found}; expected one file, or one command in quotes, and the framework that it is of: "
             f"whet config convert run.sh --from {'|'.join(SYSTEMS)}"
         )
     text = convert(read(words[0], system), system).to_yaml()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,7 +145,7 @@ def _print_report(report: Report, rows: int, reads_truth: bool) -> None:
     pairs = [
         ("responses", f"{report.responses}, for {rows} rows"),
         ("right", told),
-        ("rewards", f"{report.lowest:g} to {report.highest:g}"),
+        ("rewards", "none" if math.isnan(report.lowest) else f"{report.lowest:g} to {report.highest:g}"),
         ("speed", f"{1e3 * report.seconds:.2g} ms for a response"),
         ("findings", str(len(report.findings)) if report.findings else "none"),
     ]

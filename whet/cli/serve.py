@@ -22,6 +22,7 @@ def serve(
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the engine; may be repeated")
     ] = None,
+    tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: the chat template's")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="dtype of sampling")] = "float32",
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8000,
@@ -46,10 +47,12 @@ def serve(
 
     It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
     from whet.errors import ConfigError, pip_install
-    from whet.registry import ROLLOUT_ENGINES
+    from whet.registry import ROLLOUT_ENGINES, TOOL_PARSERS
 
     options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
+    if tool_parser is not None:
+        TOOL_PARSERS[tool_parser].load()
     try:
         from whet.serving.app import Settings
         from whet.serving.server import serve as run

@@ -242,12 +242,11 @@ def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[str]:
 
 
 def _no_adapter(config: schema.RewardTrainingConfig, at: Place) -> Iterator[str]:
-    for name in ("rank", "path"):
-        if config.model.lora[name] is not None:
-            yield (
-                f"model.lora.{name}={config.model.lora[name]} is of a language model, and `whet train-reward` trains a "
-                "whole classifier; unset it (model.freeze keeps weights as they are)"
-            )
+    if config.model.lora.path is not None:
+        yield (
+            f"model.lora.path={config.model.lora.path} is an adapter of a language model, and `whet train-reward` "
+            "starts from a whole model; export the merged model first (`whet export`), and name it as model.path"
+        )
 
 
 def _mix(data: schema.DataConfig, at: Place) -> Iterator[str]:

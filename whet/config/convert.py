@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.config.checks import problems
@@ -18,6 +19,7 @@ from whet.config.render import value_lines
 from whet.config.schema import TrainConfig
 from whet.errors import ConfigError, RegistryError
 
+NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
 SYSTEMS = {table.system.lower(): table.system for table in tables()}
 
 
@@ -58,7 +60,20 @@ def convert(written: Written, system: str) -> Converted:
     """Returns the recipe for the keys of a file or command of verl, easyr1, roll or trl.  Raises: ConfigError."""
     if system.lower() not in SYSTEMS:
         raise ConfigError(f"--from {system} is no known framework; expected {', '.join(SYSTEMS)}")
-    return _Conversion(written, SYSTEMS[system.lower()]).run()
+    result = _Conversion(written, SYSTEMS[system.lower()]).run()
+    sweeps = dict[str, list[str]]()  # words of `-m` that give the turns of each loop
+    for loop, turns in written.loops.items():
+        others = (_Conversion(replace(written, values=turn), result.system).run().values for turn in turns)
+        recipes = [result.values, *others]
+        keys = sorted({key for recipe in recipes for key in recipe} - NAMES_OF_RUNS)
+        texts = {key: [shlex.quote(str(recipe.get(key, "null"))) for recipe in recipes] for key in keys}
+        sweeps[loop] = [f"{key}={','.join(dict.fromkeys(each))}" for key, each in texts.items() if len({*each}) > 1]
+        told = " ".join(sweeps[loop]) or "nothing differs"
+        told += ", which change together: run each pair of values by itself" if len(sweeps[loop]) > 1 else ""
+        result.check.append(f"`{loop}`: the recipe is that of the first turn; over all turns: {told}")
+    if words := [each[0] for each in sweeps.values() if len(each) == 1]:
+        result.check.append(f"the runs of the loops: whet train RECIPE -m {' '.join(words)}")
+    return result
 
 
 class _Conversion:
@@ -185,6 +200,9 @@ class _Conversion:
     def _unknown(self) -> None:
         """Keys that no row has: those below a key of a row are converted with it, the others told."""
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
+        if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
+            found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
+            raise ConfigError(f"no key of {self.result.system} is set, but {found}; expected a run of that framework")
         for key, value in self.given.items():
             if key in known:
                 continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import math
 import pickle
 import random
 import time
@@ -152,12 +151,15 @@ class _Check:
             yield Finding(name, False, what)
             return
         faults: dict[str, str] = alone["faults"]
-        yield self._of("starts", faults, f"{alone['turns']} turns")
+        yield self._of("starts", faults, f"{alone['turns']} turns" if alone["rewards"] else "reset returns")
         if "starts" in faults:
+            return
+        if not alone["rewards"]:  # what reset gave cannot be used
+            yield from (Finding(name, False, what) for name, what in faults.items())
             return
         yield Finding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
         yield self._of("observations", faults, f"up to {alone['characters']:,} characters")
-        yield self._of("rewards", faults, f"{alone['lowest']:g} to {alone['highest']:g}")
+        yield self._of("rewards", faults, f"{min(alone['rewards']):g} to {max(alone['rewards']):g}")
         found, most = alone["characters"], self.plan.max_characters
         size = f"at most {most:,} characters" if found <= most else f"{found:,} characters; expected at most {most:,}"
         yield Finding("observation size", found <= most, size)
@@ -300,9 +302,9 @@ class _Played:
 
     def _note(self, name: str, outcome: Observation | Failure) -> None:
         if isinstance(outcome, Failure):
-            told = outcome.message
+            told, verb = outcome.message, "reset" if name == "starts" else "step"
             at = "rewards" if "Observation.reward" in told else "observations" if "Observation" in told else name
-            self.faults[at] = f"{'reset' if name == 'starts' else 'step'} raised {told}"
+            self.faults[at] = f"{verb} {'raised' if at == name else 'gave what cannot be used:'} {told}"
             self.transcript.append(f"{told}{self.asked or ''}")
             self.is_over = True
             return
@@ -338,15 +340,13 @@ async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int])
     for each in played:
         await each.end()
     first = played[0]
-    rewards = first.rewards or [math.nan]
     return {
         "transcripts": [each.transcript for each in played],
         "faults": first.faults,
         "turns": len(first.transcript) - 1,
         "seconds": time.perf_counter() - start,
         "characters": first.characters,
-        "lowest": min(rewards),
-        "highest": max(rewards),
+        "rewards": first.rewards,
         "is_prompt_changed": first.prompt != plan.prompt,
     }
 

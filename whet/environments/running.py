@@ -18,7 +18,7 @@ from typing import Any
 
 from whet.environments.forms import GOES_ON, Context, Form, StepFunction, awaited, same
 from whet.environments.protocol import Answer, Environment, Observation, read_observation
-from whet.errors import ToolError, describe
+from whet.errors import ConfigError, ToolError, describe
 from whet.processes.template import Caller, Serve, serve_tasks
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Message, Prompt
@@ -80,7 +80,13 @@ class Running:
         return self._environment is not None and _form(self._environment).has_close
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
-        self._environment = self._make(prompt)
+        made = self._make(prompt)
+        if not callable(getattr(made, "step", None)):
+            raise ConfigError(
+                f"the environment {type(made).__name__} has no method step; expected step(answer), or step(text) in "
+                "the short form: add it, or name another environment"
+            )
+        self._environment = made
         if prompt == PROBE:
             return GOES_ON
         form = _form(self._environment)

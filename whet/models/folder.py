@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,44 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from whet.errors import ModelError
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
+HUB_SECONDS = 10.0  # for the hub to say whether it has a model
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@functools.cache
+def require_model(path: str | Path) -> None:
+    """Asks the hub once whether it has a model that is no folder here and in no cache: to fetch its files, the hub's
+    client would try for minutes.  Raises: ModelError."""
+    name, why = str(path), ""
+    if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    if Path(name).exists():
+        raise ModelError(f"{name} is a file; expected a model's folder: name the folder that it is in")
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except RepositoryNotFoundError:
+        why = ", which has no model of that name that you may see"
+    except HfHubHTTPError:  # what it is, transformers says
+        return
+    except ValueError:  # no name that the hub could have
+        pass
+    except Exception as error:  # no network
+        why = f", which cannot be reached ({' '.join(str(error).split())})"
+    else:
+        return
+    raise ModelError(
+        f"{name} is no folder here; expected one with a config.json and the weights, or the name of a model on the "
+        f"hub{why}: correct it"
+    )
 
 
 @contextmanager

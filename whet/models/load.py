@@ -29,15 +29,14 @@ from transformers.utils.logging import set_tqdm_hook
 from whet.errors import ModelError
 from whet.keyed import key
 from whet.models import attention, experts
-from whet.models.folder import check_weights, reading, split_adapters
+from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
-from whet.models.lora import merge_adapter
+from whet.models.lora import HEAD, merge_adapter
 from whet.models.vision.base import Vision
 from whet.models.vision.load import FAMILIES, attach, load_vision, sees
 
 log = logging.getLogger(__name__)
 OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
-HEAD = "score.weight"  # of a reward model
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -289,6 +288,7 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
     Raises: ModelError, also where one of `models` has fewer embedding rows than the tokenizer has tokens.
     """
     base, adapters = split_adapters(path)
+    require_model(base)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
     options = {"config": load_config(base, trust_remote_code=trust_remote_code)} if own else {}
     with reading(path, "has no tokenizer that could be loaded"):
@@ -329,6 +329,7 @@ def _vision_at(path: str | Path, trust_remote_code: bool) -> Vision | None:
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Loads the transformers config at `path`, or of an adapter's base.  Raises: ModelError."""
     path, _ = split_adapters(path)
+    require_model(path)
     with reading(path, "has no readable model config"):
         _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # before an object is made of the raw values
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

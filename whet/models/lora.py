@@ -28,6 +28,7 @@ from whet.models.folder import check_weights, reading
 from whet.models.vision.load import vision_of
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
+HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
 TRAINED_PARTS = ("lora_A", "lora_B")
 
 
@@ -43,7 +44,8 @@ class LoraSettings(Protocol):
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype: torch.dtype = torch.float32) -> None:
-    """Adds a new adapter to `model` and freezes all other weights; `dtype` is for the adapted layers' base weights.
+    """Adds a new adapter to `model` and freezes all other weights but the head of a reward model; `dtype` is for the
+    adapted layers' base weights.
 
     Raises: ModelError for a target that no layer has.
     """
@@ -56,6 +58,9 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype
         if not first.is_meta:
             with torch.no_grad():
                 first.copy_(new_adapter(name, first.shape, seed))
+    for name, weight in model.named_parameters():
+        if name == HEAD:
+            weight.requires_grad_(True)
 
 
 def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
@@ -68,9 +73,10 @@ def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     """Converts the settings to peft's. Targets are names of linear layers, by default all of the language model except
-    its head; those of a vision tower are for a target that the language model lacks."""
+    its head or that of a reward model; those of a vision tower are for a target that the language model lacks."""
     head = model.get_output_embeddings()
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {name for name, module in layers.items() if module is not head and f"{name}.weight" != HEAD}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
     names = sorted({name.rpartition(".")[2] for name in language})
@@ -100,11 +106,11 @@ def _tower(model: PreTrainedModel) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash that identifies a model's weights without its adapter, from names, shapes and about 64 numbers of each
-    weight in bfloat16. With sharded weights every rank must call it."""
+    """A hash that identifies the weights that an adapter leaves as they are, from names, shapes and about 64 numbers of
+    each in bfloat16. With sharded weights every rank must call it."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        if any(f".{part}." in name for part in TRAINED_PARTS):
+        if name == HEAD or any(f".{part}." in name for part in TRAINED_PARTS):
             continue
         digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weight.shape)}".encode())
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -21,7 +21,6 @@ from transformers.modeling_utils import LoadStateDictConfig
 from whet.errors import ModelError
 from whet.models.folder import check_weights, split_adapters, weight_files
 from whet.models.load import (
-    HEAD,
     TrainedModel,
     ValueModel,
     body_of,
@@ -31,7 +30,7 @@ from whet.models.load import (
     outline,
     without_weight_bars,
 )
-from whet.models.lora import ADAPTER, TRAINED_PARTS, adapted_layers, new_adapter
+from whet.models.lora import ADAPTER, HEAD, TRAINED_PARTS, adapted_layers, new_adapter
 
 
 def empty_model(path: str | Path, device: torch.device, **options: bool) -> TrainedModel:

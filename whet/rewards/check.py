@@ -161,7 +161,7 @@ class _Check:
                     paid[name] += reward == max(right)
         if suited:
             self.rows = suited
-        else:
+        elif self.rewards:  # where every call failed, that is the finding
             self._find(
                 "no right response",
                 "it pays no usual form of the ground truth more than a wrong response; name rows that it can score "

@@ -110,8 +110,8 @@ class Rollouts:
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
-        self.failures, self.verdicts = FailureWatch(), FailureWatch()  # of what is sampled, of the policy as a judge
-        self.spent: dict[str, float] = {}  # by judges, since this process began
+        self.failures, self.held_out = FailureWatch(), FailureWatch()  # of what is trained on, of validation
+        self.spent: dict[str, float] = {}  # by judges, since the run began
         self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
         self._kept_some = True
         self._before: Mapping[str, Any] | None = None  # state of the prompts before a step that is not trained yet

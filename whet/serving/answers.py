@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.serving.bodies import Asked
-from whet.serving.texts import StopCut, TextStream, TokenTexts
+from whet.serving.texts import MarkedText, TokenTexts, special_tokens
 from whet.serving.tools import ToolCall, ToolText
 from whet.types import FinishReason, Versions
 
@@ -29,17 +29,25 @@ class Piece:
     versions: Versions
     finish_reason: str | None  # of the last piece
 
+    def for_stream(self) -> list[Piece]:
+        """The piece in parts: the official client takes calls for done when the finish reason comes after them."""
+        if not self.calls or self.finish_reason is None:
+            return [self]
+        return [replace(self, finish_reason=None), Piece("", (), (), (), (), self.finish_reason)]
+
 
 class Sample:
     """A choice of a response, whose tokens come in parts."""
 
     def __init__(self, index: int, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
-        number = index // asked.body.n
+        number, special = index // asked.body.n, special_tokens(tokenizer) if asked.tools else {}
+        params = asked.params[number]
         self.index, self.prompt_ids = index, asked.prompts[number]
-        self.num_tokens = self.num_calls = self.num_pieces = 0  # given so far
+        self.num_tokens = self.num_calls = self.num_shown = 0  # tokens, calls and pieces that are given
         self.num_characters = 0  # of the tokens so far, one by one
-        self._text, self._cut = TextStream(tokenizer), StopCut(asked.params[number].stop)
-        self._tools = ToolText() if asked.tools else None
+        marks = {token: text for token, text in special.items() if token not in params.stop_token_ids}
+        self._text = MarkedText(tokenizer, params.stop, marks)
+        self._tools = ToolText(asked.tools) if asked.tools else None
 
     def add(
         self,
@@ -50,11 +58,12 @@ class Sample:
     ) -> Piece:
         """The piece that these tokens complete; with the last ones there is a finish reason."""
         is_last = finish_reason is not None
-        text = self._cut.add(self._text.add(token_ids, is_last=is_last), is_last=is_last)
-        text, calls = (text, []) if self._tools is None else self._tools.add(text, is_last=is_last)
+        parts, calls = self._text.add(token_ids, is_last=is_last), list[ToolCall]()
+        text = "".join(text for text, _ in parts)
+        if self._tools is not None:
+            text, calls = self._tools.add(parts, is_last=is_last)
         self.num_tokens += len(token_ids)
         self.num_calls += len(calls)
-        self.num_pieces += 1
         called = finish_reason == "stop" and self.num_calls > 0
         return Piece(text, calls, token_ids, log_probs, versions, "tool_calls" if called else finish_reason)
 
@@ -79,7 +88,6 @@ class ClientResponse:
         """The chunk with a piece; None for a piece in which a client would see nothing."""
         shows_tokens = piece.token_ids and (self.asked.has_log_probs or self.asked.body.return_token_ids)
         if not (piece.text or piece.calls or piece.finish_reason or shows_tokens):
-            sample.num_pieces -= 1
             return None
         choice = self._full(self._delta(sample, piece), sample, piece)
         frame = {**self._frame(self.chunk_kind, [piece]), "choices": [choice]}
@@ -111,8 +119,9 @@ class ClientResponse:
         if self.asked.has_log_probs:
             choice["logprobs"] = self._log_probs(sample, piece)
         if self.asked.body.return_token_ids:
-            choice |= {"prompt_token_ids": list(sample.prompt_ids)} if sample.num_pieces == 1 else {}
+            choice |= {} if sample.num_shown else {"prompt_token_ids": list(sample.prompt_ids)}
             choice |= {"token_ids": list(piece.token_ids), "weight_versions": [list(run) for run in piece.versions]}
+        sample.num_shown += 1
         return choice
 
     def _choice(self, sample: Sample, piece: Piece) -> Json:
@@ -138,7 +147,7 @@ class ChatAnswer(ClientResponse):
         return {"message": message}
 
     def _delta(self, sample: Sample, piece: Piece) -> Json:
-        delta: Json = {"role": "assistant", "content": ""} if sample.num_pieces == 1 else {}
+        delta: Json = {} if sample.num_shown else {"role": "assistant", "content": ""}
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:

@@ -49,6 +49,7 @@ class Settings:
     best: bool  # the run's checkpoint with the best validation, not the newest
     engine: str
     option: Mapping[str, Any]  # of the engine
+    tool_parser: str | None  # registered, or path/file.py:function; unset: that of the chat template
     dtype: Dtype
     host: str
     port: int  # 0: a free one
@@ -228,8 +229,9 @@ class App:
             while found is not None:
                 sample, event = found
                 samples[sample.index] = sample
-                if (chunk := answer.chunk(sample, self._piece(sample, event))) is not None:
-                    yield _line(chunk)
+                for piece in self._piece(sample, event).for_stream():
+                    if (chunk := answer.chunk(sample, piece)) is not None:
+                        yield _line(chunk)
                 found = await anext(events, None)  # type: ignore[arg-type]  # of typeshed's overload
             if (end := answer.end(list(samples.values()))) is not None:
                 yield _line(end)

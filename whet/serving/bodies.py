@@ -17,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
+from whet.environments.tools.parsers import parser_of
 from whet.keyed import key
+from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
-from whet.serving.tools import BEGIN
 from whet.types import Message
 
 ERROR_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
@@ -35,12 +36,11 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "use tools"),
     "logit_bias": (({},), "use allowed_token_ids"),
     "modalities": ((["text"],), "the model reads and writes text"),
-    "parallel_tool_calls": ((True,), "the model decides on the number of calls"),
+    "moderation": ((), "the server moderates nothing"),
     "prediction": ((), "the server has no speculative decoding"),
     "reasoning_effort": ((), "set what the chat template reads with chat_template_kwargs"),
     "response_format": (({"type": "text"},), CONSTRAINED),
     "service_tier": (("auto", "default"), "there is one tier"),
-    "store": ((False,), "the server stores nothing"),
     "suffix": (("",), "the server appends to a prompt"),
     "top_logprobs": ((0,), "the engine gives the log-prob of the sampled token alone; leave it out or set it to 0"),
     "verbosity": ((), "ask for it in the prompt"),
@@ -78,10 +78,22 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
-class Body(BaseModel):
-    """The fields of both kinds of requests."""
+class WithoutEffect(BaseModel):
+    """The fields that are taken, and change nothing here: names of the client, and what OpenAI keeps."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Body(WithoutEffect):
+    """The fields of both kinds of requests."""
+
     model: str
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: Whole | None = None
@@ -93,11 +105,6 @@ class Body(BaseModel):
     stop: str | list[str] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # names of the client, without effect on a response
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, Any] | None = None
     # not in the API
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
@@ -115,6 +122,7 @@ class ChatBody(Body):
     logprobs: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -126,13 +134,22 @@ class TextBody(Body):
 
 
 @dataclass(frozen=True)
+class ToolsAsked:
+    """The tools of a request."""
+
+    parser: str  # of their calls
+    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by name of the tool
+    most_calls: int | None  # in a response
+
+
+@dataclass(frozen=True)
 class Asked:
     """A checked request of a client."""
 
     body: ChatBody | TextBody
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]  # of each prompt
-    tools: bool = False  # the response may have tool calls
+    tools: ToolsAsked | None = None  # set: the response may have calls
 
     @property
     def include_usage(self) -> bool:
@@ -171,6 +188,7 @@ class BodyReader:
     context: int  # tokens of prompt and response together
     vocab_size: int
     max_tokens: int  # of a response whose request names no limit
+    tool_parser: str | None = None  # unset: that of the chat template
 
     def chat(self, raw: object) -> Asked:
         """Reads a request for a chat completion.  Raises: ApiError, DataError."""
@@ -181,9 +199,10 @@ class BodyReader:
             raise unsupported("tool_choice", body.tool_choice, f"{CONSTRAINED} (auto and none are supported)")
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
-        prompt = self._rendered(messages, tools, body.chat_template_kwargs)
+        template = self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
+        prompt = self._rendered(template, messages, tools, body.chat_template_kwargs)
         params = self._params(body, prompt, body.max_completion_tokens or body.max_tokens, self.max_tokens)
-        return Asked(body, (tuple(prompt),), (params,), tools=bool(tools))
+        return Asked(body, (tuple(prompt),), (params,), self._tools(template, tools, body) if tools else None)
 
     def text(self, raw: object) -> Asked:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
@@ -223,20 +242,28 @@ class BodyReader:
             raise ApiError(400, "stream_options is set without stream=true", param="stream_options")
         return body
 
-    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]], extra: Mapping[str, Any]) -> list[int]:
-        template = self.tokenizer.get_chat_template() if self.tokenizer.chat_template else ""
+    def _rendered(
+        self, template: str, messages: list[Message], tools: list[dict[str, Any]], extra: Mapping[str, Any]
+    ) -> list[int]:
         for name in extra:
             if name in RESERVED or name not in template:
                 why = "the chat template of this model does not read it"
                 raise unsupported("chat_template_kwargs", {name: extra[name]}, why)
-        if tools and (BEGIN not in template or "<function=" in template):
-            raise unsupported(
-                "tools", [tool["function"]["name"] for tool in tools], f"the chat template has no {BEGIN}"
-            )
         options = {**extra, **({"tools": tools} if tools else {})}
         text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
         [ids] = encode_rendered(self.tokenizer, [text])
         return ids
+
+    def _tools(self, template: str, tools: list[dict[str, Any]], body: ChatBody) -> ToolsAsked:
+        """The tools with the parser of their calls.  Raises: ApiError where the model has no way to call them."""
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        if "tools" not in template:
+            raise unsupported("tools", [*schemas], "the chat template does not show tools to the model; leave them out")
+        if (parser := self.tool_parser or parser_of(template)) is None:
+            known = f"one of {', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
+            why = f"the chat template shows no known format of calls; start the server with --tool-parser, {known}"
+            raise unsupported("tools", [*schemas], why)
+        return ToolsAsked(parser, schemas, None if body.parallel_tool_calls else 1)
 
     def _params(self, body: Body, prompt: Sequence[int], limit: int | None, default: int) -> SamplingParams:
         """The sampling parameters of one prompt."""
@@ -291,6 +318,10 @@ def _tool(index: int, raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(
             400, f"tools[{index}] is {raw!r:.80}; expected type function and a function with a name", param="tools"
         )
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
+        found = f"{schema!r:.80}; expected a JSON schema, an object whose properties are one"
+        raise ApiError(400, f"tools[{index}].function.parameters is {found}", param="tools")
     if function.get("strict"):
         raise unsupported(f"tools[{index}].function.strict", True, CONSTRAINED)
     return {"type": "function", "function": {name: each for name, each in function.items() if name != "strict"}}

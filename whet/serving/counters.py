@@ -56,21 +56,13 @@ class Counters:
             ("samples_running", "gauge", "Samples that are being decoded.", status.running),
             ("samples_waiting", "gauge", "Samples that wait in the engine.", status.waiting),
             ("oldest_sample_seconds", "gauge", "Age of the oldest sample.", status.oldest_seconds),
-            (
-                "weights_version",
-                "gauge",
-                "Version of the weights; of a run the step of its checkpoint.",
-                status.version,
-            ),
+            ("weights_version", "gauge", "Version of the weights; of a run its checkpoint's step.", status.version),
         ):
             lines += [f"# HELP whet_{name} {meaning}", f"# TYPE whet_{name} {kind}", f"whet_{name} {value}"]
         for name, meaning, histogram in (
             ("time_to_first_token_seconds", "Time to the first token of requests that stream.", self.first_token),
             ("request_seconds", "Time of whole requests that were answered.", self.whole_request),
         ):
-            lines += [
-                f"# HELP whet_{name} {meaning}",
-                f"# TYPE whet_{name} histogram",
-                *histogram.lines(f"whet_{name}"),
-            ]
+            lines += [f"# HELP whet_{name} {meaning}", f"# TYPE whet_{name} histogram"]
+            lines += histogram.lines(f"whet_{name}")
         return "\n".join(lines) + "\n"

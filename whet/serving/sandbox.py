@@ -114,22 +114,14 @@ def _told(ran: Ran, *, is_compiled: bool) -> dict[str, Any]:
         "stderr": ran.stderr.decode(errors="replace"),
     }
     well = {"status": "Finished", "execution_time": 0.0, "return_code": 0, "stdout": "", "stderr": ""}
-    return {
+    return _failed(f"{TOLD}{ran.end}") | {
         "status": "Success" if ran.end == "ok" else "Failed",
-        "message": f"{TOLD}{ran.end}",
         "compile_result": result if ran.end == "compile" else well if is_compiled else None,
         "run_result": None if ran.end == "compile" else result,
-        "executor_pod_name": None,
         "files": {name: base64.b64encode(content).decode() for name, content in ran.files.items()},
     }
 
 
 def _failed(message: str) -> dict[str, Any]:
-    return {
-        "status": "SandboxError",
-        "message": message,
-        "compile_result": None,
-        "run_result": None,
-        "executor_pod_name": None,
-        "files": {},
-    }
+    results: dict[str, Any] = {"compile_result": None, "run_result": None, "executor_pod_name": None, "files": {}}
+    return {"status": "SandboxError", "message": message, **results}

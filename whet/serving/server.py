@@ -51,6 +51,7 @@ def serve(settings: Settings) -> None:
                 context=context_length(folder, trust_remote_code=trusted),
                 vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
                 max_tokens=settings.max_tokens,
+                tool_parser=settings.tool_parser,
             )
             step = _step(source)
             engine = open_engine(rollout, model, folder, version=0 if step is None else step)

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -94,6 +97,40 @@ class StopCut:
         end = min(places) if places else len(text) if is_last else len(text) - num_begun(text, self._strings)
         self._held = text[end:]
         return text[:end]
+
+
+class MarkedText:
+    """The text of a response before the first stop string, with those of its special tokens that are marks."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], marks: Mapping[int, str]) -> None:
+        self._text, self._cut, self._marks = TextStream(tokenizer), StopCut(stop), marks
+        self._waiting: deque[tuple[int, str]] = deque()  # marks, and the number of characters before each
+        self._num_read = self._num_given = 0  # characters, without those of marks
+
+    def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> list[tuple[str, bool]]:
+        """Returns what is known with these tokens: text, and marks (True), in their order."""
+        read = ""
+        for is_mark, run in groupby(token_ids, self._marks.__contains__):
+            if is_mark:
+                self._waiting += [(self._num_read + len(read), self._marks[token]) for token in run]
+            else:
+                read += self._text.add(list(run))
+        read += self._text.add((), is_last=is_last)
+        self._num_read += len(read)
+        known, parts = self._cut.add(read, is_last=is_last), list[tuple[str, bool]]()
+        while self._waiting and self._waiting[0][0] <= self._num_given + len(known):
+            place, mark = self._waiting.popleft()
+            before, known = known[: place - self._num_given], known[place - self._num_given :]
+            parts += [(before, False), (mark, True)]
+            self._num_given = place
+        self._num_given += len(known)
+        return [*parts, (known, False)]
+
+
+@lru_cache(maxsize=4)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The texts of the tokens that are no text for a reader, such as the end of a turn."""
+    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def num_begun(text: str, strings: Iterable[str]) -> int:

@@ -11,7 +11,8 @@ side.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import torch
 
@@ -39,13 +40,15 @@ PROVIDERS: dict[str, Provider] = {}
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of a provider: the step's groups, in the order of the batch's `uid`, and what made them."""
+    """Sources of a provider: the step's groups, in the order of the batch's `uid`, and what made them. A provider that
+    reads scores notes in `failures` the trajectories that it fails, by uid."""
 
     config: TrainConfig
     roles: Mapping[str, WorkerGroup]
     rollouts: Rollouts
     groups: Sequence[Group]
     step: int
+    failures: dict[str, Failure] = field(default_factory=dict)
 
     def forward(self, role: str, batch: DataProto, output: str) -> torch.Tensor:
         """The output of a role's model [B, R], at the temperature at which responses were sampled."""
@@ -102,6 +105,11 @@ class ColumnPlan:
         """The roles that the columns need."""
         return frozenset(self.passes)
 
+    @property
+    def judges(self) -> ColumnPlan:
+        """The plan of the scores of the reward model, or of the policy as a judge, alone."""
+        return ColumnPlan(tuple(column for column in self.providers if column.name in SCORED_BY.values()))
+
     def add(self, batch: DataProto, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> DataProto:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
         scores. Providers that read no column of each other begin together."""
@@ -123,20 +131,18 @@ class ColumnPlan:
                 with metrics.time(f"time/{column.phase}"):
                     batch = batch.with_columns(**{column.name: values() if callable(values) else values})
             left = [column for column in left if column not in ready]
-        return self._without_unjudged(batch, metrics) if is_scored and "judge_scores" in batch else batch
+        return self._without_noted(batch, sources.failures, metrics)
 
-    def _without_unjudged(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """The batch, in which trajectories without a verdict, NaN, have failed."""
-        scores, owners = batch["judge_scores"], batch["trajectory_uid"]
-        unjudged = owners[scores.isnan()]
-        failed = torch.isin(owners, unjudged)
-        if not len(unjudged):
+    def _without_noted(self, batch: DataProto, failures: Mapping[str, Failure], metrics: Metrics) -> DataProto:
+        """The batch, in which the trajectories that providers failed are masked."""
+        if not failures:
             return batch
-        metrics.sum("failures/reward", len(unjudged))
-        failure = Failure("reward", "the verdict of the policy cannot be read")
-        errors = [failure if is_failed else own for is_failed, own in zip(failed, batch["error"], strict=True)]
-        kept = {name: batch[name] * ~failed[:, None] for name in ("response_mask", "token_level_scores")}
-        return self._without_failed(batch.with_columns(**kept, judge_scores=scores.nan_to_num(0.0), error=errors))
+        for failure in failures.values():
+            metrics.sum(f"failures/{failure.source}", 1)
+        errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
+        is_kept = torch.tensor([error is None for error in errors])[:, None]
+        kept = {name: batch[name] * is_kept for name in ("response_mask", "token_level_scores")}
+        return self._without_failed(batch.with_columns(**kept, error=errors))
 
     def _without_failed(self, batch: DataProto) -> DataProto:
         """Zeroes the models' columns in rows whose reward failed."""
@@ -149,6 +155,34 @@ class ColumnPlan:
         by_row = [column.name for column in self.providers if column.shape == "B" and column.roles]
         zeroed |= {name: given[name] * mask.any(1) for name in by_row if name in given}
         return batch.with_columns(**zeroed)
+
+
+def judged(groups: Sequence[Group], batch: DataProto) -> list[Group]:
+    """The groups of a batch with what providers found: failures, and the score of the reward model or judge as the part
+    `reward_model`, of an episode with several players their mean."""
+    scores = next((batch[name].tolist() for name in SCORED_BY.values() if name in batch), None)
+    last = {uid: row for row, uid in enumerate(batch["trajectory_uid_name"])}
+
+    def of(each: Trajectory) -> Trajectory:
+        names = dict.fromkeys((each.uid, *(f"{each.uid}/{turn.player}" for turn in each.turns)))
+        rows = [last[name] for name in names if name in last]
+        failure = next((batch["error"][row] for row in rows if batch["error"][row] is not None), each.failure)
+        if failure is not None or scores is None:
+            return replace(each, failure=failure)
+        return replace(each, parts={**each.parts, "reward_model": fmean(scores[row] for row in rows)})
+
+    return [replace(group, trajectories=tuple(map(of, group.trajectories))) for group in groups]
+
+
+def with_truth(scored: Group, judged: Group) -> Group:
+    """The judged group, in which a trajectory whose verdict failed is as it was scored, with the reason in `logged`."""
+
+    def of(own: Trajectory, each: Trajectory) -> Trajectory:
+        if each.failure is None or own.failure is not None:
+            return each
+        return replace(own, logged={**own.logged, "reward_model": each.failure.message})
+
+    return replace(judged, trajectories=tuple(map(of, scored.trajectories, judged.trajectories)))
 
 
 def _unscored(columns: Sequence[Column]) -> list[Column]:

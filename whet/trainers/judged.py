@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ UNREADABLE = (
 @register_provider("judge_scores", shape="B", phase="reward_model")
 def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
     """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
-    other rows and for trajectories that failed. A reply that cannot be read is NaN: that trajectory fails.   [B]"""
+    other rows and for trajectories that failed. One without a verdict that can be read is failed.   [B]"""
     config, rollouts = sources.config, sources.rollouts
     rubric = load_rubric(str(config.reward_model.rubric))
     trajectories = [each for group in sources.groups for each in group.trajectories]
@@ -35,19 +34,15 @@ def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
     with rollouts.sampling():
         replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
     given: dict[str, float] = {}
-    failed: dict[str, Trajectory] = {}
     for each, [reply] in zip(judged, replies, strict=True):
         said = text(reply) or ""
-        value = rubric.read(said)
-        given[each.uid] = math.nan if value is None else value
-        if value is None:
-            why = UNREADABLE.format(rubric=rubric.name, said=said[-80:])
-            failed[each.uid] = replace(each, failure=Failure("reward", why))
-    groups = [
-        replace(group, trajectories=tuple(failed.get(each.uid, each) for each in group.trajectories))
-        for group in sources.groups
-    ]
-    rollouts.verdicts.record(groups)
+        if reply.failure is not None:
+            why = f"the policy gave no verdict, it failed in the {reply.failure.source}: {reply.failure.message}"
+            sources.failures[each.uid] = replace(reply.failure, source="reward", message=why)
+        elif (value := rubric.read(said)) is None:
+            sources.failures[each.uid] = Failure("reward", UNREADABLE.format(rubric=rubric.name, said=said[-80:]))
+        else:
+            given[each.uid] = value
     scores = torch.tensor([given.get(each.uid, 0.0) for each in trajectories])
     return torch.where(last_rows(batch).bool(), scores[batch["trajectory_uid"]], 0.0)
 

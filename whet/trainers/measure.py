@@ -39,6 +39,12 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
     _average(metrics, "reward/groups_all_equal", [float(len(set(each)) <= 1) for each in scores])
 
 
+def measure_part(metrics: Metrics, groups: Sequence[Group], name: str, area: str) -> None:
+    """The mean of a part of the reward over the trajectories that have it, as `<area>/<name>`."""
+    trajectories = [each for group in groups for each in group.trajectories]
+    _average(metrics, f"{area}/{name}", [each.parts[name] for each in trajectories if name in each.parts])
+
+
 def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) -> None:
     """The mean of each number that the environment reports, over the trajectories that have it, and the share of the
     trajectories that ended at each limit. `area` begins the names."""

@@ -19,7 +19,8 @@ from whet.keyed import key
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch, with_scores
-from whet.trainers.measure import measure_batch, measure_environment, measure_groups
+from whet.trainers.columns import judged
+from whet.trainers.measure import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.run import Run
 from whet.trainers.schedule import Schedule
 
@@ -50,12 +51,14 @@ def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
     scored = sampled.result()
     metrics.merge(scored.metrics)
-    measure_groups(metrics, scored.groups, run.config.environment.label)
-    run.write_rollouts(step, scored.groups)
-    run.write_rollouts(step, scored.dropped, purpose="dropped")
-    run.rollouts.failures.record(scored.groups)
     batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=scored.is_dropped)
-    return run.columns.add(batch, run.sources(scored.groups, step), metrics)
+    batch = run.columns.add(batch, run.sources(scored.groups, step), metrics)
+    groups = judged(scored.groups, batch)
+    measure_groups(metrics, groups, run.config.environment.label)
+    run.write_rollouts(step, groups)
+    run.write_rollouts(step, scored.dropped, purpose="dropped")
+    run.rollouts.failures.record(groups)
+    return batch
 
 
 def add_advantages(run: Run, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
@@ -118,6 +121,7 @@ def validate(run: Run, step: int) -> Metrics:
         groups = run.rollouts.sample(
             run.val_prompts, n, run.val_params, step=step, metrics=Metrics(), purpose="validation"
         )
+        groups = run.judge(groups, step)
     for group in groups:
         for trajectory in group.trajectories:
             kinds = filter(None, (group.prompt.data_source, group.prompt.domain))
@@ -126,7 +130,8 @@ def validate(run: Run, step: int) -> Metrics:
                 metrics.mean(f"{name}/reward", trajectory.score)
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in trajectory.turns))
             metrics.sum("val/failures", float(trajectory.failure is not None))
+    measure_part(metrics, groups, "reward_model", "val")
     measure_environment(metrics, groups, f"val/env/{run.config.environment.label}")
     run.write_rollouts(step, groups, purpose="validation")
-    run.rollouts.failures.record(groups)
+    run.rollouts.held_out.record(groups)
     return metrics

@@ -20,13 +20,14 @@ from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
 from whet.metrics import Metrics
 from whet.protocol import DataProto
+from whet.rollout.batch import to_batch
 from whet.rollout.groups import by_player
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
 from whet.tracking.tracker import TableRow
-from whet.trainers.columns import ColumnPlan, Sources
+from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.gap import GAP, largest_jumps, reward_gap
@@ -71,14 +72,28 @@ class Run(Frame):
 
     @property
     def samples_apart(self) -> bool:
-        """Tells whether the rollout has processes of its own."""
+        """Tells whether the rollout has processes of its own, and a validation needs no others."""
         cluster = self.config.cluster
+        if self.columns.judges.roles:
+            return False
         pools = [cluster.pool_of(role) for role in self.roles]
         return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
 
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
         """The sources of column providers in one step."""
         return Sources(self.config, self.roles, self.rollouts, by_player(groups), step)
+
+    def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """Held-out groups with the score of the reward model or judge as the part `reward_model`; in a run without one
+        as they are. Where a verdict failed the reason is logged, and the answer keeps its reward and accuracy."""
+        if not self.columns.judges.providers:
+            return list(groups)
+        found = list[Group]()
+        for start in range(0, len(groups), self.config.data.train_batch_size):  # memory as a step has it
+            own = groups[start : start + self.config.data.train_batch_size]
+            batch = to_batch(own, pad_token_id=self.pad_token_id)
+            found += judged(own, self.columns.judges.add(batch, self.sources(own, step), Metrics()))
+        return [with_truth(*pair) for pair in zip(groups, found, strict=True)]
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers and to the callbacks; after a validation also warns of a gap between
@@ -94,7 +109,7 @@ class Run(Frame):
 
     def state(self) -> dict[str, Any]:
         return {
-            "rollouts": dict(self.rollouts.state()),
+            "rollouts": {**self.rollouts.state(), "spent": dict(self.rollouts.spent)},
             "shaper": self.shaper.state(),
             "entropy": self.entropy_controller.state(),
             "health": self.health.state(),
@@ -102,6 +117,7 @@ class Run(Frame):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.rollouts.load_state(state["rollouts"])
+        self.rollouts.spent.update(state["rollouts"].get("spent", {}))
         self.shaper.load_state(state["shaper"])
         self.entropy_controller.load_state(state["entropy"])
         self.health.load_state(state["health"])

@@ -46,7 +46,7 @@ class Shaper:
             batch = without_truncated(batch, metrics)
         rewards, mask = batch["token_level_scores"], batch["response_mask"]
         if self._scored_by is not None:
-            rewards = self._with_model(rewards, batch, metrics)
+            rewards = self._with_model(rewards, batch)
         if algorithm.overlong.penalty > 0:
             rewards = rewards + self._overlong(batch, metrics)
         shaping = algorithm.shaping
@@ -113,12 +113,10 @@ class Shaper:
             found = found.index_put((rows,), normal)
         return found
 
-    def _with_model(self, scores: Tensor, batch: DataProto, metrics: Metrics) -> Tensor:
+    def _with_model(self, scores: Tensor, batch: DataProto) -> Tensor:
         """The scores of the reward functions, replaced by those of the reward model or judge, or with them.   [B, R]"""
-        given, mask, role = batch[str(self._scored_by)], batch["response_mask"], self.config.reward_model
-        counted = mask.any(1)
-        metrics.mean("reward/reward_model", given[counted].mean(), int(counted.sum()))
-        paid = forms.pay_on_last_token(role.weight * given, mask)
+        role = self.config.reward_model
+        paid = forms.pay_on_last_token(role.weight * batch[str(self._scored_by)], batch["response_mask"])
         return paid if role.combine == "replace" else scores + paid
 
     def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:

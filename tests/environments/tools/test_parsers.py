@@ -177,6 +177,24 @@ def test_other_formats(parser: str, text: str, said: list[Any] | None) -> None:
         assert (found.content, found.calls[0].name) == ("I add.", "add")
 
 
+def test_schemas_of_others_may_have_any_form() -> None:
+    properties = {"a": {"type": ["integer", "null"]}, "b": True, "c": {"anyOf": None}, "d": {"type": "object"}}
+    calls = "".join(f"<parameter={name}>7</parameter>" for name in "abcd")
+    text = f"<tool_call><function=add>{calls}</function></tool_call>"
+    assert parse("qwen3_coder", text, {"add": {"properties": properties}}).calls[0].arguments == {
+        "a": 7,
+        "b": "7",
+        "c": "7",
+        "d": 7,
+    }
+    assert parse("qwen3_coder", text, {"add": {}}).calls[0].arguments["a"] == "7"
+
+
+def test_what_separates_calls_is_no_text() -> None:
+    found = parse("llama3_json", written("llama3_json", [("add", {"a": 1}), ("add", {"a": 2})]), SCHEMAS)
+    assert (found.content, [call.arguments for call in found.calls]) == ("", [{"a": 1}, {"a": 2}])
+
+
 def test_code_without_an_interpreter_is_malformed() -> None:
     found = parse("python_tag", "<|python_tag|>import os", {"add": SCHEMAS["add"]})
     assert [call.error for call in found.calls] == [

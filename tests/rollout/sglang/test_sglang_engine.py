@@ -110,6 +110,7 @@ def test_failures(start: Start) -> None:
         generate(engine, [request(fake.ENDS)])
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, model_folder: Path) -> None:
     engine = start(restarts=1)
     engine.load(weights(model_folder), version=1)

@@ -241,6 +241,7 @@ def test_versions_of_streamed_tokens() -> None:
     assert versions_at(((1, 4),), 2, 1, 3) == ((1, 2),)
 
 
+@pytest.mark.slow
 def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
     for keeps in (False, True):
         engine = start(keep_cache=keeps)
@@ -367,6 +368,7 @@ def test_a_request_whose_connection_is_cut_is_sent_again(start: Start) -> None:
     assert completion.token_ids == (3, 4, 5, 6, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, adapter: bool) -> None:
     engine = start(restarts=2, adapter=adapter, batch=1)
@@ -442,6 +444,9 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
 def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no/python does not exist; expected .* run `make vllm`"):
         find_environment(PACKAGE, "no/python")
+    with monkeypatch.context() as installed:
+        installed.setattr("whet.rollout.servers.environment.CHECKOUT", tmp_path)
+        assert PACKAGE.how.startswith("run `make vllm` in a checkout of whet, and name the interpreter as rollout.")
     notes = tmp_path / "notes"
     notes.write_text("hello")
     with pytest.raises(ConfigError, match=r"cannot be run .* expected a Python interpreter"):

@@ -63,6 +63,7 @@ def test_all_requests_are_answered(start: Start, caplog: pytest.LogCaptureFixtur
         generate(alone, [request(fake.SLOW, 99)])
 
 
+@pytest.mark.slow
 def test_weights_that_came_meanwhile_sample_the_rest(start: Start) -> None:
     import torch
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.models.init import init_model
-from whet.models.load import load_policy
+from whet.models.load import load_policy, load_tokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "serving"))
 
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 openai = pytest.importorskip("openai")
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "7+5"}], "max_tokens": 24}
 IDS = {"return_token_ids": True}
+OPTIONS = ("--option", "kv_cache_bytes=67108864", "--option", "threads=1")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 def client(has_vllm: None, model: PreTrainedModel) -> Iterator[Any]:
     from server_processes import started
 
-    options = ("--option", "kv_cache_bytes=67108864", "--option", "threads=1")
-    with started(model.config._name_or_path, "--name", "m", "--engine", "vllm", *options) as running:
+    with started(model.config._name_or_path, "--name", "m", "--engine", "vllm", *OPTIONS) as running:
         yield running.client()
 
 
@@ -106,3 +106,19 @@ def test_a_stop_string_is_cut_from_the_text(client: Any) -> None:
     stop = text[len(text) // 2 :][:2]
     cut = client.chat.completions.create(**CHAT, seed=3, stop=stop).choices[0]
     assert cut.message.content == text[: text.index(stop)] and cut.finish_reason == "stop"
+
+
+def test_marks_that_are_tokens_reach_the_parser_of_tools(has_vllm: None, tmp_path: Path) -> None:
+    from server_processes import started
+    from test_tool_client import folder_of, said
+
+    folder = folder_of("mistral", tmp_path / "model")
+    mark = load_tokenizer(folder).convert_tokens_to_ids("[TOOL_CALLS]")
+    forced: dict[str, Any] = {"max_tokens": 3, "extra_body": {"allowed_token_ids": [mark]}}
+    with started(folder, "--name", "m", "--engine", "vllm", *OPTIONS) as running:
+        create = running.client().chat.completions.create
+        choice = create(**said("hi"), **forced).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("[TOOL_CALLS]" * 3, "length")  # no call is whole
+        chunks = list(create(**said("hi"), **forced, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "[TOOL_CALLS]" * 3
+        assert create(**{**said("hi"), "tools": []}, **forced).choices[0].message.content == ""

@@ -3,6 +3,10 @@
 
 A parser yields the text in parts: a `Call` with its text, or other text. No text makes it raise. A part that was meant
 as a call but is none is a `Call` with an `error`, which the model reads as its result: nothing is dropped.
+
+Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
+or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
+longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
 """
 
 from __future__ import annotations
@@ -65,19 +69,23 @@ def parser_of(template: str) -> str | None:
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
-@register_tool_parser("hermes")
+@register_tool_parser("hermes", begin=("<tool_call>",), end=("</tool_call>",))
 def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
     for part, is_call in _tagged(text):
         yield _json_call(part, _inside(part), "arguments") if is_call else part
 
 
-@register_tool_parser("llama3_json")
+@register_tool_parser(
+    "llama3_json",
+    begin=("<|python_tag|>",),
+    begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also what may become such
+)
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, as Llama 3 writes it; `;` or
     a line break separates calls."""
     start = position = 0
-    while found := re.compile(r"(?:<\|python_tag\|>|(?:^|(?<=[\n;]))[^\S\n]*(?=\{))").search(text, position):
+    while found := re.compile(r"(?:<\|python_tag\|>|(?:^|(?<=\n)|;)[^\S\n]*(?=\{))").search(text, position):
         value, end = _decoded(text, found.end())
         if not _is_object_of_call(value):
             is_meant = found[0].startswith("<|") or re.match(r'\{\s*"(?:name|function)"', text[found.end() :])
@@ -94,7 +102,7 @@ def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
         yield text[start:]
 
 
-@register_tool_parser("mistral")
+@register_tool_parser("mistral", begin=("[TOOL_CALLS]",))
 def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, as Mistral writes it."""
     before, tag, after = text.partition("[TOOL_CALLS]")
@@ -110,7 +118,7 @@ def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
         yield _call_of(each, tag + after if number == 0 else "", "arguments")
 
 
-@register_tool_parser("qwen3_coder")
+@register_tool_parser("qwen3_coder", begin=("<tool_call>",), end=("</tool_call>",))
 def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it;
     the schema of the tool tells which values are text."""
@@ -118,7 +126,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
         yield _xml_call(part, schemas) if is_call else part
 
 
-@register_tool_parser("gpt-oss")
+@register_tool_parser("gpt-oss", begin=("<|start|>", "<|channel|>", "to="), end=("<|message|>", "<|call|>", "<|end|>"))
 def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, as gpt-oss writes it."""
     for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
@@ -135,7 +143,7 @@ def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
             yield Call(to[1], arguments, text=part)
 
 
-@register_tool_parser("python_tag")
+@register_tool_parser("python_tag", begin=("<|python_tag|>",))
 def python_tag(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<|python_tag|>` and a call in Python, `name(key=value)` or `name.call(key=value)`, or else code for the tool
     python, ipython or code_interpreter."""
@@ -225,14 +233,22 @@ def _xml_call(part: str, schemas: Schemas) -> Call:
     if rest.strip():
         return Call(name, error=f"a parameter has no end, or there is other text; {form}", text=part)
     types = schemas.get(name, {}).get("properties", {})
-    values = {key.strip(): _typed(value, types.get(key.strip(), {})) for key, value in parameters}
+    values = {key.strip(): _typed(value, types.get(key.strip())) for key, value in parameters}
     return Call(name, values, text=part)
 
 
-def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names."""
+    if not isinstance(schema, Mapping):  # true is a schema too
+        return set()
+    own, more = schema.get("type"), schema.get("anyOf")
+    found = {each for each in (own if isinstance(own, list) else [own]) if isinstance(each, str)}
+    return found.union(*map(_kinds, more if isinstance(more, list) else ()))
+
+
+def _typed(value: str, schema: Any) -> Any:
     """A value of XML as its schema has it: text, or JSON where that is no text."""
-    value = value.removeprefix("\n").removesuffix("\n")
-    kinds = {each.get("type") for each in (schema, *schema.get("anyOf", ()))} - {None}
+    value, kinds = value.removeprefix("\n").removesuffix("\n"), _kinds(schema)
     if not kinds or kinds == {"string"}:
         return value
     found, end = _decoded({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value), 0, whole=True)

@@ -46,7 +46,8 @@ class Package:
     def how(self) -> str:
         """The advice at the end of an error."""
         where = f"name the interpreter as rollout.engine.options.python or in {self.variable}"
-        return f"run `make {self.name}` in {CHECKOUT}, and {where}"
+        checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "a checkout of whet"
+        return f"run `make {self.name}` in {checkout}, and {where}"
 
 
 @dataclass(frozen=True)
