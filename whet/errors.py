@@ -24,8 +24,9 @@ A failed rollout is none of these: it is data, in `Trajectory.failure`.
 
 from __future__ import annotations
 
+import difflib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -141,6 +142,12 @@ def last_line(error: BaseException) -> tuple[str, int]:
     """File and line where an exception was raised."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return lines[-1] if lines else ("?", 0)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted: bool = True, most: int = 1) -> str:
+    """Returns a hint with the `most` known names that are nearest to a name, or `otherwise` where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=most)
+    return f"did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else otherwise
 
 
 def pip_install(extra: str) -> str:

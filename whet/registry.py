@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.columns import ROW_COLUMNS
-from whet.errors import ConfigError, RegistryError
+from whet.errors import ConfigError, RegistryError, did_you_mean
 from whet.options import fits, read, words
 
 log = logging.getLogger(__name__)
@@ -113,9 +112,10 @@ class Entry:
                 given.setdefault(new, values[given.pop(old)])
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], list(self.options), n=1)
-            known = f"its options are {', '.join(self.options) or 'none'}"
-            hint = f"did you mean {near[0]!r}?" if near else f"{known} (~{where}.{unknown[0]} removes one of a recipe)"
+            known = (
+                f"its options are {', '.join(self.options) or 'none'} (~{where}.{unknown[0]} removes one of a recipe)"
+            )
+            hint = did_you_mean(unknown[0], self.options, known)
             raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]
@@ -204,11 +204,10 @@ class Registry:
         if ":" in reference:
             function = load_target(reference)
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
-        near = difflib.get_close_matches(reference, self.names(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(reference, self.names())
         more = f"; others come with {GAMES}" if self.kind == "environment" and not self._installed else ""
         raise RegistryError(
-            f"no {self.kind} is called {reference!r}; {hint}Known: {', '.join(self.names())}{more}; "
+            f"no {self.kind} is called {reference!r}; {hint and f'{hint} '}Known: {', '.join(self.names())}{more}; "
             "or name a function as package.module:function or path/file.py:function"
         )
 

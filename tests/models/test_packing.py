@@ -155,8 +155,8 @@ def test_a_prompt_with_other_media_is_another_prompt() -> None:
     assert len(layout({**left_out, MEDIA: seen}, share_prompts=True).input_ids) == len(apart.input_ids) - 1
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_written_out_is_the_fused_one(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [0, 3])
+def test_attention_written_out_is_the_fused_one(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from whet.models import attention
 
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def test_attention_written_out_is_the_fused_one(window: int | None, monkeypatch:
     results = []
     for short in (0, 8):
         monkeypatch.setattr(attention, "SHORT", short)
-        out = attention._causal(query, key, value, 0.3, window, None, None)
+        out = attention._causal(query, key, value, attention.Scores(0.3, window), None)
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from whet.models.attention import Scores
 from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, load_kernel, paged_attention, reference
 
@@ -44,7 +45,7 @@ class OnDevice:
             self.kept = torch.zeros(shape), torch.zeros(shape)
         longest = int(rows[rows >= 0].bincount().max())
         index = BlockIndex.of(tables, rows, positions, len(keys), longest, int(positions.max()) + 1)
-        out = index.attend(query, key, value, *self.kept, scale, window, cap)
+        out = index.attend(query, key, value, *self.kept, Scores(scale, window, cap))
         return out.masked_fill((rows < 0)[:, None, None], 0)
 
 

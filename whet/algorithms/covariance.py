@@ -11,12 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.algorithms.policy_losses import ppo_clip
+from whet.algorithms.policy_losses import Loss, ppo_clip
 from whet.algorithms.statistics import masked_mean
 from whet.options import Finite, NonNegative, Share
 from whet.registry import register_policy_loss
-
-Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 @register_policy_loss("clip_cov", ordered=("lower", "upper"), before={"chosen": "choose_within"})

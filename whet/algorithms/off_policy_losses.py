@@ -12,12 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algorithms.policy_losses import ppo_clip
+from whet.algorithms.policy_losses import Loss, ppo_clip
 from whet.algorithms.statistics import log_ratio, pick, row_sums
 from whet.options import Cap, NonNegative, Share
 from whet.registry import register_policy_loss
-
-Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 @register_policy_loss("tis", unbiased=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from whet.cli.arguments import Command
 from whet.cli.tables import table
-from whet.errors import RegistryError
+from whet.errors import RegistryError, did_you_mean
 from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, TOOLS, WRAPPERS, Entry, Registry, load_target
 
@@ -123,11 +122,10 @@ def _entries(name: str) -> list[Entry]:
         decorators = ", ".join(f"@{kind.decorator}" for kind in KINDS)
         raise RegistryError(f"{name} is not registered; expected one of these decorators on it: {decorators}")
     known = sorted({each for kind in KINDS for each in kind.names()})
-    near = difflib.get_close_matches(name, known, n=3)
-    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    hint = did_you_mean(name, known, quoted=False, most=3)
     raise RegistryError(
-        f"no registered function is called {name!r}; expected a name that `whet algorithms` lists{hint}, or "
-        "path/file.py:function"
+        f"no registered function is called {name!r}; expected a name that `whet algorithms` lists"
+        f"{hint and f' ({hint})'}, or path/file.py:function"
     )
 
 

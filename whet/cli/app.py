@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated
@@ -32,7 +31,7 @@ from whet.cli.serve import serve, serve_sandbox
 from whet.cli.show import show
 from whet.cli.train import quickstart, sft, train, train_reward
 from whet.cli.view import view
-from whet.errors import RegistryError, WhetError, exit_error
+from whet.errors import RegistryError, WhetError, did_you_mean, exit_error
 from whet.threads import yield_soon
 
 COME_WITH = {"play": f"it comes with {registry.GAMES}"}
@@ -143,8 +142,7 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
         return registry.load_target(installed[name])
-    near = get_close_matches(name, [*_own_commands(), *installed, *COME_WITH], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "`whet --help` lists the commands"
+    hint = did_you_mean(name, [*_own_commands(), *installed, *COME_WITH], "`whet --help` lists the commands")
     raise RegistryError(f"whet has no command {name!r}; {COME_WITH.get(name, hint)}")
 
 

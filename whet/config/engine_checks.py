@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from typing import Any
 from whet.config.cluster import ROLES, ClusterConfig
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
 from whet.config.section import Place, entry_at
-from whet.errors import pip_install
+from whet.errors import did_you_mean, pip_install
 from whet.registry import ENGINES, load_target
 
 
@@ -126,9 +125,9 @@ def _pools(cluster: ClusterConfig) -> Iterator[str]:
         first = last
         for role in pool.roles:
             if role not in ROLES:
-                near = difflib.get_close_matches(role, ROLES, n=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                yield f"cluster.placement.{name}.roles has {role!r}; expected one of {', '.join(ROLES)}{hint}"
+                hint = did_you_mean(role, ROLES, quoted=False)
+                known = f"{', '.join(ROLES)}{hint and f' ({hint})'}"
+                yield f"cluster.placement.{name}.roles has {role!r}; expected one of {known}"
             elif role in owners:
                 yield f"cluster.placement has the role {role} in the pools {owners[role]} and {name}; expected one pool"
             owners[role] = name

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from whet.config.schema import DataConfig, ExamplesDataConfig
@@ -103,8 +102,8 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Examples
     own_keys = [name for name in OWN_KEYS if name in data]
     for name in entry:
         if name not in (*ENTRY_KEYS, *own_keys):
-            near = difflib.get_close_matches(str(name), (*ENTRY_KEYS, *own_keys), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"expected {', '.join((*ENTRY_KEYS, *own_keys))}"
+            known = (*ENTRY_KEYS, *own_keys)
+            hint = did_you_mean(str(name), known, f"expected {', '.join(known)}", quoted=False)
             raise ConfigError(f"{key}: unknown key {name!r} in an entry; {hint}")
     path, weight = entry.get("path"), entry.get("weight")
     if not isinstance(path, str):

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from whet.config.schema import TrainerConfig
 from whet.errors import DataError
 from whet.keyed import key
 from whet.types import Group, Prompt
@@ -64,6 +65,11 @@ def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[fl
         return rows
 
     return order
+
+
+def run_steps(trainer: TrainerConfig, count: int, rows_per_step: int) -> int:
+    """The number of steps of a run on `count` rows."""
+    return trainer.total_steps or trainer.total_epochs * steps_per_epoch(count, rows_per_step)
 
 
 def steps_per_epoch(count: int, rows_per_step: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from whet import files
 from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, loader_of
-from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
 from whet.data.pixels import png
 from whet.data.preferences import PreferencePair
@@ -176,7 +176,7 @@ def _drawn(config: TrainConfig | ExamplesConfig, loaded: Loaded[Any], seed: int,
         numbered = _numbered(loaded.items)
         return OrderLoader(numbered, seed=seed, shuffle=config.data.shuffle, order=order).take(count)
     batch = config.data.train_batch_size
-    steps = config.trainer.total_steps or config.trainer.total_epochs * steps_per_epoch(len(loaded.items), batch)
+    steps = run_steps(config.trainer, len(loaded.items), batch)
     return _numbered(make_loader(config.data, loaded, seed=seed, total_draws=steps * batch).take(count))
 
 

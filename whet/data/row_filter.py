@@ -4,13 +4,12 @@ a field, and `data.difficulty_window` excludes prompts that are too easy or too 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, did_you_mean
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -29,8 +28,7 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
         test = _test(field, condition)
         if rows and all(_value(row, field) is None and not _has(row, field) for row in rows):
             names = sorted({name for row in rows for name in _names(row)})
-            near = difflib.get_close_matches(field, names, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"rows have {', '.join(names)}"
+            hint = did_you_mean(field, names, f"rows have {', '.join(names)}", quoted=False, most=3)
             raise DataError(f"data.filter: no row has a field {field!r}; {hint}")
         met = [number for number in left if test(_value(rows[number], field), number)]
         if left and not met:

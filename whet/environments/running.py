@@ -19,8 +19,7 @@ from typing import Any
 from whet.environments.forms import GOES_ON, Context, Form, StepFunction, awaited, same
 from whet.environments.protocol import Answer, Environment, Observation, read_observation
 from whet.errors import ConfigError, ToolError, describe
-from whet.processes.frames import BrokenMessageError
-from whet.processes.template import Caller, Serve
+from whet.processes.template import Caller, Serve, serve_tasks
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Message, Prompt
 
@@ -169,10 +168,7 @@ def prepare(argument: bytes) -> Serve:
 async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_shared: bool) -> None:
     """Serves calls (verb, number of the episode, arguments) until the caller closes the connection. Each reply carries
     the number of its call. Calls of one episode run in order, calls of different episodes at the same time."""
-    loop = asyncio.get_running_loop()
     episodes: dict[int, tuple[Running, asyncio.Lock]] = {}
-    tasks: set[asyncio.Task[None]] = set()
-    ended = loop.create_future()
 
     async def reply(number: int, content: bytes) -> None:
         try:
@@ -194,18 +190,7 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Environment], is_share
         with suppress(ConnectionError):  # the owner gave this process up while a large message was on its way
             caller.send(number, _pickled(outcome))
 
-    def read() -> None:
-        try:
-            task = loop.create_task(reply(*caller.receive()))
-        except (EOFError, OSError, BrokenMessageError):
-            loop.remove_reader(caller.connection)
-            ended.set_result(None)
-            return
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    loop.add_reader(caller.connection, read)
-    await ended
+    await serve_tasks(caller, reply)
 
 
 def _pickled(outcome: Outcome) -> bytes:

@@ -8,7 +8,7 @@ from the left edge, padding on its right). All three are causal and without drop
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +43,19 @@ def token_bytes(config: Any, item_bytes: int) -> int:
     return int(2 * config.num_hidden_layers * heads * head_size(config) * item_bytes)
 
 
+class Scores(NamedTuple):
+    """The form of attention scores: s = scale query key^T, or with a cap cap tanh(s / cap)."""
+
+    scale: float
+    window: int = 0  # newest keys that a query attends to, its own included; 0: all
+    cap: float = 0.0  # 0: none
+
+
 class PagedContext(Protocol):
     """The argument `paged=` that a rollout engine passes."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int,
-        cap: float,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
         ...
@@ -78,32 +79,25 @@ def attention(
     """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], the attention interface of transformers."""
     if s_aux is not None:
         raise ModelError("this model has attention sinks, which whet does not support yet; choose another model")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window or 0, softcap or 0.0)
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         layer: Any = module.layer_idx
-        out = paged.attend(layer, query, key, value, scale, sliding_window or 0, softcap or 0.0)
-        return out[None], None
+        return paged.attend(layer, query, key, value, scores)[None], None
     if packed is None:
-        return _causal(query, key, value, scale, sliding_window, softcap, None).transpose(1, 2).contiguous(), None
+        return _causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # once, instead of in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if token_share is None:
-        return _packed(query, key, value, scale, sliding_window, softcap, packed), None
+        return _packed(query, key, value, scores, packed), None
     query, key, value = (token_share.to_heads(x) for x in (query, key, value))
-    return token_share.to_tokens(_packed(query, key, value, scale, sliding_window, softcap, packed)), None
+    return token_share.to_tokens(_packed(query, key, value, scores, packed)), None
 
 
 @torch.compiler.disable  # its shapes differ in every batch; the code around it need not be compiled again
 def _packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    packed: Layout,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
     """[1, H, T, D], [1, KV, T, D], [1, KV, T, D] -> [1, T, H, D]."""
     real = len(packed.input_ids)
@@ -112,39 +106,29 @@ def _packed(
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
-        outs.append(bunch.unpad(_causal(q, k, v, scale, window, cap, bunch).transpose(1, 2)))
+        outs.append(bunch.unpad(_causal(q, k, v, scores, bunch).transpose(1, 2)))
     padding = queries.new_zeros(query.shape[2] - real, *queries.shape[1:])
     return torch.cat([*outs, padding])[None]
 
 
 def _causal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    cap: float | None,
-    bunch: Bunch | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunch: Bunch | None
 ) -> torch.Tensor:
     """[b, H, Q, D], [b, KV, K, D], [b, KV, K, D] -> [b, H, Q, D]; the queries are the last Q of the keys' tokens."""
     length, head_dim = query.shape[2:]
-    window = None if window is None or window >= key.shape[2] else window
+    scale, window, cap = scores
+    window = window if window < key.shape[2] else 0
     # torch's fused kernel has no cap on scores
-    if cap is not None or (query.device.type == "cpu" and length <= SHORT * head_dim):
-        return _unfused(query, key, value, scale, cap, _hidden(query, key, window, bunch))
-    is_causal = window is None and length == key.shape[2]
+    if cap or (query.device.type == "cpu" and length <= SHORT * head_dim):
+        return _unfused(query, key, value, scores, _hidden(query, key, window, bunch))
+    is_causal = not window and length == key.shape[2]
     seen = None if is_causal else ~_hidden(query, key, window, bunch)[:, None]
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
 def _unfused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    cap: float | None,
-    hidden: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Scores, hidden: torch.Tensor
 ) -> torch.Tensor:
     """softmax(query key^T) value, one product for the heads of a key: for short rows on a CPU faster than fused."""
     (rows, heads, length, dim), kv_heads = query.shape, key.shape[1]
@@ -154,20 +138,20 @@ def _unfused(
     alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
     bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
     query, key, value = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key, value))
-    if cap is None:
-        scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
+    if not form.cap:
+        scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=form.scale)
     else:
-        scores = torch.bmm(query, key.transpose(1, 2)).mul(scale / cap).tanh().mul(cap) + bias
+        scores = torch.bmm(query, key.transpose(1, 2)).mul(form.scale / form.cap).tanh().mul(form.cap) + bias
     return torch.bmm(scores.softmax(-1), value).view(rows, heads, length, dim)
 
 
-def _hidden(query: torch.Tensor, key: torch.Tensor, window: int | None, bunch: Bunch | None) -> torch.Tensor:
-    """[b or 1, Q, K]: True where the key is padding, or after the query, or at least `window` tokens before it."""
+def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, bunch: Bunch | None) -> torch.Tensor:
+    """[b or 1, Q, K]: True where the key is padding, or after the query, or before its `window`."""
     length, seen = query.shape[2], key.shape[2]
     at = torch.arange(seen, device=query.device)
     back = at[seen - length :, None] - at
     hidden = (back < 0)[None] if bunch is None else bunch.hidden
-    return hidden if window is None else hidden | (back >= window)
+    return hidden | (back >= window) if window else hidden
 
 
 AttentionInterface.register(NAME, attention)

@@ -89,16 +89,7 @@ def _logits(
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        temperature: float,
-        chunk_tokens: int,
-        entropy: bool,
-        sum_pi_squared: bool,
-        form: LogitForm,
+        ctx, hidden, weight, bias, targets, temperature, chunk_tokens, entropy, sum_pi_squared, form
     ):
         typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         results: list[torch.Tensor] = []

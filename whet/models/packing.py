@@ -42,7 +42,7 @@ class Grid:
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [num_rows, width, ...] with zeros in the padding; differentiable."""
-        grid = Pad.apply(flat[self.tokens], self.slots, self.num_rows * self.width)
+        grid = padded(flat[self.tokens], self.slots, self.num_rows * self.width)
         return grid.unflatten(0, (self.num_rows, self.width))
 
     def unpad(self, grid: torch.Tensor) -> torch.Tensor:
@@ -132,8 +132,7 @@ class Layout(Grid):
 
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
         """[N, ...] -> [B, R, ...], zero where nothing was sampled; differentiable."""
-        padded = Pad.apply(sampled, self.places, self.shape[0] * self.shape[1])
-        return padded.view(*self.shape, *sampled.shape[1:])
+        return padded(sampled, self.places, self.shape[0] * self.shape[1]).view(*self.shape, *sampled.shape[1:])
 
     def queries(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, ...] -> for each bunch [num_rows, width, ...]; differentiable."""
@@ -290,22 +289,13 @@ class Spread(torch.autograd.Function):
         return flat, None, None
 
 
-class Pad(torch.autograd.Function):
-    """Copies rows of `flat` to `slots` of `size` rows, zeros elsewhere. Slots differ, so the gradient is a gather."""
-
-    @staticmethod
-    def forward(ctx, flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(slots)
-        return flat.new_zeros((size, *flat.shape[1:])).index_copy_(0, slots, flat)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        (slots,) = ctx.saved_tensors
-        return grad.index_select(0, slots), None, None
+def padded(flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
+    """Copies rows of `flat` to `slots` of `size` rows, zeros elsewhere; differentiable."""
+    return flat.new_zeros((size, *flat.shape[1:])).index_copy_(0, slots, flat)
 
 
 class Unpad(torch.autograd.Function):
-    """The inverse of `Pad`."""
+    """The inverse of `padded`. Slots differ, so the gradient is a copy, where that of `index_select` is a sum."""
 
     @staticmethod
     def forward(ctx, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -21,7 +21,7 @@ from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import ExamplesConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, loader_of
-from whet.data.loader import steps_per_epoch
+from whet.data.loader import run_steps
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
@@ -131,10 +131,8 @@ def forecast(
         notes.append(f"all responses reach data.max_response_length={longest} tokens: shorter ones need less time")
     counts = None
     if lengths:
-        num_val = _num_val(config)
-        epoch_steps = steps_per_epoch(len(lengths), config.data.train_batch_size)
-        steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
-        counts = Counts(len(lengths), num_val, steps)
+        steps = run_steps(config.trainer, len(lengths), config.data.train_batch_size)
+        counts = Counts(len(lengths), _num_val(config), steps)
     return Forecast(
         setup=setup,
         plans={name: plan_memory(setup, name) for name in config.cluster.pools},

@@ -25,9 +25,10 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from whet.processes import frames
 
@@ -77,6 +78,27 @@ class Caller:
 
 
 Serve = Callable[[Caller], None]
+
+
+async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[Any, Any, None]]) -> None:
+    """Runs `reply` as a task of its own for each call, until the caller closes the connection."""
+    import asyncio
+
+    loop, tasks = asyncio.get_running_loop(), set[Any]()
+    ended = loop.create_future()
+
+    def read() -> None:
+        try:
+            task = loop.create_task(reply(*caller.receive()))
+        except (EOFError, OSError, frames.BrokenMessageError):
+            loop.remove_reader(caller.connection)
+            ended.set_result(None)
+            return
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loop.add_reader(caller.connection, read)
+    await ended
 
 
 def main(control: int, owner: int, target: str, argument: bytes, name: str) -> None:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
-from whet.errors import RewardError
+from whet.errors import RewardError, did_you_mean
 from whet.registry import REWARDS, register_reward
 
 # Function, and the options that differ from its defaults, by data source; `*` stands for any text.
@@ -79,10 +78,9 @@ def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
     """The name of the function for a data source, and its options.  Raises: RewardError."""
     found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
     if found is None:
-        near = difflib.get_close_matches(data_source, SOURCES, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(data_source, SOURCES)
         raise RewardError(
-            f"data_source={data_source!r} has no function of its own{hint}; "
+            f"data_source={data_source!r} has no function of its own{hint and f' ({hint})'}; "
             f"expected one of {', '.join(SOURCES)}; correct data_source, or name a function in reward.function"
         )
     name, options = found

@@ -9,8 +9,7 @@ import time
 from contextlib import suppress
 
 from whet.errors import describe
-from whet.processes.frames import BrokenMessageError
-from whet.processes.template import Caller
+from whet.processes.template import Caller, serve_tasks
 from whet.rewards.adapter import RewardFunction
 from whet.rewards.result import failure
 from whet.rewards.worker import Scored, unreadable
@@ -21,16 +20,6 @@ BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another 
 
 def serve_concurrently(caller: Caller, function: RewardFunction, seconds: float) -> None:
     """Scores the item of each call, each within `seconds`, until the caller closes the connection."""
-    try:
-        function.run(_serve(caller, function, seconds))
-    finally:
-        function.close()
-
-
-async def _serve(caller: Caller, function: RewardFunction, seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
-    ended = loop.create_future()
 
     async def reply(number: int, content: bytes) -> None:
         start = time.perf_counter()
@@ -38,18 +27,10 @@ async def _serve(caller: Caller, function: RewardFunction, seconds: float) -> No
         with suppress(ConnectionError):
             caller.send(number, pickle.dumps(Scored(outcome, time.perf_counter() - start)))
 
-    def read() -> None:
-        try:
-            task = loop.create_task(reply(*caller.receive()))
-        except (EOFError, OSError, BrokenMessageError):
-            loop.remove_reader(caller.connection)
-            ended.set_result(None)
-            return
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    loop.add_reader(caller.connection, read)
-    await ended
+    try:
+        function.run(serve_tasks(caller, reply))
+    finally:
+        function.close()
 
 
 async def _score_in_time(function: RewardFunction, content: bytes, seconds: float) -> Outcome | None:

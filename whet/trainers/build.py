@@ -21,7 +21,7 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, Loaded, load_prompts
-from whet.data.loader import steps_per_epoch
+from whet.data.loader import run_steps
 from whet.data.preview import shortened
 from whet.data.samplers import make_loader
 from whet.domains import Domains
@@ -133,7 +133,7 @@ def build(
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     begun = begin(config, data, val_data, reward, media_folder)
     tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts
-    loader, callbacks, lengths = begun.loader, begun.callbacks, begun.lengths
+    validation, lengths = config.trainer.validation, begun.lengths
     has_reward = scorer is None and is_scored(config, reward)
     specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
     inputs = digests(config, begun.prompts, val_prompts, reward)
@@ -144,14 +144,13 @@ def build(
         roles = launch_roles(specs, config.cluster)
         undo.callback(roles["rollout"].close)
         scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
-        stop_ids = stop_token_ids(str(config.model.path), tokenizer)
         run = Run(
             config=config,
             opened=opened,
             services=services,
             tokenizer=tokenizer,
             roles=roles,
-            rollouts=_rollouts(config, tokenizer, loader, roles, scorer, stop_ids, total_steps, hosts),
+            rollouts=_rollouts(begun, config, roles, scorer, hosts),
             columns=columns,
             estimator=Chosen.estimator(config.algorithm),
             correction=Correction.from_config(config),
@@ -160,9 +159,9 @@ def build(
             shaper=Shaper(config),
             entropy_controller=_entropy_controller(config.algorithm),
             val_prompts=val_prompts,
-            val_params=sampling_params(config.trainer.validation, config.data.max_response_length, stop_ids, tokenizer),
+            val_params=sampling_params(validation, config.data.max_response_length, begun.stop_ids, tokenizer),
             total_steps=total_steps,
-            callbacks=callbacks,
+            callbacks=begun.callbacks,
         )
         run.start()
         undo.pop_all()
@@ -180,6 +179,7 @@ class Begun:
     total_steps: int
     columns: ColumnPlan
     callbacks: list[Callable[..., Any]]
+    stop_ids: tuple[int, ...]
 
     @property
     def lengths(self) -> list[int]:
@@ -199,15 +199,15 @@ def begin(
     tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
     workers.check_reward_model(config, tokenizer)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
-    epoch_steps = steps_per_epoch(len(loaded.items), config.data.train_batch_size)
-    total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+    total_steps = run_steps(config.trainer, len(loaded.items), config.data.train_batch_size)
     draws = total_steps * config.data.train_batch_size
     loader = make_loader(config.data, loaded, seed=config.trainer.seed, total_draws=draws)
     columns = plan(config)
     for line in unread(config, columns):
         log.warning("%s", line)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
-    return Begun(tokenizer, loaded.items, val_prompts, loader, total_steps, columns, callbacks)
+    stop_ids = stop_token_ids(str(config.model.path), tokenizer)
+    return Begun(tokenizer, loaded.items, val_prompts, loader, total_steps, columns, callbacks, stop_ids)
 
 
 def _prompts(
@@ -287,16 +287,13 @@ def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward:
 
 
 def _rollouts(
+    begun: Begun,
     config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    loader: PromptSource,
     roles: Mapping[str, WorkerGroup],
     scorer: Scorer | None,
-    stop_ids: tuple[int, ...],
-    total_steps: int,
     hosts: Mapping[str, EnvironmentHost] | None,
 ) -> Rollouts:
-    ranks = roles["rollout"]
+    ranks, tokenizer = roles["rollout"], begun.tokenizer
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
     dtype = config.rollout.dtype or config.model.dtype
@@ -307,16 +304,16 @@ def _rollouts(
     make: Callable[..., Rollouts] = Rollouts
     if is_continuous(config):
         staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
-        make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=total_steps)
+        make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=begun.total_steps)
     made = make(
-        loader,
+        begun.loader,
         build_collector(
             config, tokenizer, engine, config.trainer.seed, kind, hosts, run_folder(config.trainer) / MEDIA
         ),
         scorer,
         tokenizer,
         n=config.rollout.n,
-        params=sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer),
+        params=sampling_params(config.rollout, config.data.max_response_length, begun.stop_ids, tokenizer),
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from whet.metrics import Metrics
@@ -72,9 +71,7 @@ class Schedule(Generic[F]):
         if run.is_due(trainer.save_freq):  # a callback may have made this step the last
             run.save()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Stopped):  # a step that is saved has its line
             with self.training():
                 pass

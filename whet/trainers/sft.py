@@ -16,7 +16,7 @@ from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.data.load import VAL, loader_of
-from whet.data.loader import OrderLoader, steps_per_epoch
+from whet.data.loader import OrderLoader, run_steps
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.engines.protocol import Objective
@@ -196,8 +196,7 @@ def _train(
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
     loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)
-    epoch_steps = steps_per_epoch(len(examples), config.data.train_batch_size)
-    total_steps = config.trainer.total_steps or config.trainer.total_epochs * epoch_steps
+    total_steps = run_steps(config.trainer, len(examples), config.data.train_batch_size)
     lengths = [example.num_tokens for example in examples]
     inputs = digests(config, examples, val_examples)
     with opened_for(config, kind.setup, lengths, inputs, dry_run=dry_run) as (opened, services):

@@ -21,6 +21,9 @@ from whet.models.vision.cache import BoundedCache
 from whet.types import Media, MediaTokens
 
 Pixels = dict[str, torch.Tensor]  # the outputs of an image processor for one media
+Size = tuple[int, int]  # height and width in pixels
+PixelLimits = tuple[int | None, int | None]  # fewest and most pixels of an image or a frame; None: the processor's own
+Hidden = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # the first fields of `Features` after the kind
 FEATURE_CACHE_BYTES = 2**30
 PIXEL_THREADS = 2
 BOTH_WAYS = (
@@ -207,19 +210,13 @@ class Vision(ABC):
         """The pixel values of the smallest image, all 0."""
 
     @abstractmethod
-    def _measure(
-        self,
-        kind: str,
-        size: tuple[int, int],
-        seconds: Sequence[float],
-        limits: tuple[int | None, int | None],
-    ) -> MediaTokens: ...
+    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens: ...
 
     @abstractmethod
     def _pixels(self, media: Media) -> Pixels: ...
 
     @abstractmethod
-    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[Hidden]:
         """The features of media whose pixel values are on the tower's device, in one pass of the tower."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from whet.data.media import images
-from whet.models.vision.base import EncoderOutput, Features, Pixels, Vision
+from whet.models.vision.base import EncoderOutput, Features, Hidden, PixelLimits, Pixels, Size, Vision
 from whet.types import Media, MediaTokens
 
 KINDS = ("image", "video")
@@ -43,21 +43,13 @@ class QwenVision(Vision):
     def forbidden(self) -> tuple[int, ...]:
         return self.config.image_token_id, self.config.video_token_id
 
-    def _measure(
-        self,
-        kind: str,
-        size: tuple[int, int],
-        seconds: Sequence[float],
-        limits: tuple[int | None, int | None],
-    ) -> MediaTokens:
+    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         times = -(-len(seconds) // self.processor.temporal_patch_size) if kind == "video" else 1
         height, width = self._resized(kind, size, limits, len(seconds))
         grid = (times, height // self.factor, width // self.factor)
         return self._tokens(kind, grid, (height, width), seconds)
 
-    def _resized(
-        self, kind: str, size: tuple[int, int], limits: tuple[int | None, int | None], num_frames: int
-    ) -> tuple[int, int]:
+    def _resized(self, kind: str, size: Size, limits: PixelLimits, num_frames: int) -> Size:
         low, high = _within(limits, self._own_limits(kind))
         height, width = smart_resize(*size, factor=self.factor, min_pixels=low, max_pixels=high)
         return height, width
@@ -73,9 +65,7 @@ class QwenVision(Vision):
         high = made.get("max_pixels") or size.get("longest_edge")
         return low or self.frame_limits[0], high or self.frame_limits[1]
 
-    def _tokens(
-        self, kind: str, grid: tuple[int, int, int], size: tuple[int, int], seconds: Sequence[float]
-    ) -> MediaTokens:
+    def _tokens(self, kind: str, grid: tuple[int, int, int], size: Size, seconds: Sequence[float]) -> MediaTokens:
         pad = PLACEHOLDERS[kind]
         count = grid[0] * grid[1] * grid[2]
         return MediaTokens(pad, ((pad, count),), self._token_id(kind), (grid,), size, self._time_step(kind, seconds))
@@ -110,7 +100,7 @@ class QwenVision(Vision):
         array = self.processor.process_image(image)
         return PilBackend.resize(self.processor, array, SizeDict(height=height, width=width), self.processor.resample)
 
-    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[Hidden]:
         values = torch.cat([_first(each, "pixel_values") for each in pixels])
         grids = torch.cat([_first(each, "grid_thw") for each in pixels])
         out = body.get_image_features(values, grids, return_dict=True)
@@ -136,9 +126,7 @@ class Qwen3Vision(QwenVision):
 
     frame_limits = (128 * 32 * 32, 768 * 32 * 32)  # of all frames together
 
-    def _resized(
-        self, kind: str, size: tuple[int, int], limits: tuple[int | None, int | None], num_frames: int
-    ) -> tuple[int, int]:
+    def _resized(self, kind: str, size: Size, limits: PixelLimits, num_frames: int) -> Size:
         if kind == "image":
             return super()._resized(kind, size, limits, num_frames)
         num_frames = max(num_frames, self.processor.temporal_patch_size)
@@ -148,9 +136,7 @@ class Qwen3Vision(QwenVision):
         )
         return _resized_video(num_frames, size, self.processor.temporal_patch_size, self.factor, low, high)
 
-    def _tokens(
-        self, kind: str, grid: tuple[int, int, int], size: tuple[int, int], seconds: Sequence[float]
-    ) -> MediaTokens:
+    def _tokens(self, kind: str, grid: tuple[int, int, int], size: Size, seconds: Sequence[float]) -> MediaTokens:
         if kind == "image":
             return super()._tokens(kind, grid, size, seconds)
         pad, (start, end), (_, height, width) = PLACEHOLDERS[kind], FRAME, grid
@@ -163,7 +149,7 @@ class Qwen3Vision(QwenVision):
         return 1.0
 
 
-def _within(limits: tuple[int | None, int | None], own: tuple[int, int]) -> tuple[int, int]:
+def _within(limits: PixelLimits, own: tuple[int, int]) -> tuple[int, int]:
     """The limits in pixels; the processor's `own` stand where none is given, and give way to the one that is."""
     low, high = limits
     if low is None:
@@ -173,9 +159,7 @@ def _within(limits: tuple[int | None, int | None], own: tuple[int, int]) -> tupl
     return low, high
 
 
-def _resized_video(
-    num_frames: int, size: tuple[int, int], step: int, factor: int, fewest: int, most: int
-) -> tuple[int, int]:
+def _resized_video(num_frames: int, size: Size, step: int, factor: int, fewest: int, most: int) -> Size:
     """Height and width as multiples of `factor` with `fewest` to `most` pixels in all frames together.
 
     As `smart_resize` in transformers' video_processing_qwen3_vl, which asks for torchvision in some versions.

@@ -14,7 +14,7 @@ import torch
 from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
 
 from whet.data.media import images
-from whet.models.vision.base import EncoderOutput, Features, Pixels, Vision
+from whet.models.vision.base import EncoderOutput, Features, Hidden, PixelLimits, Pixels, Size, Vision
 from whet.types import Media, MediaTokens
 
 
@@ -42,7 +42,7 @@ class TiledVision(Vision):
         """Pixels of a tile's side."""
         return int(self.processor.size["height"])
 
-    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[Hidden]:
         counts = [each["pixel_values"].shape[self._tile_axis] * self.per_tile for each in pixels]
         joined = {name: torch.cat([each[name] for each in pixels], self._tile_axis) for name in pixels[0]}
         out = body.get_image_features(**joined, return_dict=True).pooler_output
@@ -80,13 +80,7 @@ class SmolVision(TiledVision):
     def side(self) -> int:
         return int(self.processor.max_image_size["longest_edge"])
 
-    def _measure(
-        self,
-        kind: str,
-        size: tuple[int, int],
-        seconds: Sequence[float],
-        limits: tuple[int | None, int | None],
-    ) -> MediaTokens:
+    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         longest = self.processor.size["longest_edge"]
         if limits[1] is not None:
             longest = min(longest, max(self.side, isqrt(limits[1])))
@@ -100,7 +94,7 @@ class SmolVision(TiledVision):
         # A square of the longest edge: what else the size depends on is known from the image.
         return MediaTokens(placeholder, tuple(text), self.config.image_token_id, grids, (longest, longest))
 
-    def _cuts(self, size: tuple[int, int], longest: int) -> tuple[int, int]:
+    def _cuts(self, size: Size, longest: int) -> tuple[int, int]:
         """Rows and columns of tiles, as the processor's `resize_for_vision_encoder` gives them; its
         `get_number_of_image_patches` rounds differently. 0 and 0 for an image of one tile."""
         shape = np.broadcast_to(np.uint8(0), (3, *size))
@@ -155,13 +149,7 @@ class InternVision(TiledVision):
         super().__init__(config, processor, files, ("image",))
         self.per_tile = config.image_seq_length
 
-    def _measure(
-        self,
-        kind: str,
-        size: tuple[int, int],
-        seconds: Sequence[float],
-        limits: tuple[int | None, int | None],
-    ) -> MediaTokens:
+    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         fewest, most = self.processor.min_patches, self.processor.max_patches
         low, high = (None if each is None else max(1, min(most, each // self.side**2)) for each in limits)
         most = max(fewest, most if high is None else high)
@@ -190,13 +178,7 @@ class Gemma3Vision(TiledVision):
         super().__init__(config, processor, files, ("image",))
         self.per_tile = config.mm_tokens_per_image
 
-    def _measure(
-        self,
-        kind: str,
-        size: tuple[int, int],
-        seconds: Sequence[float],
-        limits: tuple[int | None, int | None],
-    ) -> MediaTokens:
+    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         start = "<start_of_image>"
         text = ((f"\n\n{start}", 1), ("<image_soft_token>", self.per_tile), ("<end_of_image>\n\n", 1))
         grid = (1, 1, self.per_tile)

@@ -11,7 +11,7 @@ import torch
 
 from whet.devices import HOST, moved
 from whet.errors import EngineError
-from whet.models.attention import head_size, token_bytes
+from whet.models.attention import Scores, head_size, token_bytes
 from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
 from whet.rollout.protocol import Identity
@@ -165,17 +165,12 @@ class PagedBatch:
             self._index = BlockIndex.of(tables, rows, positions, cache.num_blocks, longest, context)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int,
-        cap: float,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
         new, stored = (query, key, value), (self.keys[layer], self.values[layer])
         if self._index is not None:
-            return self._index.attend(*new, *stored, scale, window, cap)
-        return paged_attention(*new, *stored, self.tables, self.rows, self.positions, scale, window, cap)
+            return self._index.attend(*new, *stored, scores)
+        return paged_attention(
+            *new, *stored, self.tables, self.rows, self.positions, scores.scale, scores.window, scores.cap
+        )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from whet.models.attention import Scores
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 
 GATHERED = 2**27  # numbers of keys that are read out of the cache at once
@@ -56,9 +57,7 @@ class BlockIndex:
         value: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scale: float,
-        window: int,
-        cap: float,
+        scores: Scores,
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; key and value go into one layer of the cache, both
         [KV, blocks, 16, D]. Arguments as of `paged_attention`; what comes out on padding means nothing."""
@@ -68,11 +67,11 @@ class BlockIndex:
         (sequences, longest), (_, heads, dim), kv_heads = self.positions.shape, query.shape, key.shape[1]
         asked = query.new_zeros(sequences * longest + 1, heads, dim).index_copy(0, self.grid, query)
         asked = asked[:-1].view(sequences, longest, heads, dim).transpose(1, 2)  # [S, H, Q, D]
-        mask, size = self._mask(window), max(1, GATHERED // (self.keys.shape[1] * kv_heads * dim))
+        mask, size = self._mask(scores.window), max(1, GATHERED // (self.keys.shape[1] * kv_heads * dim))
         outs = []
         for q, seen, at in zip(asked.split(size), mask.split(size), self.keys.split(size), strict=True):
             k, v = (c.index_select(1, at.flatten()).unflatten(1, at.shape).transpose(0, 1) for c in kept)
-            outs.append(_attend(q, k, v, seen, scale, cap))  # k, v [s, KV, K, D]
+            outs.append(_attend(q, k, v, seen, scores))  # k, v [s, KV, K, D]
         out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
         return F.pad(out, (0, 0, 0, 0, 0, 1)).index_select(0, self.grid)
 
@@ -85,9 +84,7 @@ class BlockIndex:
         return self.masks[window]
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, cap: float
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, form: Scores) -> torch.Tensor:
     """[s, H, Q, D], [s, KV, K, D], [s, KV, K, D], [s, 1, Q, K] -> [s, H, Q, D]. Kernels that take a mask know no
     groups of heads: those of one key go together as queries, or, where there are several queries, keys are repeated."""
     sequences, heads, longest, dim = q.shape
@@ -97,9 +94,9 @@ def _attend(
         seen = seen.expand(-1, -1, group, -1)
     elif group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    if cap:  # the fused kernel caps no scores
-        scores = cap * ((q @ k.mT).float() * (scale / cap)).tanh()
+    if form.cap:  # the fused kernel caps no scores
+        scores = form.cap * ((q @ k.mT).float() * (form.scale / form.cap)).tanh()
         out = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=form.scale)
     return out.reshape(sequences, heads, longest, dim)

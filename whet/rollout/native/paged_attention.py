@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,23 +89,13 @@ def reference(
     return out.masked_fill(~real[:, None, None], 0)
 
 
-def _cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int,
-    cap: float = 0.0,
-) -> torch.Tensor:
+def _cpu(*given: Any) -> torch.Tensor:
+    """The arguments are those of the operator."""
+    query, key, value, keys, values, tables, rows, positions, scale, window, cap = given
     kernel = load_kernel()
     tokens, heads, dim = query.shape
     if kernel is None or query.dtype not in (torch.float32, torch.bfloat16) or dim % BLOCK_SIZE:
-        return reference(query, key, value, keys, values, tables, rows, positions, scale, window, cap)
+        return reference(*given)
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     out = query.new_empty(tokens, heads, dim)
     sizes = (ctypes.c_int64 * 12)(
