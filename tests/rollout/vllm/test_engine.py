@@ -46,9 +46,9 @@ from whet.rollout.protocol import (
     SamplingParams,
     generate,
 )
-from whet.rollout.servers.engine import _end_of
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.servers.process import free_port
+from whet.rollout.servers.words import end_of
 from whet.rollout.vllm import engine as engine_module, server as server_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.translate import versions_at
@@ -324,7 +324,7 @@ def test_requests_that_are_whole_are_not_sent_again() -> None:
     """The server may end a request for us that had come to its end."""
     made = Request("0", (1,), SamplingParams(4, stop_token_ids=(7,)), key=1, sampled_ids=(5,))
     for token_ids, reason in (((), None), ((7, 5), None), ((5, 7), "stop"), ((5, 5, 5), "length"), ((5, 5, 7), "stop")):
-        assert _end_of(Completion(token_ids, (0.0,) * len(token_ids), "abort", ()), made) == reason
+        assert end_of(Completion(token_ids, (0.0,) * len(token_ids), "abort", ()), made) == reason
 
 
 def test_refused_weights_keep_requests_that_were_ended_for_them(start: Start) -> None:

@@ -7,11 +7,10 @@ import asyncio
 import os
 import queue
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,7 +33,8 @@ from whet.rollout.servers.environment import Package, find_environment
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
-from whet.types import Failure, FinishReason, Media, Versions
+from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
+from whet.types import Failure, Media, Versions
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -43,31 +43,11 @@ ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have be
 SETTLE_SECONDS = 0.002  # between two looks at answers that are on their way
 LOST = (OSError, EOFError)  # connections that broke
 SENDS = 3  # of a request whose connection broke while the server is well
-NEVER_SENT = Completion((), (), "abort", ())
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 OnNewWeights = Literal["recompute", "keep", "wait", "abort"]
 
 
-@dataclass(eq=False)
-class Live:
-    """An unfinished request, and the call of the server that answers it."""
-
-    request: Request
-    name: str  # of this attempt, for the server
-    submitted_at: float = field(default_factory=time.monotonic)
-    is_sent: bool = False
-    is_cut: bool = False  # the server is asked to end it, and it is sent again
-    before: Completion = NEVER_SENT  # what it had when it was sent again
-    known: Versions = ()  # of its tokens at the last change of weights, where it streams
-    call: Future[None] = field(default_factory=Future)
-
-    @property
-    def rest(self) -> Request:
-        """What is left to sample, for the server."""
-        return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
-
-
-class ServerEngine(ABC):
+class ServerEngine(ServerWords):
     """Requests, versions and weights of a server, whose own words are the abstract methods.
 
     A subclass gives its options to `__init__`, and then the server's arguments to `launch`."""
@@ -174,49 +154,6 @@ class ServerEngine(ABC):
         in_memory = not (options.get("adapter") or options["weights_dir"])
         copies = in_memory * (1 + bool(options["restarts"]))  # both until the new ones are there
         return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, copies)
-
-    # -- the server's own words
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Makes ready a server that has just started."""
-
-    @abstractmethod
-    async def sample(self, live: Live) -> Completion:
-        """Sends a request and waits for its completion, in the client's thread. Where it streams, its tokens may come
-        before (`stream`).  Raises: EngineError, OSError, EOFError."""
-
-    @abstractmethod
-    def end(self, names: list[str]) -> None:
-        """Asks the server to end requests that it runs; unknown names are no error."""
-
-    @abstractmethod
-    def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling between two decode steps; without `keep_cache` running requests compute all again."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Goes on after `hold`."""
-
-    @abstractmethod
-    def so_far(self) -> Iterable[tuple[Live, Completion]]:
-        """The unfinished requests with their tokens, while the server is on hold."""
-
-    @abstractmethod
-    def count(self) -> int:
-        """The number of tokens that unfinished requests have."""
-
-    @abstractmethod
-    def update(self, path: str, version: int) -> None:
-        """Loads all weights from a safetensors file, while the server is on hold.  Raises: HttpError."""
-
-    @abstractmethod
-    def sleep(self) -> None:
-        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Undoes `sleep`.  Raises: EngineError."""
 
     # -- the contract of rollout engines
 
@@ -361,13 +298,13 @@ class ServerEngine(ABC):
     def _let_end(self) -> None:
         """Waits for the end of all requests that were sent.  Raises: EngineError where the server is lost or hangs."""
         self._seen = (-1, time.monotonic())
-        while sent := [live.call for live in _in_server(self._live.values())]:
+        while sent := [live.call for live in in_server(self._live.values())]:
             wait(sent, timeout=TICK_SECONDS)
             self._look()
 
     def _cut(self) -> None:
         """Ends all requests that were sent; each is sent again with its tokens.  Raises: EngineError."""
-        for live in (sent := _in_server(self._live.values())):
+        for live in (sent := in_server(self._live.values())):
             live.is_cut = True
         self._end(sent)
 
@@ -428,7 +365,7 @@ class ServerEngine(ABC):
             found = joined(live.before, await self._sampled(live))
             if not live.is_cut or found.finish_reason != "abort":
                 return found
-            if (reason := _end_of(found, live.request)) is not None:
+            if (reason := end_of(found, live.request)) is not None:
                 return replace(found, finish_reason=reason)
             live.name = f"{live.name}-on"
             live.before, live.known, live.is_cut, live.is_sent = found, (), False, False
@@ -465,10 +402,10 @@ class ServerEngine(ABC):
             if not live.is_sent and live.call.cancel():
                 request = live.request
                 self._ended.put((live, Finished(request.uid, request.attempt, live.before)))
-        while sent := _in_server(chosen):
+        while sent := in_server(chosen):
             self.end([live.name for live in sent])
             again = time.monotonic() + ABORT_SECONDS
-            while _in_server(sent) and time.monotonic() < again:
+            while in_server(sent) and time.monotonic() < again:
                 time.sleep(SETTLE_SECONDS)
             if time.monotonic() > until:
                 raise self.server.failure(f"did not abort {len(sent)} requests within {self._answer_seconds:g} s")
@@ -531,18 +468,6 @@ class ServerEngine(ABC):
                 f"version {self._coming} of the weights did not arrive whole, and what is left of version "
                 f"{self.version} may be mixed with it; nothing is sampled until all weights of a version came"
             )
-
-
-def _in_server(chosen: Iterable[Live]) -> list[Live]:
-    return [live for live in list(chosen) if live.is_sent and not live.call.done()]
-
-
-def _end_of(found: Completion, request: Request) -> FinishReason | None:
-    """Why a response ends with the tokens that it had when it was cut; None where it goes on."""
-    if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
-        return "stop"
-    is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens
-    return "length" if is_long else None
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from whet.models.attention import token_bytes
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
-from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, Live, ServerEngine, where_found
+from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
+from whet.rollout.servers.words import Live
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
 from whet.types import last_versions

@@ -20,10 +20,11 @@ from whet.models.vision.tiles import SmolVision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.protocol import Completion, Request, Weights
-from whet.rollout.servers.engine import Live, ServerEngine, where_found
+from whet.rollout.servers.engine import ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.servers.media import config_overrides
 from whet.rollout.servers.weights import Adapter, adapter_folder
+from whet.rollout.servers.words import Live
 from whet.rollout.vllm.server import command, environment
 from whet.rollout.vllm.translate import body_of, completion_of, versions_at, versions_of
 

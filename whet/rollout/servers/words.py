@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words in which an engine speaks to its server, and the requests that it speaks of."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from whet.rollout.protocol import Completion, Request
+from whet.types import FinishReason, Versions
+
+NEVER_SENT = Completion((), (), "abort", ())
+
+
+@dataclass(eq=False)
+class Live:
+    """An unfinished request, and the call of the server that answers it."""
+
+    request: Request
+    name: str  # of this attempt, for the server
+    submitted_at: float = field(default_factory=time.monotonic)
+    is_sent: bool = False
+    is_cut: bool = False  # the server is asked to end it, and it is sent again
+    before: Completion = NEVER_SENT  # what it had when it was sent again
+    known: Versions = ()  # of its tokens at the last change of weights, where it streams
+    call: Future[None] = field(default_factory=Future)
+
+    @property
+    def rest(self) -> Request:
+        """Returns what is left to sample, for the server."""
+        return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
+
+
+class ServerWords(ABC):
+    """The calls that every server has under names of its own."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes ready a server that has just started."""
+
+    @abstractmethod
+    async def sample(self, live: Live) -> Completion:
+        """Sends a request and waits for its completion, in the client's thread. Where it streams, its tokens may come
+        before (`stream`).  Raises: EngineError, OSError, EOFError."""
+
+    @abstractmethod
+    def end(self, names: list[str]) -> None:
+        """Asks the server to end requests that it runs; unknown names are no error."""
+
+    @abstractmethod
+    def hold(self, *, keep_cache: bool) -> None:
+        """Stops sampling between two decode steps; without `keep_cache` running requests compute all again."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Goes on after `hold`."""
+
+    @abstractmethod
+    def so_far(self) -> Iterable[tuple[Live, Completion]]:
+        """The unfinished requests with their tokens, while the server is on hold."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """The number of tokens that unfinished requests have."""
+
+    @abstractmethod
+    def update(self, path: str, version: int) -> None:
+        """Loads all weights from a safetensors file, while the server is on hold.  Raises: HttpError."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undoes `sleep`.  Raises: EngineError."""
+
+
+def in_server(chosen: Iterable[Live]) -> list[Live]:
+    """Returns those that the server works on."""
+    return [live for live in list(chosen) if live.is_sent and not live.call.done()]
+
+
+def end_of(found: Completion, request: Request) -> FinishReason | None:
+    """Tells why a response ends with the tokens that it had when it was cut; None where it goes on."""
+    if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
+        return "stop"
+    is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens
+    return "length" if is_long else None
