@@ -22,8 +22,8 @@ class LinkClosedError(WeightSyncError):
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken link, given instead of the digest: its error would end all ranks, and a rank that is lost breaks the links
-    of the others."""
+    """A broken link, given instead of the digest. As an error it would end all ranks, and one that is lost breaks the
+    links of the others."""
 
     error: DeadlineError | LinkClosedError
 
