@@ -15,7 +15,8 @@ NOTE = """\
 cards, each paid at once, and the number is the share of right cards in 256 held-out games. `grpo` pays every turn with
 the sum of its episode. `segment_reinforce` and `step_reinforce` pay a turn with its return, the second less the mean of
 the group: with gamma 0 what the turn itself earned, with gamma 1 all that came after it too. `gigpo` adds both: the
-episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model.
+episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model, and none has the
+entropy bonus of the recipe: it is measured in the units of the advantages, and returns without a baseline lose to it.
 """
 ESTIMATORS = {
     "grpo": None,  # not those of the recipe
@@ -35,7 +36,8 @@ def changes(label: str) -> list[str]:
     """The changes to the recipe that an estimator takes."""
     options = ESTIMATORS[label]
     given = "~algorithm.adv_options" if options is None else f"algorithm.adv_options={options}"
-    return ["trainer.total_steps=80", f"algorithm.adv_estimator={label.partition(',')[0]}", given]
+    estimator = f"algorithm.adv_estimator={label.partition(',')[0]}"
+    return ["trainer.total_steps=80", "algorithm.entropy_coef=0.0", estimator, given]
 
 
 def report(results: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ def test_estimators_of_turns_are_runs_of_one_recipe(setting: Setting) -> None:
         games.command("number_game", "2", Path("out"), *turn_credit.changes(label)) for label in found["turn_credit"]
     ]
     configs = [
-        load_config(TrainConfig, "number_game", [*changes[-3:], "model.path=x", "trainer.val_freq=0"], given=["data"])
+        load_config(TrainConfig, "number_game", [*changes[-4:], "model.path=x", "trainer.val_freq=0"], given=["data"])
         for changes in told
     ]
     algorithms = [loaded.config.algorithm for loaded in configs]
