@@ -63,6 +63,7 @@ def test_a_model_that_is_a_config_alone_is_planned(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_tables_and_what_train_would_refuse(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_an_earlier_run_in_the_folder_says_how_long_a_step_took(
     assert [each.partition("=")[0] for each in other if each.partition("=")[0] not in note] == [], note
 
 
+@pytest.mark.slow
 def test_supervised_runs_too(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [f"model.path={model_folder}", f"trainer.run_dir={tmp_path / 'run'}"]
     assert whet("plan", "quickstart_sft", *given, "--json") == 0

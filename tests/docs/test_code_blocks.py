@@ -24,7 +24,10 @@ ONLY_SHOWN = {
     "train.sbatch",
     "data.schema.json",
 }  # for a cloud, a scheduler, an editor
-LONG = {"plotting.md", "quickstart.md", "rewards.md", "troubleshooting.md", "migrating.md"}  # many commands
+LONG = {  # many commands
+    *("checkpoints.md", "data.md", "environments.md", "migrating.md", "plotting.md", "quickstart.md", "rewards.md"),
+    "troubleshooting.md",
+}
 SLOW = [page for page in FOLLOWED if any(block.kind == "slow" for block in blocks(page))]
 
 

@@ -85,6 +85,7 @@ SPLITS = [
 ]  # the fast tests split with each of the families, and in each of the ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "variant"), SPLITS, ids=str, indirect=["folder"])
 def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
     batch_at = partial(pictures.batch_of_rows, folder)
@@ -93,6 +94,7 @@ def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
         suite.check_update(engine(folder, PADDED), engine(folder, variant), objective, 2, batch_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", pictures.QWEN, indirect=True)
 def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     """Features are computed once then, for training and sampling; the results are those of a tower that runs anew."""

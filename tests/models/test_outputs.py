@@ -175,5 +175,5 @@ def test_an_output_that_a_model_does_not_have_is_named(model_folder: Path) -> No
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
+    with pytest.raises(ModelError, match="is no folder here"):
         load_policy(tmp_path / "nothing")

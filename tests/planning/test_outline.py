@@ -63,6 +63,7 @@ def test_adamw_keeps_two_numbers_a_weight_and_muon_one_of_inner_matrices(model_f
     assert Outline(settings(model_folder, optim=None)).moment_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "accumulates"),
     [

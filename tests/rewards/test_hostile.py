@@ -107,6 +107,7 @@ def test_a_copy_that_returns_pays_nobody(behaviours, verb):
         assert pool.score([item("1"), item("0")] * 100) == [RIGHT, WRONG] * 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["garbage 1", "garbage 7", "garbage 5000", "close", "read"])
 def test_what_a_function_does_to_descriptors_that_are_not_its_own_costs_one_item(behaviours, verb):
     bad = {}

@@ -301,6 +301,7 @@ def theirs(monkeypatch, languages):
     return utils
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_verdict_is_that_of_lm_eval(name, theirs):
     draw = random.Random(name)

@@ -168,6 +168,7 @@ class Host(RolloutWorker):
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine, self._queue, self._turn = engine, deque(), threading.Lock()
+        self._is_half_filled = False
 
 
 class Ranks:

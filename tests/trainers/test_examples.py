@@ -70,6 +70,7 @@ def odd(solution_str: str) -> float:
     return float(len(solution_str) % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_examples_train(name: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]) -> None:
     history = train(train_config(RUNS[name]), reward=odd, data=additions).history

@@ -74,6 +74,7 @@ def run_of(folder: Path, run_dir: Path, **changes: Any) -> Run:
     return train(config(folder, run_dir, **changes), reward=score, data=rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES, ids=["packed, native", "padded, hf"])
 def test_a_run_goes_on_with_the_same_bits(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"

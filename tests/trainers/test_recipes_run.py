@@ -18,6 +18,7 @@ OTHERS = {"calculator_quickstart", "vlm_quickstart"}
 RECIPES = [name for name in shipped_recipes() if name.endswith("_quickstart") and name not in OTHERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_takes_steps(name: str, model_folder: Path, additions: list[dict[str, str]], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"

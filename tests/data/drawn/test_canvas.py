@@ -31,6 +31,7 @@ def pictures(row: dict[str, Any]) -> tuple[bytes, ...]:
     return (*row.get("images", []), *(frame for video in row.get("videos", []) for frame in video))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_set", DATA_SETS)
 def test_the_seed_and_the_split_decide_and_splits_share_no_picture(data_set: Callable[..., Any]) -> None:
     trained = list(data_set("train", 3, num_rows=100))

@@ -48,6 +48,7 @@ def test_requests_and_completions(start: Start) -> None:
         assert completion.log_probs == tuple(-1 / (place + 1) for place in range(tokens))
 
 
+@pytest.mark.slow
 def test_pause_and_new_weights(start: Start, model_folder: Path) -> None:
     engine = start()
     engine.submit(request(fake.SLOW, 60))
@@ -126,6 +127,7 @@ def test_an_abort_ends_one_request(start: Start) -> None:
     assert {each.finish_reason for each in found.values()} == {"length"} and len(found) == 11
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit(start: Start, model_folder: Path) -> None:
     engine, whole = start(), weights(model_folder)
     for wrong, message in (

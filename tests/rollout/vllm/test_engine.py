@@ -208,6 +208,7 @@ def test_a_deadline(start: Start) -> None:
     assert engine.status().running == 0
 
 
+@pytest.mark.slow
 def test_pause_and_new_weights(start: Start) -> None:
     engine = start()
     engine.submit(request(fake.SLOW, 60))
@@ -223,6 +224,7 @@ def test_pause_and_new_weights(start: Start) -> None:
     assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
 
 
+@pytest.mark.slow
 def test_a_request_streams_its_tokens(start: Start) -> None:
     """Each once, with the weights that sampled it, also over new weights and a pause."""
     engine = start()
@@ -430,6 +432,7 @@ def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
     assert not list(Path("/dev/shm").glob("whet-adapter-*"))
 
 
+@pytest.mark.slow
 def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) -> None:
     engine = start()
     with pytest.raises(WeightSyncError, match=r"version 2 of the weights does not fit .*no such weight"):
@@ -579,6 +582,7 @@ def test_closing_ends_the_server_and_its_log(start: Start) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
