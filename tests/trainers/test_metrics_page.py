@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import math
 import re
 import sys
 import time
@@ -37,7 +36,7 @@ from whet.trainers.columns import ColumnPlan
 from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
-from whet.types import Group, Prompt, Trajectory
+from whet.types import Failure, Group, Prompt, Trajectory
 
 PACKAGE = Path(whet.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -154,13 +153,13 @@ def of_verdicts() -> set[str]:
         tensors={
             "response_mask": ones,
             "token_level_scores": ones,
-            "judge_scores": torch.tensor([math.nan, 0.5]),
+            "judge_scores": torch.tensor([0.0, 0.5]),
             "trajectory_uid": torch.arange(2),
         },
-        non_tensors={"error": [None, None]},
+        non_tensors={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
     )
     metrics = Metrics()
-    judged = ColumnPlan(())._without_unjudged(batch, metrics)
+    judged = ColumnPlan(())._without_noted(batch, {"0": Failure("reward", "nothing to read")}, metrics)
     assert judged["response_mask"].sum(1).tolist() == [0.0, 3.0] and metrics.value("failures/reward") == 1.0
     return {"failures/reward"}
 
@@ -271,9 +270,9 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     held_out.write_text("".join(json.dumps(row) + "\n" for row in pairs[:2]))
     train_reward(load_config(RewardTrainingConfig, None, common | fine | to_pairs, given={"data"}).config, data=pairs)
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
-    where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": -1}
+    where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": 1}
     monkeypatch.setattr(Replicas, "__init__", partialmethod(lost_one, Replicas.__init__))
-    whet.train(reward=moody, data=additions, **{**common, **small, **where, **against})
+    whet.train(reward=moody, data=additions, val_data=additions[:2], **{**common, **small, **where, **against})
     logged |= of_episodes() | of_verdicts() | of_accelerators(monkeypatch)
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}
