@@ -16,7 +16,7 @@ cards, each paid at once, and the number is the share of right cards in 256 held
 the sum of its episode. `segment_reinforce` and `step_reinforce` pay a turn with its return, the second less the mean of
 the group: with gamma 0 what the turn itself earned, with gamma 1 all that came after it too. `gigpo` adds both: the
 episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model, and none has the
-entropy bonus of the recipe: it is measured in the units of the advantages, and returns without a baseline lose to it.
+entropy bonus of the recipe, with which both runs of `segment_reinforce` ended below 0 (LOG.md).
 """
 ESTIMATORS = {
     "grpo": None,  # not those of the recipe

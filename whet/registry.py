@@ -61,6 +61,12 @@ class Resolved(dict[str, Any]):
     """Complete and checked options of a function, which `call` does not check again for every micro-batch."""
 
 
+@cache
+def _warn_of(old: str, new: str, where: str) -> None:
+    """Warns of an option's earlier name, once in a process."""
+    log.warning("%s: %s is now called %s: the next version will not know the old name", where, old, new)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A registered function, described without importing it."""
@@ -108,7 +114,7 @@ class Entry:
         for old in [name for name in given if name in FORMER and name not in self.options]:
             new, values = FORMER[old]
             if new in self.options and isinstance(given[old], bool):
-                log.warning("%s: %s is now called %s: the next version will not know the old name", where, old, new)
+                _warn_of(old, new, where)
                 given.setdefault(new, values[given.pop(old)])
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:

@@ -313,7 +313,9 @@ def test_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
 
 
 def test_keys_of_something_else_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^no key of EasyR1 is set, but a, b\.c, d, \.\.\.; expected a run of that"):
+    with pytest.raises(
+        ConfigError, match=r"^no key of EasyR1 is set, but a, b\.c, d, \.\.\.; name a file or command of it$"
+    ):
         convert(Written({"a": 1, "b.c": 2, "d": 3, "e": 4}), "easyr1")
 
 

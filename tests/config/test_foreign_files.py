@@ -236,7 +236,7 @@ def test_the_output_of_a_command_is_told() -> None:
     ("name", "content", "told"),
     [
         ("a.py", b"GRPOConfig(\n", "'(' was never closed"),
-        ("a.yaml", b"a: [1\n", ":2:1: expected ',' or ']', but got '<stream end>'"),
+        ("a.yaml", b"a: [1\n", "expected ',' or ']', but got '<stream end>'"),
         ("a.sh", b"\xfe\xff\x00", "can't decode byte 0xfe"),
         ("b.sh", b"ARGS=(\n  x=1\n", "a quote or bracket is not closed, in 'ARGS= ( x=1"),
         ("c.sh", b"python3 -m v x='abc\n", "a quote or bracket is not closed"),
@@ -248,8 +248,8 @@ def test_a_malformed_file_is_an_error_in_three_parts(name: str, content: bytes, 
     file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         read(str(file), "trl")
-    assert str(raised.value).startswith(f"{file}") and told in str(raised.value)
-    assert ":2:1:" in told or "cannot be read: " in str(raised.value)
+    place = ":2:1: " if name == "a.yaml" else " cannot be read: "
+    assert str(raised.value).startswith(f"{file}{place}") and told in str(raised.value)
     assert "; expected " in str(raised.value) and str(raised.value).endswith("; correct that place")
 
 

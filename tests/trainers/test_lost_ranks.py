@@ -113,9 +113,14 @@ def result(config: TrainConfig, additions: Rows, races: tuple[str, ...] = ()) ->
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Any]:
+def undisturbed() -> dict[bool, Any]:
     """Results of runs that nothing happens to, once there are some."""
     return {}
+
+
+def setting_of(ahead: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The changes to the config, and the beginnings of metrics that depend on time."""
+    return (AHEAD, RACES) if ahead else (RUN, ("nothing",))
 
 
 FAULTS: dict[str, dict[int, Fault]] = {
@@ -134,22 +139,22 @@ FAULTS: dict[str, dict[int, Fault]] = {
 def test_a_lost_rank_changes_no_result(
     fault: str,
     ahead: bool,
-    undisturbed: dict[str, Any],
+    undisturbed: dict[bool, Any],
     faults: Faults,
     train_config: MakeConfig,
     additions: Rows,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    settings, races, key = (AHEAD, RACES, "ahead") if ahead else (RUN, ("nothing",), "in turn")
-    if key not in undisturbed:
-        undisturbed[key] = result(train_config({**settings, "trainer.run_dir": tmp_path / "alone"}), additions, races)
+    settings, races = setting_of(ahead)
+    if ahead not in undisturbed:
+        undisturbed[ahead] = result(train_config({**settings, "trainer.run_dir": tmp_path / "alone"}), additions, races)
     faults.calls, faults.at = 0, FAULTS[fault]
     steps, metrics, lost = result(train_config(settings), additions, races)
     assert faults.calls > max(FAULTS[fault]), "a lost rank samples again"
-    assert steps == undisturbed[key][0]
-    assert metrics == undisturbed[key][1]
-    assert (lost, undisturbed[key][2]) == (len(FAULTS[fault]), 0)
+    assert steps == undisturbed[ahead][0]
+    assert metrics == undisturbed[ahead][1]
+    assert (lost, undisturbed[ahead][2]) == (len(FAULTS[fault]), 0)
     died = r"died (in \w+|between two calls): SIGKILL"
     why = rf"did not answer serve within {HANG_SECONDS:g} s" if fault == "hung" else died
     assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 {why}", caplog.text)
@@ -161,7 +166,7 @@ def test_a_lost_rank_changes_no_result(
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
     ahead: bool,
-    undisturbed: dict[str, Any],
+    undisturbed: dict[bool, Any],
     faults: Faults,
     train_config: MakeConfig,
     additions: Rows,
@@ -170,9 +175,9 @@ def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others, whose group breaks with it, get the weights again."""
-    settings, races, key = (AHEAD, RACES, "ahead") if ahead else (RUN, ("nothing",), "in turn")
-    if key not in undisturbed:
-        undisturbed[key] = result(train_config({**settings, "trainer.run_dir": tmp_path / "alone"}), additions, races)
+    settings, races = setting_of(ahead)
+    if ahead not in undisturbed:
+        undisturbed[ahead] = result(train_config({**settings, "trainer.run_dir": tmp_path / "alone"}), additions, races)
     plain, plain_start, ways, struck = routes.plan_routes, WorkerGroup.start_on, list[str](), list[int]()
 
     def elsewhere(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
@@ -193,7 +198,7 @@ def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
     faults.calls, faults.at = 0, {}
     steps, metrics, lost = result(train_config(settings), additions, races)
     assert struck and set(ways) == {"broadcast"} and len(ways) >= 2 + 1 + 2  # two ranks, one, and two again
-    assert (steps, metrics, lost) == (*undisturbed[key][:2], 1)
+    assert (steps, metrics, lost) == (*undisturbed[ahead][:2], 1)
     assert re.search(
         r"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 died in receive", caplog.text
     )
@@ -231,7 +236,7 @@ def test_the_run_ends_where_a_rank_is_lost_too_often(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_run_itself_starts_again_then(
-    faults: Faults, undisturbed: dict[str, Any], train_config: MakeConfig, additions: Rows, tmp_path: Path
+    faults: Faults, undisturbed: dict[bool, Any], train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
     """From the newest checkpoint, with the numbers of a run that was never interrupted."""
     expected = result(train_config({**RUN, "trainer.run_dir": tmp_path / "alone"}), additions)

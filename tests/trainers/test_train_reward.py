@@ -181,18 +181,19 @@ def check_same(one: RewardTrainingRun, other: RewardTrainingRun) -> None:
         assert mine == pytest.approx(theirs, rel=2e-5, abs=2e-5)
 
 
+def stop_at_three(run: RewardTrainingRun) -> None:
+    if run.step == 3:
+        raise KeyboardInterrupt
+
+
 def test_a_stopped_run_goes_on_to_the_same_bits(
     reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     schedule = {"optim.schedule": "cosine", "trainer.save_freq": 1, "trainer.total_steps": 4}
     train_reward(reward_config(**schedule, **{"trainer.run_dir": str(tmp_path / "straight")}), data=rows)
 
-    def stop(run: RewardTrainingRun) -> None:
-        if run.step == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train_reward(reward_config(**schedule), data=rows, callbacks=[stop])
+        train_reward(reward_config(**schedule), data=rows, callbacks=[stop_at_three])
     resumed = train_reward(reward_config(**schedule), data=rows)
     assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_2"
     assert torch.equal(weights(tmp_path / "run", 4), weights(tmp_path / "straight", 4))
@@ -262,12 +263,8 @@ def test_a_stopped_run_of_an_adapter_goes_on_to_the_same_bits(
     schedule = {**LORA, "trainer.save_freq": 1, "trainer.total_steps": 3}
     train_reward(reward_config(**schedule, **{"trainer.run_dir": str(tmp_path / "straight")}), data=rows)
 
-    def stop(run: RewardTrainingRun) -> None:
-        if run.step == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train_reward(reward_config(**schedule), data=rows, callbacks=[stop])
+        train_reward(reward_config(**schedule), data=rows, callbacks=[stop_at_three])
     train_reward(reward_config(**schedule), data=rows)
     files = [tmp_path / name / "checkpoints/global_step_3/actor.state" for name in ("run", "straight")]
     one, other = (serialization.load(file)["model"] for file in files)

@@ -144,13 +144,13 @@ def _write_adapter(
     return out
 
 
-def find_checkpoint(source: Path) -> Path:
-    """`source` where it is a checkpoint, else the newest checkpoint of the run in it.  Raises: CheckpointError."""
+def find_checkpoint(source: Path, also: str = "") -> Path:
+    """`source` where it is a checkpoint, else the newest checkpoint of the run in it. `also` tells in errors what else
+    would do.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
         raise CheckpointError(
-            f"{source} is no checkpoint and no run with one (no {checkpoint.MANIFEST}), nor a model's folder (no "
-            "config.json); name one of those"
+            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}{also}"
         )
     return folder
 
@@ -160,7 +160,7 @@ def find_model(path: str) -> str:
     Raises: CheckpointError."""
     folder = Path(path).expanduser()
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    return path if not folder.is_dir() or is_model else str(find_checkpoint(folder))
+    return path if not folder.is_dir() or is_model else str(find_checkpoint(folder, ", or a model's with config.json"))
 
 
 @contextmanager

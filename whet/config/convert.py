@@ -202,7 +202,7 @@ class _Conversion:
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
         if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
             found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
-            raise ConfigError(f"no key of {self.result.system} is set, but {found}; expected a run of that framework")
+            raise ConfigError(f"no key of {self.result.system} is set, but {found}; name a file or command of it")
         for key, value in self.given.items():
             if key in known:
                 continue

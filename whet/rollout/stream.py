@@ -287,7 +287,10 @@ class Rollouts:
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
     """A response as reward functions read it."""
     return RewardItem(
-        *(prompt.data_source, text, prompt.ground_truth, prompt.extra_info),
+        data_source=prompt.data_source,
+        solution_str=text,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
         prompt_str=str(prompt.messages[-1].content) if prompt.messages else "",
         prompt_ids=prompt.token_ids,
         response_ids=tuple(response_ids),
