@@ -85,7 +85,7 @@ class Run(Frame):
 
     def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Held-out groups with the score of the reward model or judge as the part `reward_model`; in a run without one
-        as they are. Where a verdict failed the reason is logged, and the answer keeps its reward and accuracy."""
+        as they are. Where a verdict failed the reason is logged, and the trajectory keeps its reward and accuracy."""
         if not self.columns.judges.providers:
             return list(groups)
         found = list[Group]()
