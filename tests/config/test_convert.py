@@ -214,6 +214,30 @@ def test_the_scale_and_the_loss_of_trl(keys: dict[str, Any], expected: tuple[str
     assert (values["data.train_batch_size"], values["actor.mini_batch_size"]) == (4, 4)  # 4 x 8 responses, 8 a prompt
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"pg_variant": "cispo"}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}),
+        ({"pg_variant": "cispo", "cispo_epsilon_high": 0.3}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
+        ({"pg_variant": "kimi15"}, {"beta": 0.1}),
+        ({"pg_variant": "topr", "topr_positive_weight": 0.5}, {"level": "token", "right_weight": 0.5}),
+        ({"pg_variant": "ppo", "cispo_epsilon_low": 0.3}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}),
+    ],
+)
+def test_options_of_the_losses_of_roll(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Its `pg_clip` is of PPO alone, the other variants have options and defaults of their own."""
+    found = convert(Written({"pg_clip": 0.2, **{f"actor_train.{key}": value for key, value in keys.items()}}), "roll")
+    options = {key.rpartition(".")[2]: value for key, value in found.values.items() if ".loss_options." in key}
+    assert options == expected
+
+
+def test_groups_that_roll_masks_are_dropped_and_not_sampled_again() -> None:
+    values = convert(Written({"difficulty_mask": True, "rollout_batch_size": 8}), "roll").values
+    chosen = load_config(TrainConfig, None, values, checked=False).config.algorithm.filter
+    assert (chosen.name, chosen.metric, chosen.max_refills) == ("mean_window", "reward", 0)
+    assert chosen.options == {"low": 0.0, "high": 1.0}
+
+
 @pytest.mark.parametrize("source", ["no_such_file.sh", "echo nothing here"])
 def test_what_sets_nothing_is_an_error(source: str) -> None:
     with pytest.raises(ConfigError, match=r"expected a file, or a command|sets no key of verl"):
