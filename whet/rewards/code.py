@@ -78,6 +78,7 @@ class Suite:
     rows_checked_by="whet.rewards.code:check_row",
     examples=(
         ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
+        ("```python\ndef f(x):\n    return x * x\n```", ["assert abs(f(3) - 9) < 1e-6"], 1.0),
         ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
     ),
 )
