@@ -292,7 +292,7 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
 
 
 def _names(tests: Suite) -> tuple[list[str], list[str], str]:
-    """What tests in Python import; modules that they use, imported or not; the one builtin that the code may replace,
+    """Names that tests in Python import; modules that they use, imported or not; the one builtin that the code may replace,
     because they are tests of it.
 
     `assert sum(1, 2) == 5` is a test of `sum`, as it has no other name; `assert abs(f(2)) < 1` is none of `abs`."""
@@ -378,7 +378,7 @@ def _text(value: Any) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """What is imported before the source; the source, behind the prompt where it continues it, as in HumanEval."""
+    """Imports before the source; the source, behind the prompt where it continues it, as in HumanEval."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="

@@ -147,7 +147,7 @@ def _listed(value: Any) -> Any:
 
 
 def _same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Whether values are equal, but for a tolerance of numbers of which one is real."""
+    """Tells whether values are equal, but for a tolerance of numbers of which one is real."""
     if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
         return all(_same(one, other, tolerance) for one, other in zip(found, expected, strict=True))
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
