@@ -90,7 +90,12 @@ def of_human_eval() -> tuple[list[str], list[Mutant]]:
     """Returns the tasks whose canonical solution is not paid; the mutants, at most four of a task."""
     rows = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]
     wholes = [f"{row['prompt']}{row['canonical_solution']}" for row in rows]
-    pairs = [(row, whole, mutant) for row, whole in zip(rows, wholes, strict=True) for mutant in mutants(whole, 4)]
+    pairs = [
+        (row, whole, mutant)
+        for row, whole in zip(rows, wholes, strict=True)
+        for mutant in mutants(whole, 4)
+        if _beside(mutant, row["entry_point"]) == _beside(whole, row["entry_point"])
+    ]
     open_sandbox("bubblewrap", None, "{}", ())
     with ThreadPoolExecutor(2) as pool:
         unpaid = [row["task_id"] for row, ok in zip(rows, pool.map(_is_paid, rows, wholes), strict=True) if not ok]
@@ -101,6 +106,12 @@ def of_human_eval() -> tuple[list[str], list[Mutant]]:
             pairs,
         )
         return unpaid, list(found)
+
+
+def _beside(source: str, name: str) -> list[str]:
+    """The code but for the tested function: functions of the prompt, which the tests take from the prompt."""
+    nodes = ast.parse(source).body
+    return [ast.unparse(each) for each in nodes if not (isinstance(each, ast.FunctionDef) and each.name == name)]
 
 
 def _is_paid(row: dict[str, Any], source: str) -> bool:
@@ -135,7 +146,8 @@ def page(found: list[Mutant]) -> str:
 
 <!-- `python -m tests.rewards.mutants` writes this page; `pytest -m slow tests/rewards/test_code.py` compares it. -->
 
-The canonical solutions of HumanEval with one expression changed, at most four of a task: {len(found)} programs. `code`
+The canonical solutions of HumanEval with one expression of the tested function changed, at most four of a task:
+{len(found)} programs. `code`
 ([Rewards](rewards.md#programs-and-tests)) pays {len(paid)} of them. Each of these passes HumanEval's tests without any
 sandbox too, and no other does: either the change makes no difference, or the tests do not see it.
 
