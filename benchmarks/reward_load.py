@@ -89,8 +89,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
         *lines,
         "",
         f"{rate:,.0f} answers a second; the longest that a batch took is {found['longest_seconds']:.1f} s{paused}. "
-        f"Failed: {found['raised']} that raised, {found['hung']} that hung, {found['ended']} that ended their process, and "
-        f"no other; {found['wrong']} were lost or out of order.",
+        f"Failed: {found['raised']} that raised, {found['hung']} that hung, {found['ended']} that ended their "
+        f"process, and no other; {found['wrong']} were lost or out of order.",
     ]
 
 
