@@ -230,8 +230,7 @@ def _prompts(
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
-    for line in Domains.of_config(config.reward, has_function=reward is not None).unused([*loaded.items, *held_out]):
-        log.warning("%s", line)
+    Domains.of_config(config.reward, has_function=reward is not None).check_used([*loaded.items, *held_out])
     return loaded, held_out
 
 
