@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
+import shutil
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from whet_environments.devices.chromium import NAMES as NAMES_OF_CHROMIUM
 
 from tests.environments.broken_environments import FAULTS
 from whet.environments.check import Finding, Plan, _difference, _parts, check
@@ -27,6 +32,18 @@ GAMES = (
     "sokoban:Sokoban",
     "tree_game:TreeGame",
 )
+SCREENS = ("screen_games:NumberGameScreen", "screen_games:TreeGameScreen")
+ELSEWHERE = {  # checked in files of their own
+    "browser.environment:Browser": "browser",
+    "openenv_client:OpenEnv": "openenv",
+    "python_repair:PythonRepair": "python_repair",
+    "textworld_games:TextWorldGames": "textworld",
+    "verifiers_tasks:Verifiers": "verifiers",
+    "webshop.client:WebShopServer": "webshop_server",
+    "webshop.environment:WebShop": "webshop",
+    "gymnasium": "gymnasium",
+}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def found(environment: str, seconds: float = 2.0, **options: Any) -> dict[str, Finding]:
@@ -70,9 +87,29 @@ def test_all_that_ship_pass(name: str) -> None:
     assert not failed(found(name, seconds=10.0))
 
 
-def test_all_shipped_ones_are_named_here() -> None:
-    shipped = [entry.name for entry in ENVIRONMENTS if entry.target.startswith("whet.")]
-    assert shipped == ["calculator", "gymnasium", "single_turn"]
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("device", ["drawn", "chromium"])
+@pytest.mark.parametrize("game", SCREENS)
+def test_screens_pass(game: str, device: str) -> None:
+    if device == "chromium" and not any(map(shutil.which, NAMES_OF_CHROMIUM)):
+        pytest.skip("needs Chromium: apt-get install chromium")
+    options = {"device": device, "chops" if "Tree" in game else "rounds": 2}
+    assert not failed(found(f"whet_environments.{game}", seconds=60.0, **options))
+
+
+def test_all_that_ship_are_checked() -> None:
+    """What the entry points and the registry name is checked here or in the file that `ELSEWHERE` names."""
+    points: dict[str, str] = {}
+    for folder in (ROOT, ROOT / "examples" / "environments"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        points |= project.get("entry-points", {}).get("whet.environment", {})
+    own = {entry.name for entry in ENVIRONMENTS if entry.target.startswith("whet.")}
+    there = {target.removeprefix("whet_environments.") for target in points.values()}
+    assert own | there == {*GAMES, *SCREENS, *ELSEWHERE, "calculator", "single_turn"}
+    for target, name in ELSEWHERE.items():
+        text = Path(__file__).with_name(f"test_{name}.py").read_text()
+        assert f'{target}"' in text and re.search(r"\bcheck\(", text), target
 
 
 @pytest.mark.slow
