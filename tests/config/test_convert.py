@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def test_a_published_form_is_read(name: str, tmp_path: Path) -> None:
     expected = dict(flatten(json.loads(json.dumps(known).replace("$HOME", home))))
     differ = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
     assert {key: pair for key, pair in differ.items() if "${" not in str(pair)} == {}
+
+
+MISSING = re.compile(
+    r"(data\.\w+|reward\.function): \S+ does not exist|model\.path=\S+ is not a folder|data\.train_files is empty"
+    r"|reward\.function is not set|trainer\.val_freq=\d+, but data\.val_files is empty"
+    r"|trainer\.logger names \w+, which is not installed"
+)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_lacks_only_files_models_and_packages(name: str, tmp_path: Path) -> None:
+    """The dry run below replaces many keys of a recipe, so the problems of the recipe itself are looked at here."""
+    problems = [line for line in converted(name, tmp_path).check if line.startswith("whet train: ")]
+    assert [line for line in problems if not MISSING.match(line.removeprefix("whet train: "))] == []
 
 
 QUICK = ("easyr1_cispo", "roll_grpo_vl", "trl_gspo", "verl_dapo_7b", "verl_ppo")  # one of each framework, and a critic

@@ -126,7 +126,7 @@ def test_keys_that_change_what_is_sampled_are_checked_by_hand(key: str, told: st
 
 
 def test_optimizer_keys_of_verl() -> None:
-    """The engines of verl 0.9.1 clip by optim.clip_grad; a step of 8 prompts is two updates of a critic that reads 4."""
+    """The engines of verl 0.9.1 clip by optim.clip_grad; 8 prompts a step are two updates of a critic that reads 4."""
     keys = {"critic.optim.weight_decay": 0.1, "critic.optim.lr_warmup_steps": 20, "critic.optim.betas": [0.9, 0.95]}
     keys |= {"critic.optim.lr_scheduler_type": "cosine", "critic.optim.clip_grad": 0.3, "data.train_batch_size": 8}
     keys |= {"actor_rollout_ref.actor.optim.clip_grad": 0.5, "critic.ppo_mini_batch_size": 4}

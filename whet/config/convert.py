@@ -20,7 +20,7 @@ from whet.config.schema import TrainConfig
 from whet.errors import ConfigError, RegistryError, WhetError
 
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
-_SWITCH = re.compile(r"\.enabled?$")
+_SWITCH = re.compile(r"\.enabled?$").search
 SYSTEMS = {table.system.lower(): table.system for table in tables()}
 
 
@@ -317,23 +317,18 @@ class Conversion:
 
     def _count_defaults(self) -> None:
         """Counts the lines about keys at their default, or in a section that is switched off, in place of them."""
-        off = {key.rpartition(".")[0] for key, value in self.given.items() if value is False and _SWITCH.search(key)}
-        quiet = {
-            key
-            for key, value in self.given.items()
-            if any(table.is_default(key, value) for table in self.tables) or not off.isdisjoint(_sections(key))
-        }
-        before = sum(map(len, (self.result.check, self.result.without, self.result.ignored)))
-        for lines in (self.result.check, self.result.without, self.result.ignored):
+        off = tuple(
+            f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
+        )
+        defaults = {k for k, v in self.given.items() if any(table.is_default(k, v) for table in self.tables)}
+        quiet = defaults | {key for key in self.given if key.startswith(off)}
+        lists = (self.result.check, self.result.without, self.result.ignored)
+        before = sum(map(len, lists))
+        for lines in lists:
             lines[:] = [line for line in lines if re.split("[=:]", line, maxsplit=1)[0] not in quiet]
-        if left_out := before - sum(map(len, (self.result.check, self.result.without, self.result.ignored))):
+        if left_out := before - sum(map(len, lists)):
             told = f"{left_out} keys at the default of {self.result.system}, switched off, or not about training"
             self.result.ignored.append(told)
-
-
-def _sections(key: str) -> list[str]:
-    names = key.split(".")
-    return [".".join(names[:end]) for end in range(1, len(names))]
 
 
 def _remark(row: KeyRow) -> str:
