@@ -260,6 +260,8 @@ def test_plot_returns_a_figure_that_a_notebook_shows(tmp_path: Path) -> None:
         ({"runs": []}, r"^runs: no run is named"),
         ({"runs": "odd"}, r"^metrics: the runs have none of the main metrics; name others: odd$"),
         ({"runs": "odd", "metrics": "od"}, r"^metrics: no run has the metric 'od'; did you mean odd\?$"),
+        ({"runs": "odd", "metrics": 3}, r"^metrics: found 3; expected names or patterns of metrics, such as 'val/\*'$"),
+        ({"runs": "odd", "metrics": ["odd", 3]}, r"^metrics: found \['odd', 3\]; expected names"),
         ({"runs": "odd", "output": "x.svg"}, r"^output=x\.svg ends in \.svg, expected \.png"),
     ],
 )
