@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from whet.phases import counted
 from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 
 class TemplateCodec:
@@ -57,6 +60,9 @@ class TemplateCodec:
             raise DataError("a task for a sub-agent has images or videos; expected text: describe them")
         if not observation.media and not has_parts(observation.messages):
             return observation  # a tag in it, if any, is text of somebody else
+        if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
+            _warn_of_text()
+            return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
             raise DataError("the observation has images or videos, but the model reads only text; leave them out")
         placed, values = place(observation.messages, [(cast(Kind, each.kind), each) for each in observation.media])
@@ -83,6 +89,19 @@ class TemplateCodec:
             self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
         )
         return encode_rendered(self.tokenizer, [text])[0]
+
+
+@cache
+def _warn_of_text() -> None:
+    """Warns once in a process."""
+    logger.warning("a tool gave an image, but the model reads only text: it reads [image] in its place")
+
+
+def _as_text(message: Message) -> Message:
+    """The message with `[image]` in the place of an image, for a model of text, whose tools may be other people's."""
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
+    return replace(message, content="".join(told))
 
 
 SHORT_SECONDS = 0.005  # for the results of one of several environments
