@@ -4,128 +4,36 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from torch import Tensor
 
 from tests.config.frameworks import STEPS
+from tests.config.published import (
+    FACTS,
+    SCRIPTS,
+    batch_of,
+    close,
+    converted,
+    formulas,
+    keys_of,
+    numbers,
+    recipe,
+    written,
+)
 from tests.peers.peer import ask, interpreter
-from whet.algorithms.adapters import estimate
 from whet.config import TrainConfig, load_config
 from whet.config.algorithm_checks import aggregation
 from whet.config.compose import flatten
-from whet.config.convert import Converted, convert
-from whet.config.foreign import tables
+from whet.config.convert import convert
 from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
-from whet.metrics import Metrics
-from whet.protocol import DataProto
-from whet.registry import ADV_ESTIMATORS
 from whet.trainers.build import train
-from whet.trainers.correction import Chosen, Correction
-from whet.trainers.objectives import PolicyObjective
-from whet.trainers.shape import Shaper
+from whet.trainers.correction import Chosen
 
 PEERS = Path(__file__).parents[1] / "peers"
-FACTS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((Path(__file__).parent / "convert").glob("*"))}
-FACTS["easyr1_config"] = {
-    "from": "easyr1",
-    "keys": next(dict(keys) for table in tables() for keys in table.files.values()),
-}
-SCRIPTS = [name for name in FACTS if name != "easyr1_config"]
-COMMANDS = {
-    "verl": "python3 -m verl.trainer.main_ppo",
-    "easyr1": "python3 -m verl.trainer.main config=base.yaml",
-    "trl": "accelerate launch --config_file zero3.yaml examples/scripts/grpo.py",
-}
-
-
-def text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (list, dict, bool)) or value is None else str(value)
-
-
-def written(name: str, folder: Path) -> Path:
-    """The script in the form in which it was published: its launcher and end, the shell before it, and words of keys as
-    they are written there."""
-    facts = FACTS[name]
-    keys, system, form = facts["keys"], facts["from"], facts.get("form", "")
-    if base := facts.get("base"):
-        (folder / "base.yaml").write_text(yaml.safe_dump(FACTS[base]["keys"]))
-    if system == "roll" or form == "yaml":
-        file = folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump({"hydra": {"run": {"dir": "."}}, **nested(keys)}))
-        return file
-    flags = system == "trl"
-    spelled = {key: flag(value) if flags else quoted(text(value)) for key, value in keys.items()} | facts.get(
-        "words", {}
-    )
-    words = [f"--{key} {word}" if flags else f"{key}={word}" for key, word in spelled.items()]
-    command = " \\\n    ".join([facts.get("launcher", COMMANDS[system]), *words])
-    file = folder / f"{name}.{'py' if form in ('python', 'docstring') else 'sh'}"
-    if form == "python":
-        options = {key: value for key, value in keys.items() if key != "model_name_or_path"}
-        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        model = keys["model_name_or_path"]
-        file.write_text(f"from trl import *\nGRPOTrainer(model={model!r}, args=GRPOConfig({arguments})).train()\n")
-    elif form == "docstring":
-        other = "python other.py --beta 9"
-        file.write_text(f'"""\npip install math_verify\n\n{command}\n\n# or\n\n{other}\n"""\nimport torch\n')
-    else:
-        shell = facts.get("shell", "set -x\nexport A=b # not read\n")
-        file.write_text(f"{shell}\n{command}{facts.get('end', ' $@')}\n")
-    return file
-
-
-def quoted(value: str) -> str:
-    """A word of a shell in which variables count."""
-    return '"' + value.replace('"', "'") + '"' if "$" in value else shlex.quote(value)
-
-
-def flag(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(f'"{each}"' for each in value)
-    return "" if value is True else shlex.quote(text(value))
-
-
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        *sections, name = key.split(".")
-        place = tree
-        for each in sections:
-            place = place.setdefault(each, {})
-        place[name] = value
-    return tree
-
-
-def keys_of(name: str) -> dict[str, Any]:
-    """All keys of a script, those of the file that it names included, references replaced."""
-    facts = FACTS[name]
-    keys = {**(FACTS[facts["base"]]["keys"] if "base" in facts else {}), **facts["keys"]}
-    whole = {f"${{{key}}}": value for key, value in keys.items()}
-    return {key: whole.get(value, value) if isinstance(value, str) else value for key, value in keys.items()}
-
-
-def converted(name: str, folder: Path) -> Converted:
-    return convert(read(str(written(name, folder)), FACTS[name]["from"]), FACTS[name]["from"])
-
-
-OF_THEIR_DATA = ("data.mix", "reward.domains", "reward.kwargs")
-
-
-def recipe(name: str, folder: Path, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The recipe as a file, loaded with a model and data from here; domains are those of their data."""
-    file, result = folder / "recipe.yaml", converted(name, folder)
-    result.values = {key: value for key, value in result.values.items() if not key.startswith(OF_THEIR_DATA)}
-    file.write_text(result.to_yaml())
-    return load_config(TrainConfig, file, overrides, checked=False).config
 
 
 def test_there_are_at_least_twenty_scripts_with_their_addresses() -> None:
@@ -185,43 +93,6 @@ def test_a_recipe_passes_a_dry_run(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def batch_of(n: int) -> dict[str, Tensor]:
-    """Three groups of n rows, float64; scores on the last token, one group's all equal."""
-    draw = torch.Generator().manual_seed(7)
-    rows, width = 3 * n, 9
-
-    def normal() -> Tensor:
-        return torch.randn(rows, width, generator=draw, dtype=torch.float64)
-
-    lengths = torch.randint(1, width + 1, (rows,), generator=draw)
-    mask = (torch.arange(width) < lengths[:, None]).long()
-    last = (torch.arange(width) == lengths[:, None] - 1).double()
-    scores = torch.randint(0, 3, (rows,), generator=draw).double() / 2
-    scores[:n] = 1.0
-    old = -normal().abs() - 0.2
-    columns = {
-        "values": normal(),
-        "old_log_probs": old,
-        "log_probs": (old + 0.4 * normal()).clamp(max=-0.01),
-        "ref_log_probs": old + 0.4 * normal(),
-        "rollout_log_probs": old + 0.2 * normal(),
-        "entropy": normal().abs(),
-        "token_level_scores": scores[:, None] * last,
-    }
-    return {
-        **{name: column * mask for name, column in columns.items()},
-        "last": last,
-        "lengths": lengths,
-        "response_mask": mask,
-        "uid": torch.arange(3).repeat_interleave(n),
-        "reward_baselines": torch.randn(rows, generator=draw, dtype=torch.float64),
-        "accuracy": (scores == 1).double(),
-        "truncated": torch.zeros(rows, dtype=torch.bool),
-        "prompts": torch.zeros(rows, 1).long(),
-        "attention_mask": torch.cat([torch.ones(rows, 1).long(), mask], 1),
-    }
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, model_folder: Path) -> None:
     """Advantages, loss and gradient of one batch, by the loop's own parts and by the framework's formulas."""
@@ -229,36 +100,11 @@ def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, mo
     keys, columns = keys_of(name), batch_of(min(config.rollout.n, 5) if config.rollout.n > 1 else 3)
     if name == "trl_max_rl":  # the script sets it in its code
         config = recipe(name, tmp_path, {"algorithm.adv_estimator": "grpo", "algorithm.adv_options": {"eps": 1e-4}})
-    leaf = columns["log_probs"].clone().requires_grad_()
-    advantages, total = STEPS[FACTS[name]["from"]](keys, {**columns, "log_probs": leaf})
-    (slope,) = torch.autograd.grad(total, leaf)
-
-    metrics, shaper, algorithm = Metrics(), Shaper(config), config.algorithm
-    if algorithm.overlong.penalty:  # lengths near the limit of this batch
+    if config.algorithm.overlong.penalty:  # lengths near the limit of this batch
         keys = {**keys, "data.max_response_length": 9, "custom_reward_function.overlong_buffer.len": 4}
-        overrides = {"data.max_response_length": 9, "algorithm.overlong.buffer_length": 4}
-        config = recipe(name, tmp_path, overrides)
-        shaper, algorithm = Shaper(config), config.algorithm
-        advantages, total = STEPS[FACTS[name]["from"]](keys, {**columns, "log_probs": leaf})
-        (slope,) = torch.autograd.grad(total, leaf)
-    batch = DataProto.from_dict({key: value for key, value in columns.items() if key not in ("last", "lengths")})
-    batch = shaper.rewards(batch, metrics)
-    entry = ADV_ESTIMATORS[algorithm.adv_estimator]
-    options = entry.resolve_options(algorithm.adv_options, "algorithm.adv_options")
-    batch = batch.with_columns(advantages=estimate(entry, batch.tensors(), options).advantages)
-    batch = Correction.from_config(config).weigh(shaper.advantages(batch, metrics), metrics)
-    torch.testing.assert_close(batch["advantages"], advantages, rtol=1e-9, atol=1e-9)
-
-    objective = PolicyObjective.from_config(config)
-    objective = replace(objective, entropy_coef=algorithm.entropy_coef, kl_coef=algorithm.kl.coef)
-    ours = columns["log_probs"].clone().requires_grad_()
-    outputs = {"log_probs": ours, "entropy": columns["entropy"]}
-    tensors = {key: value for key, value in batch.tensors().items() if key not in outputs}
-    found, _ = objective.loss(outputs, tensors, objective.counts(tensors))
-    torch.testing.assert_close(found, total, rtol=1e-9, atol=1e-9)
-    (gradient,) = torch.autograd.grad(found, ours)
-    torch.testing.assert_close(gradient, slope, rtol=1e-8, atol=1e-10)
-    assert isinstance(Chosen.estimator(algorithm), Chosen)
+        config = recipe(name, tmp_path, {"data.max_response_length": 9, "algorithm.overlong.buffer_length": 4})
+    close(numbers(config, columns), formulas(FACTS[name]["from"], keys, columns), rtol=1e-9, atol=1e-9)
+    assert isinstance(Chosen.estimator(config.algorithm), Chosen)
 
 
 SCRIPT = """#!/usr/bin/env bash
@@ -366,6 +212,30 @@ def test_the_scale_and_the_loss_of_trl(keys: dict[str, Any], expected: tuple[str
     assert (algorithm.adv_estimator, algorithm.adv_options, aggregation(algorithm)) == expected
     assert (algorithm.kl.where, algorithm.kl.coef, algorithm.kl.form) == ("loss", 0.04, "k3_ratio")
     assert (values["data.train_batch_size"], values["actor.mini_batch_size"]) == (4, 4)  # 4 x 8 responses, 8 a prompt
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"pg_variant": "cispo"}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}),
+        ({"pg_variant": "cispo", "cispo_epsilon_high": 0.3}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
+        ({"pg_variant": "kimi15"}, {"beta": 0.1}),
+        ({"pg_variant": "topr", "topr_positive_weight": 0.5}, {"level": "token", "right_weight": 0.5}),
+        ({"pg_variant": "ppo", "cispo_epsilon_low": 0.3}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}),
+    ],
+)
+def test_options_of_the_losses_of_roll(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Its `pg_clip` is of PPO alone, the other variants have options and defaults of their own."""
+    found = convert(Written({"pg_clip": 0.2, **{f"actor_train.{key}": value for key, value in keys.items()}}), "roll")
+    options = {key.rpartition(".")[2]: value for key, value in found.values.items() if ".loss_options." in key}
+    assert options == expected
+
+
+def test_groups_that_roll_masks_are_dropped_and_not_sampled_again() -> None:
+    values = convert(Written({"difficulty_mask": True, "rollout_batch_size": 8}), "roll").values
+    chosen = load_config(TrainConfig, None, values, checked=False).config.algorithm.filter
+    assert (chosen.name, chosen.metric, chosen.max_refills) == ("mean_window", "reward", 0)
+    assert chosen.options == {"low": 0.0, "high": 1.0}
 
 
 @pytest.mark.parametrize("source", ["no_such_file.sh", "echo nothing here"])

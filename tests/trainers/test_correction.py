@@ -13,9 +13,11 @@ import torch
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.metrics import Metrics
+from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, plan, train
 from whet.trainers.rl import estimate_advantages
+from whet.trainers.shape import Shaper
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -141,6 +143,16 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train_config(overrides)
+
+
+def test_advantages_are_whitened_over_the_tokens_that_remain(train_config: MakeConfig) -> None:
+    """Of advantages 1, 1, 2, 2 and a truncated row of 9: mean 1.5, variance 4 * 0.25 / 3, as in ROLL."""
+    config = train_config({"algorithm.truncated": "zero", "algorithm.shaping.whiten_advantages": True})
+    advantages = torch.tensor([[1.0, 1.0], [2.0, 2.0], [9.0, 9.0]])
+    columns = {"response_mask": torch.ones(3, 2).long(), "truncated": torch.tensor([False, False, True])}
+    shaped = Shaper(config).advantages(DataProto.from_dict({"advantages": advantages, **columns}), Metrics())
+    expected = torch.tensor([-1.0, 1.0, 0.0])[:, None].expand(3, 2) * 0.75**0.5
+    torch.testing.assert_close(shaped["advantages"], expected)
 
 
 @pytest.mark.parametrize("mode", ["drop", "zero"])

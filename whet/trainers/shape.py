@@ -68,15 +68,15 @@ class Shaper:
         return batch.with_columns(token_level_rewards=rewards)
 
     def advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Whitens and clips `advantages`; algorithm.truncated=zero masks truncated responses."""
+        """Whitens and clips `advantages`, after algorithm.truncated=zero has masked truncated responses."""
+        if self.config.algorithm.truncated == "zero":
+            batch = without_truncated(batch, metrics)
         shaping, advantages = self.config.algorithm.shaping, batch["advantages"]
         if shaping.whiten_advantages:
             advantages = whiten(advantages, batch["response_mask"])
         if shaping.advantage_clip is not None:
             advantages = advantages.clamp(-shaping.advantage_clip, shaping.advantage_clip)
-        if advantages is not batch["advantages"]:
-            batch = batch.with_columns(advantages=advantages)
-        return without_truncated(batch, metrics) if self.config.algorithm.truncated == "zero" else batch
+        return batch if advantages is batch["advantages"] else batch.with_columns(advantages=advantages)
 
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs."""
