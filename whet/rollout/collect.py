@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any, cast
 
@@ -67,6 +67,9 @@ class TemplateCodec:
                 log.warning(BARE_TAG)
                 self._warned = True
             return observation
+        if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
+            _warn_of_text()
+            return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
             raise DataError("the observation has images or videos, but the model reads only text; leave them out")
         given = [(cast(Kind, each.kind), each) for each in observation.media]
@@ -94,6 +97,19 @@ class TemplateCodec:
             self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
         )
         return encode_rendered(self.tokenizer, [text])[0]
+
+
+@cache
+def _warn_of_text() -> None:
+    """Warns once in a process."""
+    log.warning("a tool gave an image, but the model reads only text: it reads [image] in its place")
+
+
+def _as_text(message: Message) -> Message:
+    """The message with `[image]` in the place of an image, for a model of text, whose tools may be other people's."""
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
+    return replace(message, content="".join(told))
 
 
 SHORT_SECONDS = 0.005  # for the results of one of several environments
