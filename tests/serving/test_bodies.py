@@ -122,7 +122,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"parameters is \[1\]; expected a JSON schema",
     ),
     ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "whose properties are one"),
-    ({"top_logprobs": 2}, "top_logprobs=2 is not supported: the engine gives the log-prob of the sampled token alone"),
+    ({"top_logprobs": 2}, "top_logprobs is set without logprobs=true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21: input should be less than or equal to 20"),
     ({"response_format": {"type": "json_object"}}, "ask for the form in the prompt"),
     ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported: use allowed_token_ids"),
     ({"store": "yes"}, "store is 'yes': input should be a valid boolean"),
@@ -156,8 +157,12 @@ def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:
     plain = reader.chat({"model": "m", "messages": HI})
     asked = reader.chat({"model": "m", "messages": HI, **neutral, **named, **absent})
     assert (asked.prompts, asked.params, asked.tools) == (plain.prompts, plain.params, plain.tools)
-    with pytest.raises(ApiError, match="logprobs=2 is not supported"):
-        reader.text({"model": "m", "prompt": "hi", "logprobs": 2})
+    for field, value, message in (
+        ("logprobs", 6, "logprobs is 6: input should be less than or equal to 5"),
+        ("top_logprobs", 2, "top_logprobs=2 is not supported: a text has logprobs=N for the same"),
+    ):
+        with pytest.raises(ApiError, match=message):
+            reader.text({"model": "m", "prompt": "hi", field: value})
 
 
 def test_every_parameter_of_the_official_client_is_known() -> None:

@@ -42,7 +42,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (({"type": "text"},), CONSTRAINED),
     "service_tier": (("auto", "default"), "there is one tier"),
     "suffix": (("",), "the server appends to a prompt"),
-    "top_logprobs": ((0,), "the engine gives the log-prob of the sampled token alone; leave it out or set it to 0"),
+    "top_logprobs": ((0,), "a text has logprobs=N for the same"),
     "verbosity": ((), "ask for it in the prompt"),
     "web_search_options": ((), "the server has no search"),
 }
@@ -113,6 +113,11 @@ class Body(WithoutEffect):
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
 
+    @property
+    def likeliest(self) -> int:
+        """Number of tokens whose log-probs are asked for in every place."""
+        raise NotImplementedError
+
 
 class ChatBody(Body):
     """The body of /v1/chat/completions."""
@@ -120,17 +125,26 @@ class ChatBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[dict[str, Any]] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def likeliest(self) -> int:
+        return self.top_logprobs
 
 
 class TextBody(Body):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def likeliest(self) -> int:
+        return self.logprobs or 0
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,8 @@ class BodyReader:
         body = self._checked(ChatBody, raw)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens and max_completion_tokens are both set; set one", param="max_tokens")
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs is set without logprobs=true", param="top_logprobs")
         if body.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", body.tool_choice, f"{CONSTRAINED} (auto and none are supported)")
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
@@ -207,8 +223,6 @@ class BodyReader:
     def text(self, raw: object) -> Asked:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
         body = self._checked(TextBody, raw)
-        if body.logprobs:
-            raise unsupported("logprobs", body.logprobs, "the log-prob of the sampled token alone: set logprobs=0")
         given: Any = body.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             given = [given]
@@ -296,6 +310,7 @@ class BodyReader:
             frequency_penalty=body.frequency_penalty,
             stop=stop,
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+            num_likeliest=body.likeliest,
         )
 
 
