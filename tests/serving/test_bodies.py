@@ -114,8 +114,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage is True: extra inputs"),
     ({"tools": [{"type": "code"}]}, r"tools\[0\] is"),
     ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, r"tools\[0\]\.function\.strict=True is not"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required' is not supported: .* samples freely"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "samples freely"),
+    ({"tool_choice": "required"}, "tool_choice is 'required' without tools"),
+    ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice is 'f'; expected auto, none, required, or type function"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice is {.*; expected"),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls is 'no': input should be a valid boolean"),
     (
         {"tools": [{**TOOL, "function": {"name": "f", "parameters": [1]}}]},
@@ -146,6 +147,33 @@ def test_prompts_that_are_none(reader: BodyReader, prompt: object) -> None:
     with pytest.raises(ApiError, match=r"prompt|token id") as error:
         reader.text({"model": "m", "prompt": prompt})
     assert error.value.status == 400 and error.value.param == "prompt"
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "choice", "names", "opening"),
+    [
+        ("hermes", "auto", "f", ""),
+        ("hermes", "required", "f", '<tool_call>\n{"name": "f", "arguments":'),
+        ("hermes", "required", "fg", '<tool_call>\n{"name": "'),
+        ("hermes", NAMED, "gf", '<tool_call>\n{"name": "f", "arguments":'),
+        ("llama3_json", NAMED, "gf", '{"name": "f", "parameters":'),
+        ("qwen3_coder", NAMED, "gf", "<tool_call>\n<function=f>\n"),
+        ("qwen3_coder", "required", "gf", "<tool_call>\n<function="),
+    ],
+)
+def test_the_beginning_of_a_call(reader: BodyReader, parser: str, choice: Any, names: str, opening: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    body = {"model": "m", "messages": HI, "tools": tools}
+    own = replace(reader, tool_parser=parser)
+    plain, asked = own.chat(body), own.chat({**body, "tool_choice": choice})
+    texts = [own.tokenizer.decode(each.prompts[0]) for each in (plain, asked)]
+    assert texts[1] == texts[0] + opening and asked.tools is not None and asked.tools.opening == opening
+    assert asked.tools.most_calls == (1 if choice == NAMED else None)
+    with pytest.raises(ApiError, match="tool_choice='required' is not supported: calls of the format mistral have no"):
+        replace(reader, tool_parser="mistral").chat({**body, "tool_choice": "required"})
 
 
 def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:

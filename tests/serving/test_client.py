@@ -154,6 +154,27 @@ def test_a_streamed_text(client: openai.OpenAI) -> None:
         assert joined == getattr(whole.logprobs, name)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
+def test_a_call_that_is_begun_for_the_model(echo: Running, choice: Any) -> None:
+    """The model says the rest; what becomes no call is text, with its beginning."""
+    create = echo.client().chat.completions.create
+    rest, begun = ' {"a": 1, "b": 2}}\n</tool_call>', '<tool_call>\n{"name": "add", "arguments":'
+    more = '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    options: dict[str, Any] = {"model": "m", "tools": [ADD], "tool_choice": choice}
+    found = create(messages=user(rest + more), **options).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.content is None and found.message.tool_calls
+    calls = [each.function.arguments for each in found.message.tool_calls if each.type == "function"]
+    assert calls == ['{"a": 1, "b": 2}', "{}"][: 2 if choice == "required" else 1]
+    chunks = list(create(messages=user(rest), stream=True, **options))
+    parts = [each.choices[0] for each in chunks]
+    [streamed] = [call for part in parts for call in part.delta.tool_calls or ()]
+    assert streamed.function and (streamed.function.name, streamed.function.arguments) == ("add", calls[0])
+    assert parts[-1].finish_reason == "tool_calls" and not any(part.delta.content for part in parts)
+    text = create(messages=user(" I do not know"), **options).choices[0]
+    assert (text.message.content, text.message.tool_calls) == (f"{begun} I do not know", None)
+    assert text.finish_reason == "stop"
+
+
 def test_log_probs_of_the_likeliest_tokens(client: openai.OpenAI, qwen25_folder: Path) -> None:
     """Those of the model's own forward, for chats and texts, whole and in parts; the tokens are the same."""
     model, tokenizer = load_policy(qwen25_folder).eval(), load_tokenizer(qwen25_folder)

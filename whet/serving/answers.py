@@ -50,6 +50,7 @@ class Sample:
         marks = {token: text for token, text in special.items() if token not in params.stop_token_ids}
         self._text = MarkedText(tokenizer, params.stop, marks)
         self._tools = ToolText(asked.tools) if asked.tools else None
+        self._opening = [(asked.tools.opening, False)] if asked.tools else []
 
     def add(
         self,
@@ -64,7 +65,8 @@ class Sample:
         parts, calls = self._text.add(token_ids, is_last=is_last), list[ToolCall]()
         text = "".join(text for text, _ in parts)
         if self._tools is not None:
-            text, calls = self._tools.add(parts, is_last=is_last)
+            text, calls = self._tools.add([*self._opening, *parts], is_last=is_last)
+            self._opening = []
         self.num_tokens += len(token_ids)
         self.num_calls += len(calls)
         called = finish_reason == "stop" and self.num_calls > 0
