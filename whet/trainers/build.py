@@ -35,7 +35,14 @@ from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rewards.truths import checked
-from whet.rollout.build import build_collector, check_engine, check_media, open_environments, sampling_params
+from whet.rollout.build import (
+    build_collector,
+    check_engine,
+    check_media,
+    check_sampling,
+    open_environments,
+    sampling_params,
+)
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
@@ -195,6 +202,8 @@ def begin(
     media_folder: Path | None = None,
 ) -> Begun:
     """Reads and checks tokenizer, data, ground truths and callbacks; plans columns and steps.  Raises: WhetError."""
+    sampled = {"rollout": config.rollout, "trainer.validation": config.trainer.validation}
+    check_sampling(config.rollout.engine.name, sampled)
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
     tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
     workers.check_reward_model(config, tokenizer)

@@ -7,6 +7,7 @@ as a call but is none is a `Call` with an `error`, which the model reads as its 
 Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
 or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
 longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
+With `opening`, the texts before and behind the name of a call's tool, a server can have the model begin with a call.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def parser_of(template: str) -> str | None:
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
-@register_tool_parser("hermes", begin=("<tool_call>",), end=("</tool_call>",))
+@register_tool_parser(
+    "hermes", begin=("<tool_call>",), end=("</tool_call>",), opening=('<tool_call>\n{"name": "', '", "arguments":')
+)
 def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
     yield from _tagged(text, lambda part, body: [_json_call(part, body, "arguments")])
@@ -99,6 +102,7 @@ def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
     "llama3_json",
     begin=("<|python_tag|>",),
     begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also what may become such
+    opening=('{"name": "', '", "parameters":'),
 )
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, as Llama 3 writes it; `;` or
@@ -156,7 +160,9 @@ def phi(text: str, schemas: Schemas) -> Iterator[str | Call]:
     yield from _tagged(text, calls, "<|tool_call|>", "<|/tool_call|>")
 
 
-@register_tool_parser("qwen3_coder", begin=("<tool_call>",), end=("</tool_call>",))
+@register_tool_parser(
+    "qwen3_coder", begin=("<tool_call>",), end=("</tool_call>",), opening=("<tool_call>\n<function=", ">\n")
+)
 def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it;
     the schema of the tool tells which values are text."""
