@@ -292,8 +292,8 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
 
 
 def _names(tests: Suite) -> tuple[list[str], list[str], str]:
-    """Names that tests in Python import; modules that they use, imported or not; the one builtin that the code may replace,
-    because they are tests of it.
+    """Names that tests in Python import; modules that they use, imported or not; the one builtin that the code may
+    replace, because they are tests of it.
 
     `assert sum(1, 2) == 5` is a test of `sum`, as it has no other name; `assert abs(f(2)) < 1` is none of `abs`."""
     try:
