@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import quickstart
 from benchmarks.competitor import ROOT
 from benchmarks.record import Ratio
 from benchmarks.setting import Setting
@@ -23,8 +22,7 @@ NOTE = """\
 One process of one core trains, another samples. *Side by side* is the floor: one process updates on an old batch and
 sends its weights, the other samples, and neither waits for the other. All runs compute old log-probs, as two updates a
 step and stale tokens need them. Responses of up to k steps may be there when the time
-starts, so a short run with a large k may be faster than the floor. In the race both learn the quickstart's task from
-its SFT model; its time is that of the training steps, without validation.
+starts, so a short run with a large k may be faster than the floor.
 """
 STALENESS = (0.5, 1.0, 2.0, 4.0)
 APART = "cluster.placement={train: {processes: 1, roles: [actor]}, sample: {processes: 1, roles: [rollout]}}"
@@ -33,12 +31,12 @@ WARM_UP_STEPS = 3
 ROUNDS = 3  # of one run by mode
 AT_ONCE = 8  # sampled at a time, which makes sampling as slow as training
 DEADLINE_SECONDS = 1800.0
-TARGET = 0.95  # held-out accuracy of the race
+CORRECTED = "algorithm.correction.weight=importance"
 log = logging.getLogger(__name__)
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """The time of a step by mode, in turns; then the race."""
+    """The time of a step by mode, in turns."""
     modes = {"synchronous": [], **{f"{k:g}": stale(k) for k in STALENESS}, "side by side": [LOOP]}
     if not setting.scale.is_thorough:
         modes = {name: modes[name] for name in ("synchronous", "1", "side by side")}
@@ -48,11 +46,11 @@ def run(setting: Setting) -> dict[str, Any]:
         for name, words in modes.items():
             log.info("%s, round %d", name, number)
             seconds[name].append(step_seconds(whet_train([*task, *words], setting.scratch)))
-    return {"seconds": seconds, "race": race(setting) if setting.scale.is_thorough else {}}
+    return {"seconds": seconds}
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
-    """Two tables."""
+    """A table."""
     found = results["asynchronous"]
     seconds: dict[str, list[float]] = found["seconds"]
     lines = ["| `rollout.max_staleness` | a step | of synchronous | of side by side |", "|---|---|---|---|"]
@@ -62,19 +60,12 @@ def report(results: Mapping[str, Any]) -> list[str]:
             for base in ("synchronous", "side by side")
         ]
         lines.append(f"| {'0' if name == 'synchronous' else name} | {median(own):.3f} s | {' | '.join(shares)} |")
-    if not found["race"]:
-        return lines
-    lines += ["", f"| the quickstart's task | steps to {TARGET:.0%} | seconds to {TARGET:.0%} | last accuracy |"]
-    lines.append("|---|---|---|---|")
-    for name, each in found["race"].items():
-        reached = [f"{each['step']}", f"{each['seconds']:.1f} s"] if each["step"] else ["not reached", ""]
-        lines.append(f"| {name} | {' | '.join(reached)} | {each['last']:.1%} |")
     return lines
 
 
 def stale(k: float) -> list[str]:
     """The keys of a run with stale samples."""
-    return [f"rollout.max_staleness={k:g}", "algorithm.correction.weight=importance"]
+    return [f"rollout.max_staleness={k:g}", CORRECTED]
 
 
 def steps_task(setting: Setting) -> list[str]:
@@ -102,24 +93,6 @@ def steps_task(setting: Setting) -> list[str]:
     ]
 
 
-def race(setting: Setting) -> dict[str, Any]:
-    """Steps and seconds until the held-out accuracy of the quickstart's task is reached, by mode."""
-    folder = quickstart.prepare(setting, setting.scale.quickstart_seeds[0])
-    task = [
-        *("train", "quickstart", f"model.path={folder}/sft_model", f"data.train_files=[{folder}/train.jsonl]"),
-        *(f"data.val_files=[{folder}/held_out.jsonl]", "trainer.val_freq=10", "trainer.logger=[jsonl]"),
-        *("trainer.log_rollouts=0", "trainer.total_steps=400"),
-    ]
-    modes = {"one process, two threads": [], "apart, synchronous": [APART]}
-    modes |= {f"apart, max_staleness={k:g}": [APART, *stale(k)] for k in STALENESS}
-    found = {}
-    for name, words in modes.items():
-        log.info("race: %s", name)
-        threads = 2 if name.startswith("one") else 1
-        found[name] = _reached(whet_train([*task, *words], setting.scratch, threads))
-    return found
-
-
 def whet_train(words: Sequence[str], scratch: Path, threads: int = 1) -> Path:
     """Runs `whet` with one thread a process.  Returns the run's folder.  Raises: RuntimeError with its output."""
     folder = scratch / f"run_{len(list(scratch.glob('run_*')))}"
@@ -140,19 +113,10 @@ def whet_train(words: Sequence[str], scratch: Path, threads: int = 1) -> Path:
 
 def step_seconds(folder: Path) -> float:
     """The mean time of a step without the first ones: of a pipeline a median would hide who waits."""
-    steps = [line["time/step"] for line in _lines(folder / "timings.jsonl") if line["step"] > WARM_UP_STEPS]
+    steps = [line["time/step"] for line in lines_of(folder / "timings.jsonl") if line["step"] > WARM_UP_STEPS]
     return sum(steps) / len(steps)
 
 
-def _reached(folder: Path) -> dict[str, Any]:
-    seconds = {line["step"]: line.get("time/step", 0.0) for line in _lines(folder / "timings.jsonl")}
-    accuracies = {
-        line["step"]: line["val/accuracy"] for line in _lines(folder / "metrics.jsonl") if "val/accuracy" in line
-    }
-    step = next((step for step, accuracy in accuracies.items() if accuracy >= TARGET), None)
-    spent = sum(value for each, value in seconds.items() if step is not None and each <= step)
-    return {"step": step, "seconds": spent, "last": accuracies[max(accuracies)], "accuracies": accuracies}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of a run."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -18,8 +18,9 @@ TITLE = "Rewards under load"
 NOTE = """\
 Answers of about 1,500 characters and 500 tokens, in batches of 500, of which four wait at a time, go through two reward
 processes (`gsm8k` in a user's file, deadline 2 s). One answer in 1,000 raises; among the first tenth five hang and five
-end their process. Memory is what is resident after so many answers. `python -m benchmarks reward_load` measures it, and
-tests/rewards/test_steady.py holds the bounds.
+end their process. Memory is what is resident after so many answers. A batch may wait for several answers that hang, one
+after the other; no outcome at all comes for at most the deadline and the start of a process. `python -m benchmarks
+reward_load` measures it, and tests/rewards/test_steady.py holds the bounds.
 """
 ANSWERS, BATCH, PART, AHEAD, SECONDS, POINTS = 100_000, 500, 10, 4, 2.0, 5
 WORDS = "Each of the boxes holds as many as the one before it, so the sum is what was asked for. " * 17
@@ -82,12 +83,14 @@ def report(results: Mapping[str, Any]) -> list[str]:
     for answers, own, others in zip(found["answers"], found["trainer_mb"], found["processes_mb"], strict=True):
         lines.append(f"| {answers:,} | {own:.1f} | {' and '.join(f'{each:.1f}' for each in others)} |")
     rate = found["answers"][-1] / found["seconds"]
+    pause = found.get("longest_pause_seconds")  # an earlier result has none
+    paused = "" if pause is None else f"; the longest pause between two outcomes {pause:.1f} s"
     return [
         *lines,
         "",
-        f"{rate:,.0f} answers a second; the longest that a batch took is {found['longest_seconds']:.1f} s. Failed: "
-        f"{found['raised']} that raised, {found['hung']} that hung, {found['ended']} that ended their process, and no "
-        f"other; {found['wrong']} were lost or out of order.",
+        f"{rate:,.0f} answers a second; the longest that a batch took is {found['longest_seconds']:.1f} s{paused}. "
+        f"Failed: {found['raised']} that raised, {found['hung']} that hung, {found['ended']} that ended their "
+        f"process, and no other; {found['wrong']} were lost or out of order.",
     ]
 
 

@@ -15,8 +15,9 @@ NOTE = """\
 cards, each paid at once, and the number is the share of right cards in 256 held-out games. `grpo` pays every turn with
 the sum of its episode. `segment_reinforce` and `step_reinforce` pay a turn with its return, the second less the mean of
 the group: with gamma 0 what the turn itself earned, with gamma 1 all that came after it too. `gigpo` adds both: the
-episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model, and none has the
-entropy bonus of the recipe, with which both runs of `segment_reinforce` ended below 0 (LOG.md).
+episode, and the turns of a group that saw the same cards. `gae` has a critic, and reaches over the tokens of all turns,
+with the options of `sokoban_ppo`. All runs of a seed begin with one model, and none has the entropy bonus of the
+recipe, with which both runs of `segment_reinforce` ended below 0 (LOG.md).
 """
 ESTIMATORS = {
     "grpo": None,  # not those of the recipe
@@ -24,7 +25,9 @@ ESTIMATORS = {
     "segment_reinforce, gamma 1": "{gamma: 1.0}",
     "segment_reinforce, gamma 0": "{gamma: 0.0}",
     "step_reinforce, gamma 0": "{gamma: 0.0}",
+    "gae": "{gamma: 0.99, lam: 0.95}",
 }
+CRITIC = ("critic.max_tokens_per_micro_batch=16384", "critic.warmup_steps=5", "critic.optim.lr=1e-3")  # of sokoban_ppo
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -37,7 +40,8 @@ def changes(label: str) -> list[str]:
     options = ESTIMATORS[label]
     given = "~algorithm.adv_options" if options is None else f"algorithm.adv_options={options}"
     estimator = f"algorithm.adv_estimator={label.partition(',')[0]}"
-    return ["trainer.total_steps=80", "algorithm.entropy_coef=0.0", estimator, given]
+    critic = CRITIC if label == "gae" else ()
+    return ["trainer.total_steps=80", "algorithm.entropy_coef=0.0", estimator, given, *critic]
 
 
 def report(results: Mapping[str, Any]) -> list[str]:

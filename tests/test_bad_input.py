@@ -496,8 +496,9 @@ def test_what_is_wrong_with_domains() -> None:
     with pytest.raises(WhetError) as raised:
         domains.assign([replace(prompt, extra_info={"domain": "word"})])
     wrong("row of an unknown domain", str(raised.value))
-    [line] = domains.unused([replace(prompt, domain="sums")])
-    wrong("domain without rows", line)
+    with pytest.raises(WhetError) as raised:
+        domains.check_used([replace(prompt, domain="sums")])
+    wrong("domain without rows", str(raised.value))
 
 
 def test_what_is_wrong_with_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.conftest import SMALL_RUN
 from tests.tracking.test_runs import make_run
 from whet import registry
 from whet.cli.app import main
-from whet.errors import ConfigError, DataError, WhetError
+from whet.errors import ConfigError, DataError, RewardError, WhetError
 
 
 def test_every_decorator_of_the_registry_can_be_taken_from_the_package() -> None:
@@ -118,6 +118,12 @@ def test_rows_handed_over_that_exit_are_a_mistake(model_folder: Path, tmp_path: 
     numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
     with pytest.raises(WhetError, match=r"^rows at .*test_init\.py:\d+ called sys\.exit"):
         whet.train(reward=lambda solution_str: 1.0, data=rows(), **numbers)
+
+
+def test_a_reward_of_unknown_form_is_named_by_its_argument(model_folder: Path, tmp_path: Path) -> None:
+    numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
+    with pytest.raises(RewardError, match=r"^reward: cannot recognise the form of .*<lambda>\(a, b, c\) by its names"):
+        whet.train(reward=lambda a, b, c: 1.0, data=[{"prompt": "1+1=", "answer": "2"}], **numbers)
 
 
 ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(4)]
@@ -260,6 +266,8 @@ def test_plot_returns_a_figure_that_a_notebook_shows(tmp_path: Path) -> None:
         ({"runs": []}, r"^runs: no run is named"),
         ({"runs": "odd"}, r"^metrics: the runs have none of the main metrics; name others: odd$"),
         ({"runs": "odd", "metrics": "od"}, r"^metrics: no run has the metric 'od'; did you mean odd\?$"),
+        ({"runs": "odd", "metrics": 3}, r"^metrics: found 3; expected names or patterns of metrics, such as 'val/\*'$"),
+        ({"runs": "odd", "metrics": ["odd", 3]}, r"^metrics: found \['odd', 3\]; expected names"),
         ({"runs": "odd", "output": "x.svg"}, r"^output=x\.svg ends in \.svg, expected \.png"),
     ],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import DataError, no_exit
+from whet.errors import DataError, RewardError, WhetError, no_exit
 
 if TYPE_CHECKING:
     from whet.evaluation.evaluate import Evaluation
@@ -53,7 +53,7 @@ def train(
     yield_soon()
     from whet.trainers import build  # after the config is checked, since this loads torch
 
-    with _lines(config):
+    with _lines(config), _argument("reward", RewardError if reward is not None else ()):
         return build.train(config, reward=reward, data=data, val_data=val_data)
 
 
@@ -108,7 +108,7 @@ def evaluate(
     from whet.config import EvalConfig
 
     config = _config(EvalConfig, recipe, overrides, reward=reward, data=data)
-    with _lines():
+    with _lines(), _argument("reward", RewardError if reward is not None else ()):
         return evaluated(config, reward=reward, data=data)
 
 
@@ -172,8 +172,11 @@ def plot(
     given = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     with _argument("runs"):
         read = with_metrics([_run_folder(each) for each in given])
+    names = [metrics] if isinstance(metrics, str) else metrics
     with _argument("metrics"):
-        figure, _ = drawn(read, [metrics] if isinstance(metrics, str) else metrics)
+        if names is not None and not (isinstance(names, Sequence) and all(isinstance(each, str) for each in names)):
+            raise DataError(f"found {metrics!r}; expected names or patterns of metrics, such as 'val/*'")
+        figure, _ = drawn(read, names)
     if output is not None:
         figure.write(Path(output))
     return figure
@@ -189,11 +192,12 @@ def _run_folder(run: Any) -> Path:
 
 
 @contextmanager
-def _argument(name: str) -> Iterator[None]:
+def _argument(name: str, kind: type[WhetError] | tuple[()] = DataError) -> Iterator[None]:
+    """Names the argument in errors of a kind."""
     try:
         yield
-    except DataError as error:
-        raise DataError(f"{name}: {error}") from error
+    except kind as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects: object) -> Any:

@@ -76,13 +76,16 @@ class Domains:
                 raise DataError(f"row {prompt.index}: {error}") from error
         return tuple(found)
 
-    def unused(self, prompts: Sequence[Prompt]) -> list[str]:
-        """A line for each domain without rows, which is no error: a recipe may name more than its data has."""
+    def check_used(self, prompts: Sequence[Prompt]) -> None:
+        """Raises: DataError naming the domains without rows."""
         counts = Counter(prompt.domain for prompt in prompts)
         rows = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "no domain"
-        return [
+        unused = [
             f"reward.domains.{name}: no row is of it; expected a row with the field {FIELD}={name}, or of data source "
-            f"{' or '.join(patterns)}, and the rows are of {rows}: correct its sources or the rows, or remove it"
+            f"{' or '.join(patterns)}, and the rows are of {rows}: correct its sources or the rows, or leave "
+            f"the domain out (~reward.domains.{name})"
             for name, patterns in self.sources.items()
             if name not in counts and name != OTHERS
         ]
+        if unused:
+            raise DataError("; ".join(unused))

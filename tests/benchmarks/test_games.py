@@ -51,21 +51,26 @@ def test_estimators_of_turns_are_runs_of_one_recipe(setting: Setting) -> None:
     lines = turn_credit.report(found)
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| `{label}`" for label in turn_credit.ESTIMATORS]
     assert lines[0].startswith("| estimator |") and lines[2].split(" | ")[4] == "0.500, 0.600, 0.900"
-    told = [
-        games.command("number_game", "2", Path("out"), *turn_credit.changes(label)) for label in found["turn_credit"]
-    ]
     configs = [
-        load_config(TrainConfig, "number_game", [*changes[-4:], "model.path=x", "trainer.val_freq=0"], given=["data"])
-        for changes in told
+        load_config(
+            TrainConfig,
+            "number_game",
+            [*turn_credit.changes(label), "model.path=x", "trainer.val_freq=0"],
+            given=["data"],
+        ).config
+        for label in found["turn_credit"]
     ]
-    algorithms = [loaded.config.algorithm for loaded in configs]
+    algorithms = [config.algorithm for config in configs]
     assert [(each.adv_estimator, dict(each.adv_options)) for each in algorithms] == [
         ("grpo", {}),
         ("gigpo", {"gamma": 0.0}),
         ("segment_reinforce", {"gamma": 1.0}),
         ("segment_reinforce", {"gamma": 0.0}),
         ("step_reinforce", {"gamma": 0.0}),
+        ("gae", {"gamma": 0.99, "lam": 0.95}),
     ]
+    assert {config.trainer.total_steps for config in configs} == {80}
+    assert (configs[-1].critic.warmup_steps, configs[-1].critic.optim.lr) == (5, 1e-3)
 
 
 def test_a_run_that_fails_ends_the_benchmark_with_its_output(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

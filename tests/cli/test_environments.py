@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from whet import registry
 from whet.cli.app import main
@@ -93,6 +94,79 @@ def test_play_of_a_game_shows_rewards_and_numbers(
     assert "the episode is over: 2 turns, sum of rewards -0.5, success 0.0, right 0.0, score 80.0\n" in printed(
         capsys, *game
     )
+
+
+LOOK = """
+import io
+from PIL import Image
+from whet.data.media import image, video
+from whet.environments.protocol import Observation
+from whet.types import Message
+
+def png(colour):
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), colour).save(file, "png")
+    return file.getvalue()
+
+class Look:
+    def reset(self, prompt, seed):
+        parts = [{"type": "text", "text": "Look:"}, {"type": "image"}, {"type": "text", "text": "and <image>."}]
+        media = (image(png("red")), image(png("blue")))
+        return Observation(False, (Message("user", parts), Message("user", "Well?")), media=media)
+
+    def step(self, answer):
+        films = (video([png("white")] * 2), video(b"film"))
+        return Observation(True, (Message("user", [{"type": "video"}]),), media=films)
+"""
+
+
+def test_play_writes_pictures_to_files_while_it_plays(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[tuple[int, int], object]] = []
+
+    class Input(io.StringIO):
+        def readline(self, size: int = -1) -> str:
+            for path in sorted(tmp_path.glob("whet-play-*/*.png")):
+                with Image.open(path) as picture:
+                    seen.append((picture.size, picture.getpixel((0, 0))))
+            return super().readline(size)
+
+    monkeypatch.setattr(sys, "stdin", Input("red\n"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "look.py").write_text(LOOK)
+    out = printed(capsys, "play", f"{tmp_path}/look.py:Look")
+    assert re.sub(r"\S+/whet-play-\w+", "AT", out) == (
+        "Look:\n[image AT/001.png]\nand <image>.\nWell?\n[image AT/002.png]\n> red\n"
+        "[video AT/003.png]\n[video AT/004.png]\n[video]\nreward 0\nthe episode is over: 1 turns, sum of rewards 0\n"
+    )
+    assert seen == [((3, 2), (255, 0, 0)), ((3, 2), (0, 0, 255))]
+    assert not [*tmp_path.glob("whet-play-*")]
+
+
+@pytest.mark.parametrize(
+    ("game", "size"),
+    [
+        ("sokoban:Sokoban", (96, 96)),
+        ("frozen_lake:FrozenLake", (64, 64)),
+        ("screen_games:NumberGameScreen", (360, 640)),
+    ],
+)
+def test_play_of_a_game_in_pictures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, game: str, size: tuple[int, int]
+) -> None:
+    sizes = []
+
+    class Input(io.StringIO):
+        def readline(self, size: int = -1) -> str:
+            with Image.open(capsys.readouterr().out.partition("[image ")[2].partition("]")[0]) as picture:
+                sizes.append(picture.size)
+            return ""
+
+    monkeypatch.setattr(sys, "stdin", Input())
+    option = [] if "Screen" in game else ["--option", "render=picture"]
+    out = printed(capsys, "play", f"whet_environments.{game}", *option)
+    assert "the input ended" in out and sizes == [size]
 
 
 MANAGER = """

@@ -29,12 +29,13 @@ def test_a_model_folder_is_written_with_a_tokenizer_of_the_given_text(
     assert f"model.path={out}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("arch", "rows"), [("qwen3", "openai/gsm8k"), ("qwen2.5_vl", "drawn.figures:counting")])
 def test_the_commands_that_it_prints_are_accepted_as_they_stand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arch: str, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        main(["init-model", "my_model", "--size", "nano"])
+        main(["init-model", "my_model", "--size", "nano", "--arch", arch])
     printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  whet ")]
     assert [words[1] for words in printed] == ["sft", "export", "train"]
     sft, train = (
@@ -43,6 +44,7 @@ def test_the_commands_that_it_prints_are_accepted_as_they_stand(
     )
     assert problems(sft) == [] and printed[1][2:] == [sft_folder(sft), "my_model_sft"]
     assert train.model.path == "my_model_sft" and problems(train) == []
+    assert all(rows in str(files) for files in (sft.data.train_files, train.data.train_files, train.data.val_files))
 
 
 def sft_folder(config: SFTConfig) -> str:

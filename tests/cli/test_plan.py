@@ -225,6 +225,31 @@ def test_a_recipe_fits_the_machines_that_it_names(
 
 
 @pytest.mark.slow
+def test_a_model_of_seven_billion_that_sees_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen2.5-VL-7B in its recipe: the tower saves for the backward pass, and the reference is sharded too."""
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    shape = {
+        **SEVEN_BILLION,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "num_hidden_layers": 28,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {**tower, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    }
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**processor, "temporal_patch_size": 2}))
+    given = ["qwen2_5_vl_7b_geo3k_grpo", f"model.path={tmp_path}", "data.train_files=[]", "data.val_files=[]"]
+    assert whet("plan", *given, "--device-memory", "80", "--host-memory", "512", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["parameters"]["actor"] == 8_292_166_656 and made["fits"]  # as published
+    memory = made["pools"]["main"]["device_memory"]
+    assert memory["ref: weights"]["actor update"] == pytest.approx(4 * 8_292_166_656 / 8, rel=1e-3)
+    assert memory["actor: vision activations"]["actor update"] > 2**31
+    assert any("of images, all of them" in note for note in made["notes"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", BY_SIZE)
 def test_a_recipe_is_checked_where_its_machines_are_not(
     recipe: str, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

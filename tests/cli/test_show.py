@@ -88,6 +88,15 @@ def test_a_trajectory_is_shown_with_turns_media_reward_and_why(run: Path, capsys
     ]
 
 
+def test_the_tokens_of_an_image_are_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pads = "<|vision_start|>" + "<|image_pad|>" * 320 + "<|vision_end|>"
+    lines = [{**ONE, "prompt": f"{pads}<b><b>?"}, {**FAILED, "prompt": "<b><b>"}]  # the second has no media
+    Path("run/rollouts/step_000004.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert whet("show", "run") == 0
+    shown = capsys.readouterr().out
+    assert "prompt  <|vision_start|><|image_pad|>×320<|vision_end|><b>×2?\n" in shown and "prompt  <b><b>\n" in shown
+
+
 def test_what_is_shown_is_chosen_sorted_and_limited(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whet("show", "run", "--where", "failure", "--sort", "length") == 0
     shown = capsys.readouterr().out

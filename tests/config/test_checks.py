@@ -55,6 +55,7 @@ SECTIONS_AND_REFUSALS = [
     ("data: {train_files: []}", "data.train_files is empty; name at least one file"),
     ("data: {train_files: [nowhere.jsonl]}", "data.train_files: nowhere.jsonl does not exist (seen from "),
     ("data: {train_files: [mine.py]}", "data.train_files: mine.py ends in .py; expected .jsonl, .json, .parquet"),
+    ("data: {min_pixels: 9, max_pixels: 8}", "data.min_pixels=9 is over data.max_pixels=8; raise or unset one"),
     ("data: {val_files: [nowhere.jsonl]}", "data.val_files: nowhere.jsonl does not exist"),
     ("trainer: {val_freq: 5}", "trainer.val_freq=5, but data.val_files is empty"),
     ("trainer: {resume: nowhere}", "trainer.resume=nowhere is not a folder; expected auto, never"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def test_a_published_form_is_read(name: str, tmp_path: Path) -> None:
     expected = dict(flatten(json.loads(json.dumps(known).replace("$HOME", home))))
     differ = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
     assert {key: pair for key, pair in differ.items() if "${" not in str(pair)} == {}
+
+
+MISSING = re.compile(
+    r"(data\.\w+|reward\.function): \S+ does not exist|model\.path=\S+ is not a folder|data\.train_files is empty"
+    r"|reward\.function is not set|trainer\.val_freq=\d+, but data\.val_files is empty"
+    r"|trainer\.logger names \w+, which is not installed"
+)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_lacks_only_files_models_and_packages(name: str, tmp_path: Path) -> None:
+    """The dry run below replaces many keys of a recipe, so the problems of the recipe itself are looked at here."""
+    problems = [line for line in converted(name, tmp_path).check if line.startswith("whet train: ")]
+    assert [line for line in problems if not MISSING.match(line.removeprefix("whet train: "))] == []
 
 
 QUICK = ("easyr1_cispo", "roll_grpo_vl", "trl_gspo", "verl_dapo_7b", "verl_ppo")  # one of each framework, and a critic
@@ -171,7 +186,7 @@ def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
         "algorithm.lam": 0.9,
         "actor_rollout_ref.actor.kl_loss_coef": 0.1,
         "actor_rollout_ref.actor.optim.lr_warmup_steps": 3,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
         "actor_rollout_ref.model.external_lib": "mine",
         "trainer.n_gpus_per_node": 8,
         "no.such.key": 1,
@@ -186,7 +201,7 @@ def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
     assert "algorithm.lam: advantage estimator grpo does not read it" in found.ignored
     coef, use = (f"actor_rollout_ref.actor.{name}" for name in ("kl_loss_coef", "use_kl_loss"))
     assert f"{coef}=0.1: without effect, since {use} is not set" in found.ignored
-    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=2: concerns speed"
+    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=4: concerns speed"
     assert any(line.startswith(width) for line in found.ignored)
     assert any(line.startswith("trainer.n_gpus_per_node=8: set cluster.n_gpus_per_node") for line in found.check)
     # 1024 prompts a step, 256 an update: a step of theirs is four updates

@@ -109,7 +109,7 @@ def test_relative_paths_are_below_image_dir_then_beside_the_data_then_here(
         ("data:image/png;base64,@@", r"its data: URI cannot be decoded"),
         ("data:image/png", r"it has no comma"),
         (b"no image", r"\(bytes of 8 bytes\): it is no image \(PNG, JPEG"),
-        (b"", r"it is no image"),
+        (b"", r"the file is empty; replace it, or drop the row"),
         ({"name": "a"}, r"the image \(an object\): it is an object with name; expected bytes or path"),
         ({}, r"it is an object with nothing"),
         (7, r"it is of the type int; expected a path, bytes or a PIL image"),

@@ -95,6 +95,13 @@ def test_a_picture_of_any_size_is_read_where_that_is_asked_for() -> None:
     assert b"height=30000, width=9000" in read.stdout
 
 
+def test_a_number_of_pixels_that_is_none_is_named() -> None:
+    code = "import whet.errors\ntry: import whet.data.pixels\nexcept whet.errors.ConfigError as error: print(error)"
+    given = {**os.environ, "WHET_MAX_IMAGE_PIXELS": "abc"}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, env=given, check=True)
+    assert b"WHET_MAX_IMAGE_PIXELS='abc' in the environment: expected a number above 0" in said.stdout
+
+
 def test_a_jpeg_with_bytes_behind_its_end_is_whole() -> None:
     content = encoded(picture(), "JPEG")
     assert header(content + bytes(5000)) == (28, 56)

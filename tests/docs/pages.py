@@ -4,7 +4,7 @@
     ```python                    run; the blocks of a page share their names and a temporary folder
     ```bash                      run: lines of whet commands in this process, anything else by bash
     ```LANGUAGE title="NAME"     written to the file NAME of that folder, for the blocks behind it
-    ```python title="whet/..."   a piece of that file, to the letter
+    ```python title="whet/..."   a piece of that file, to the letter; also of examples/
     ```yaml                      a recipe of `whet train`, for the loader and for the JSON Schema
     ```json                      read, an object a line where it is no whole
     ```text title="output"       stands in what the block before it printed; ... is for whatever differs
@@ -48,6 +48,7 @@ from whet.config.section import Section
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?[^\n`]*$")
 MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -->$")
+PIECES = ("whet/", "examples/")  # titles of blocks that are pieces of files
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
 SCHEMAS = COMMANDS
 # A path of the reader's; a library that is theirs to install.
@@ -119,7 +120,7 @@ class Reader:
         if block.kind == "skip":
             self.printed = None
             return
-        if block.title.startswith("whet/"):
+        if block.title.startswith(PIECES):
             assert block.code in (ROOT / block.title).read_text(), f"{block.place} is not in {block.title} any more"
             return
         if block.title and block.language != "text":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import LANGUAGES, ROOT, Reader, blocks
+from tests.docs.pages import LANGUAGES, PIECES, ROOT, Reader, blocks
 from whet import registry
 from whet.trainers.run_dir import BOUND, FREE
 
@@ -79,7 +79,7 @@ def test_the_blocks_that_take_long(page: Path, folder: Path) -> None:
 def test_a_file_that_a_page_shows_is_used_on_it(page: Path) -> None:
     found = blocks(page)
     for number, block in enumerate(found):
-        if block.title and block.language != "text" and not block.title.startswith("whet/"):
+        if block.title and block.language != "text" and not block.title.startswith(PIECES):
             used = any(block.title.partition(".")[0] in after.code for after in found[number + 1 :])
             assert used or block.title in ONLY_SHOWN, f"{block.place}: {block.title} is not used below"
 

@@ -30,4 +30,7 @@ def test_the_data_sources_are_those_of_auto() -> None:
         name, *options = CODE.findall(function)
         given = dict(option.split("=") for option in options)
         listed |= dict.fromkeys(CODE.findall(sources), (name, given))
-    assert listed == {source: (name, dict(options)) for source, (name, options) in SOURCES.items()}
+    assert listed == {
+        source: (name, {key: f"{value}" for key, value in options.items()})
+        for source, (name, options) in SOURCES.items()
+    }

@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from whet.data.media import image
 from whet.environments.forms import Context
 from whet.environments.protocol import Answer, Observation
-from whet.types import Message, Prompt
+from whet.types import Media, Message, Prompt
 
 FAULTS: dict[str, str] = {}  # the name of the check by that of the class
 
@@ -128,6 +131,25 @@ class Clock(Right):
     def look(self) -> Observation:
         """Shows nanoseconds."""
         return said(time.perf_counter_ns())
+
+
+@caught_by("same seed")
+class UnseededPicture(Right):
+    """Shows another picture each time, under the same text."""
+
+    def look(self) -> Observation:
+        """Draws a pixel."""
+        pixel = np.frombuffer(os.urandom(3), np.uint8).reshape(1, 1, 3)
+        return said("<image>", media=(image(pixel),))
+
+
+@caught_by("same seed")
+class UnseededPlayer(Right):
+    """Draws who plays from a generator without a seed; the messages are the same."""
+
+    def look(self) -> Observation:
+        """Draws a player."""
+        return said("?", player=str(random.SystemRandom().random()))
 
 
 @caught_by("beside another")
@@ -293,6 +315,15 @@ class TellsTooMuch(Right):
     def look(self) -> Observation:
         """Says a lot."""
         return said("Guess! " * 20_000)
+
+
+@caught_by("observation size")
+class ShowsTooMuch(Right):
+    """Shows a large picture."""
+
+    def look(self) -> Observation:
+        """17 MiB."""
+        return said("<image>", media=(Media("image", "0", bytes(17 * 2**20)),))
 
 
 @caught_by("prompt")

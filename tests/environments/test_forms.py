@@ -35,6 +35,11 @@ def echo(text, *, times=1):
     if text == "bad": return 7
     return text * times
 
+class Once:
+    """In the short form: it pays every step."""
+    def __init__(self, prompt): pass
+    def step(self, text): return Observation(done=True, reward=1.0)
+
 class Manager:
     """Asks sub-agents, twice, two of them side by side."""
     async def reset(self, prompt, seed): return Observation(done=False)
@@ -51,6 +56,7 @@ class Impatient:
         asyncio.ensure_future(context.run("never read", "worker"))
         return Observation(True)
 '''
+AFTER = "RuntimeError: step was called after the end of the episode"
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)
 
 
@@ -98,6 +104,7 @@ def test_gymnasium_form_truncates(world: Any) -> None:
     stepped(host, "left")
     last = stepped(host, "left")
     assert last.truncated and not last.done
+    assert stepped(host, "left").message.startswith(AFTER)
 
 
 def test_a_function_is_the_step(world: Any) -> None:
@@ -107,6 +114,13 @@ def test_a_function_is_the_step(world: Any) -> None:
     assert stepped(host, "pay") == Observation(False, (Message("user", "more"),), 0.5)
     assert stepped(host, "bad").message.startswith("TypeError: the step function returned int; expected a reply")
     assert stepped(host, "end") == Observation(True)
+    assert stepped(host, "pay").message.startswith(AFTER)
+
+
+def test_the_short_form_ends_once(world: Any) -> None:
+    host, first = world("Once")
+    assert first == Observation(False) and stepped(host, "a") == Observation(True, reward=1.0)
+    assert stepped(host, "a").message.startswith(AFTER)
 
 
 def test_tasks_of_sub_agents(world: Any) -> None:

@@ -80,6 +80,25 @@ def test_cliff_walking(begun: Callable[..., Call]) -> None:
     walked = [turn(word) for word in ["up", *["right"] * 11, "down"]]
     assert [each.done for each in walked] == [False] * 12 + [True]
     assert [each.messages[0].content for each in walked][:2] == ["24", "25"]
+    assert [each.fields for each in walked] == [{"success": 0.0}] * 13  # the goal pays -1, as every step
+
+
+def test_success_of_an_environment_whose_goal_pays_less_than_nothing(begun: Callable[..., Call]) -> None:
+    turn = begun({**CLIFF, "success_reward": -1.0})
+    played = [turn(word) for word in ["right", "up", *["right"] * 11, "down"]]
+    assert [each.fields["success"] for each in played] == [0.0] * 13 + [1.0]
+    cut = begun({**CLIFF, "success_reward": -1.0, "kwargs": {"max_episode_steps": 2}})
+    last = [cut("up"), cut("right")][-1]
+    assert last.truncated and last.fields == {"success": 0.0}
+
+
+def test_no_success_where_every_step_pays(begun: Callable[..., Call]) -> None:
+    """CartPole pays 1 a step, also for the one with which it falls."""
+    turn = begun({"env_id": "CartPole-v1", "actions": ["left", "right"]})
+    played = [turn("left")]
+    while not played[-1].done:
+        played.append(turn("left"))
+    assert {each.reward for each in played} == {1.0} and [each.fields for each in played] == [{}] * len(played)
 
 
 def test_blackjack_pays_as_gymnasium_does(begun: Callable[..., Call]) -> None:

@@ -3,6 +3,7 @@
 
 import ast
 import asyncio
+import copy
 import random
 import re
 from typing import Any
@@ -159,5 +160,22 @@ def test_the_functions_are_right_and_the_tasks_are_broken() -> None:
 @needs_bubblewrap
 @pytest.mark.slow
 def test_it_passes_the_check() -> None:
-    found = check("whet_environments.python_repair:PythonRepair", {}, Plan(PROMPT, seconds=60.0))
-    assert not [finding for finding in found if finding.is_ok is False]
+    found = {
+        each.name: each
+        for each in check("whet_environments.python_repair:PythonRepair", {}, Plan(PROMPT, seconds=60.0))
+    }
+    assert not [finding for finding in found.values() if finding.is_ok is False]
+    assert found["restores"].what == "a copy after a turn goes on alike"
+
+
+@needs_bubblewrap
+def test_a_copy_goes_on_alike_and_shares_the_sandbox() -> None:
+    task, _ = begun(3, max_steps=3)
+    wrong = task.program
+    answered(task, "def f(:")
+    copied = copy.deepcopy(task)
+    assert copied.box is task.box and copied.program == "def f(:"
+    first = answered(task, wrong)
+    assert (copied.turns, copied.program) == (1, "def f(:")  # turns of the one are none of the other
+    assert answered(copied, wrong) == first and not first.done
+    assert answered(copied, task.function.source).done and not task.is_over

@@ -65,6 +65,10 @@ def test_blocks_of_the_cache_by_hand(train_config: MakeConfig, model_folder: Pat
     assert planned.cache == planned.written == 5 * 16 * TOKEN_BYTES
     together = train_config({"rollout.max_batch_size": 4, "rollout.dtype": "bfloat16"})
     assert rollout_bytes(together, model, Lengths((20,), 6)).written == 6 * 16 * TOKEN_BYTES / 2
+    # a server reserves it all at its start
+    server = {"rollout.engine.name": "vllm", "rollout.engine.options.kv_cache_bytes": 10**12}
+    planned = rollout_bytes(train_config(server), model, Lengths((20,), 6))
+    assert planned.cache == planned.written == 10**12 and planned.smaller == {"kv_cache_bytes": 2**26}
     # hf: 16 rows of 26 tokens, and once more for the layer that grows
     planned = rollout_bytes(train_config({"rollout.engine.name": "hf"}), model, Lengths((20,), 6))
     assert planned.cache == planned.written == 16 * 26 * TOKEN_BYTES * 1.5

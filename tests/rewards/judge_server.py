@@ -24,6 +24,7 @@ class Reply:
     seconds: float = 0.0
     is_cut: bool = False
     raw: bytes | None = None
+    finish_reason: str = "stop"
 
 
 Behaviour = Callable[[dict[str, Any]], Reply]  # of the body of a request
@@ -62,7 +63,10 @@ class Judge:
                 handler.connection.shutdown(socket.SHUT_RDWR)
                 return
             usage = {"prompt_tokens": 100, "completion_tokens": 10}
-            content = {"choices": [{"message": {"role": "assistant", "content": reply.text}}], "usage": usage}
+            content: Any = [
+                {"message": {"role": "assistant", "content": reply.text}, "finish_reason": reply.finish_reason}
+            ]
+            content = {"choices": content, "usage": usage}
             data = json.dumps(content).encode() if reply.raw is None else reply.raw
             handler.send_response(reply.status)
             for name, value in {"Content-Length": str(len(data)), **reply.headers}.items():

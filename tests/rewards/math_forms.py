@@ -126,8 +126,38 @@ def _not_numbers(value: int) -> Iterator[str]:
     yield rf"1\cdot({value - 1}+1)"
 
 
+BASED = re.compile(r"(\d+)_\{?(\d+)\}?")
+SIGN = re.compile(r"(?<=[\w)}!])\s*(?<!\^)([-+])\s*(?=[\w(\\])")
+
+
+def changed(answer: str) -> Iterator[str]:
+    """An answer of any kind with one thing changed: a base, a number, the sign of a term, a bracket, or all of it."""
+    if found := BASED.fullmatch(answer):
+        yield from (f"{found[1]}_{int(found[2]) + 1}", f"{found[1]}_{{{found[2]}0}}", found[1])
+    # math-verify solves two equations to compare them, which may never end with powers of e.
+    numbers = list(re.finditer(r"\d+", "" if "=" in answer and "e^" in answer else answer))
+    for number in {numbers[0], numbers[-1]} if numbers else ():
+        yield f"{answer[: number.start()]}{int(number[0]) + 1}{answer[number.end() :]}"
+    for sign in SIGN.finditer(answer):
+        yield f"{answer[: sign.start()]} {'-' if sign[1] == '+' else '+'} {answer[sign.end() :]}"
+    if r"\cup" in answer or TUPLE.fullmatch(answer):
+        for bracket in re.finditer(r"[()\[\]]", answer):
+            if "infty" not in answer[max(0, bracket.start() - 6) : bracket.end() + 7]:
+                yield answer[: bracket.start()] + "[(])"["([)]".index(bracket[0])] + answer[bracket.end() :]
+    if not RELATION.search(answer) and not any(each in answer for each in (",", r"\pm", "{0}")):
+        yield f"-({answer})"
+    if "," not in answer and r"\infty" not in answer:
+        yield f"{answer} + 1"
+
+
 def near_misses(answer: str) -> Iterator[str]:
     """Answers that are nearly right, each of them wrong."""
+    if value_of(answer) is None:
+        yield from changed(answer)
+    yield from _near_misses(answer)
+
+
+def _near_misses(answer: str) -> Iterator[str]:
     value = value_of(answer)
     if value is not None:
         if value:

@@ -4,6 +4,7 @@ import pytest
 from whet.config.schema import RewardConfig
 from whet.errors import RewardError
 from whet.registry import REWARDS
+from whet.rewards import code
 from whet.rewards.auto import SOURCES, find
 from whet.rewards.pool import build_scorer
 from whet.types import Failure, RewardItem
@@ -38,6 +39,19 @@ def test_every_function_of_the_table_exists_and_takes_its_options():
     for source, (name, options) in SOURCES.items():
         assert set(options) <= set(REWARDS[name].options), source
         REWARDS[name].check(options, f"{source}: ")
+
+
+def test_programs_of_verls_sources_have_its_tolerance(monkeypatch):
+    monkeypatch.setattr(
+        "whet.rewards.code.compute_score.__kwdefaults__", {**code.compute_score.__kwdefaults__, "sandbox": "unisolated"}
+    )
+    truth = {"inputs": [""], "outputs": ["0.33333"]}
+    outcomes = scored(
+        *((source, "```python\nprint(1 / 3)\n```", truth) for source in ("apps", "taco", "codecontests", "codeforces")),
+        ("openai/openai_humaneval", "```python\nprint(1 / 3)\n```", truth),
+        ("apps", "```python\nprint(0.3334)\n```", truth),
+    )
+    assert [each.reward for each in outcomes] == [1, 1, 1, 1, 0, 0]
 
 
 def test_an_unknown_source_is_named():

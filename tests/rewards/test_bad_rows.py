@@ -89,12 +89,12 @@ TABLE: list[tuple[str, Callable[[], str], tuple[str, str, str, str]]] = [
     ),
     (
         "domain without rows",
-        lambda: " ".join(DOMAINS.unused(DOMAINS.assign(prompts(("additions", {}), ("openai/x", {}))))),
+        raised(lambda: DOMAINS.check_used(DOMAINS.assign(prompts(("additions", {}), ("openai/x", {}))))),
         (
             "reward.domains.words",
             "no row is of it",
             "expected a row with the field domain=words",
-            "correct its sources",
+            "correct its sources or the rows, or leave the domain out (~reward.domains.words)",
         ),
     ),
     (

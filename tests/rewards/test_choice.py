@@ -33,7 +33,32 @@ from whet.rewards.choice import compute_score, crossthinkqa, extract_letter
         ("The answer is A, B and C", None, False),
         ("The answer is Bonn", None, False),
         ("The answer is B-12", None, False),
-        ("B", None, False),
+        ("B", "B", False),
+        ("(b)", "B", False),
+        (" **B** \n", "B", False),
+        ("B.", "B", False),
+        ("<think>A</think>\nB", "B", False),
+        ("<answer>B</answer>", "B", False),
+        ("Not A. <answer> (B) </answer> A", "B", False),
+        ("<answer>A</answer> <answer>B. Paris</answer>", "B", False),
+        (r"<answer>A</answer> \boxed{B}", "B", True),
+        (r"<answer>\boxed{B}</answer>", "B", True),
+        ("The correct option is B", "B", False),
+        ("So the correct choice is **(b)**, as above.", "B", False),
+        ("The right letter: B", "B", False),
+        ("A is not right. B", None, False),
+        ("A I", None, False),
+        ("I think it is A here", None, False),
+        ("A dog", None, False),
+        ("B or C", None, False),
+        ("<answer>B or C</answer>", None, False),
+        ("<answer>A dog</answer>", None, False),
+        ("<answer>B", None, False),
+        ("The correct option is not B", None, False),
+        ("The correct option is B or C", None, False),
+        ("The option is B", None, False),
+        ("Option B", None, False),
+        ("BC", None, False),
         (r"<think>\boxed{A}</think> The answer is B", "B", False),
         (r"<think>\boxed{A}", "A", True),
         ("", None, False),
@@ -63,8 +88,9 @@ def test_the_last_lone_letter_by_option(text, letter):
 def test_the_forms_of_a_ground_truth(truth):
     assert compute_score("The answer is B", truth) == {"reward": 1.0, "pred": "B"}
     assert compute_score("The answer is A", truth) == {"reward": 0.0, "pred": "A"}
-    assert compute_score("B", truth) == {"reward": 0.0, "pred": None}
-    assert compute_score("B", truth, lone=True) == {"reward": 1.0, "pred": "B"}
+    assert compute_score("B", truth) == {"reward": 1.0, "pred": "B"}
+    assert compute_score("So B", truth) == {"reward": 0.0, "pred": None}
+    assert compute_score("So B", truth, lone=True) == {"reward": 1.0, "pred": "B"}
 
 
 @pytest.mark.parametrize("truth", ["Paris", "", "2", None, "A, B"])

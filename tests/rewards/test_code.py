@@ -2,26 +2,22 @@
 # ruff: noqa: E501 - a program is one line
 from __future__ import annotations
 
-import gzip
-import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rewards.mutants import mutants
+from tests.rewards.mutants import HUMAN_EVAL, PAGE, of_human_eval, page
 from tests.sandbox.conftest import needs_bubblewrap
-from whet.errors import SandboxError
-from whet.rewards.code import compute_score, extract_code, read_tests, same_output
+from whet.errors import ConfigError, SandboxError
+from whet.registry import REWARDS
+from whet.rewards.code import PEER, compute_score, extract_code, read_tests, same_output
+from whet.sandbox.inside.whet_peer import frame
 from whet.sandbox.local import LANGUAGES
-from whet.sandbox.open import open_sandbox
-
-HUMAN_EVAL = Path(__file__).parents[3] / "shared/data/humaneval/HumanEval.jsonl.gz"
 
 
 def score(code: str, truth: Any, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -70,6 +66,64 @@ def test_pytest_files() -> None:
     assert score(right, {"pytest": tests}, python=sys.executable)["reward"] == 1.0
     assert score(right.replace("raise Bad", "raise TypeError"), tests, python=sys.executable)["reward"] == 0.0
     assert score(right.replace("x * x", "x + x"), tests, python=sys.executable)["reward"] == 0.0
+
+
+PYTEST_FILE = """
+import contextlib, io, unittest
+import pytest
+import solution
+from solution import *
+from solution import sum as added
+
+@pytest.fixture
+def items():
+    yield [3, 1]
+
+@pytest.fixture(params=[0, 1])
+def factor(request): return request.param
+
+@pytest.fixture(autouse=True)
+def before(): seen.append(1)
+
+seen = []
+
+class TestSquare:
+    @pytest.mark.parametrize(("x", "y"), [(1, 1), (3, 9)])
+    def test_f(self, x, y, factor): assert seen and f(x * factor) == y * factor
+
+class Case(unittest.TestCase):
+    def setUp(self): self.x = 2
+    def test_f(self): self.assertEqual(f(self.x), 4)
+
+def test_fixture(items):
+    fill(items)
+    assert items == [3, 1, 7] and sum(items) == 11 and added(1, 2) == 3
+
+def test_printed(capsys, tmp_path):
+    say("hello")
+    assert capsys.readouterr().out == "hello\\n"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        solution.say("you")
+    assert text.getvalue() == "you\\n"
+    (tmp_path / "a").write_text("5")
+
+@pytest.mark.skip
+def test_skipped(): assert False
+"""
+
+
+def test_what_a_pytest_file_may_use() -> None:
+    right = "def f(x): return x * x\ndef fill(a): a.append(7)\ndef say(x): print(x)\ndef sum(a, b): return a + b"
+    assert score(right, {"pytest": PYTEST_FILE}, python=sys.executable)["reward"] == 1.0
+    for one, other in [("x * x", "x + x"), ("append(7)", "append(8)"), ("print(x)", "print(x, x)"), ("a + b", "a - b")]:
+        assert score(right.replace(one, other), {"pytest": PYTEST_FILE}, python=sys.executable)["reward"] == 0.0
+    # No test that runs is no test that passes; nor is a file that cannot be read.
+    for tests in (
+        "import pytest\n@pytest.mark.skip\ndef test_a(): pass",
+        "import nothing\ndef test_a(): pass",
+        "x = 1",
+    ):
+        assert score(right, {"pytest": tests}, python=sys.executable)["reward"] == 0.0
 
 
 def test_a_missing_pytest_is_an_error_and_no_wrong_answer() -> None:
@@ -161,15 +215,161 @@ def test_fences() -> None:
         return extract_code(text, language, LANGUAGES)
 
     assert found("```python\na\n```\n```python\nb\n```") == ("python", "b\n")
-    assert found("```py\na\n```\n```\nout\n```") == ("python", "out\n")
+    # A block without a language is an output, as a rule, where another one says that it is a program.
+    assert found("```py\na\n```\n```\nout\n```") == ("python", "a\n")
+    assert found("```\na\n```\n```\nb\n```\n```text\nc\n```") == ("python", "b\n")
+    assert found("```\nint a;\n```\n```python\nb\n```", "cpp") == ("cpp", "int a;\n")
     assert found("<think>```python\nno\n```</think>```c++\nint main() {}\n```") == ("cpp", "int main() {}\n")
     assert found("```python\ncut off") == ("python", "cut off")
     assert found("print(1)") == ("python", "print(1)")
     assert found("```java\nclass A {}\n```") == ("python", "")  # no code that can run
     assert found("```js\n1\n```\n```text\n2\n```") == ("javascript", "1\n")
     assert found("```python\na\n```\n```cpp\nb\n```", "python") == ("python", "a\n")
-    assert found("  ```python\n  a\n  ```") == ("python", "  a\n")
+    # CommonMark: the lines of an indented fence lose its indentation, and no more.
+    assert found("  ```python\n  a\n  ```") == ("python", "a\n")
+    listed = "1. Do this:\n   ```python\n   def f(x):\n       return x\n\n f(1)\n   ```\n2. Or that."
+    assert found(listed) == ("python", "def f(x):\n    return x\n\nf(1)\n")
+    assert found("- ```python\n  if a:\n    b\n  ```\n- c") == ("python", "if a:\n  b\n")
+    assert found("\t```python\n\tif a:\n\t\tb\n\t```") == ("python", "if a:\n\tb\n")
+    assert found("~~~python\na = '```'\n```\n~~~\nDone.") == ("python", "a = '```'\n```\n")
+    assert found("````python\na\n```\nb\n````") == ("python", "a\n```\nb\n")
     assert found("```python\nx = '```'\n```") == ("python", "x = '```'\n")
+
+
+FUNCTIONAL = [{"input": "2", "output": "4", "testtype": "functional"}]
+METHOD = "class Solution:\n    def f(self, x: List[int]) -> int:\n        return {}"
+
+
+@pytest.mark.parametrize(
+    ("truth", "extra"),
+    [
+        ({"inputs": [[2]], "outputs": [4], "fn_name": "f"}, {}),  # verl's prime_code
+        ({"test": "def check(c):\n    assert c(x=2) == 4", "entry_point": "Solution().f", "import_prefix": "from typing import *"}, {}),
+        (FUNCTIONAL, {"func_name": "f"}),
+        (FUNCTIONAL, {"metadata": {"func_name": "f"}}),
+        (json.dumps(FUNCTIONAL), {"metadata": '{"func_name": "f"}'}),
+        ({"inputs": [[2]], "outputs": [4], "testtype": "functional"}, {"fn_name": "Solution.f"}),
+    ],
+)  # fmt: skip
+def test_methods_of_solution(truth: Any, extra: dict[str, Any]) -> None:
+    assert score(METHOD.format("x * x"), truth, extra)["reward"] == 1.0
+    assert score(METHOD.format("x + x + 1"), truth, extra)["reward"] == 0.0
+
+
+def test_functional_tests_without_a_name_are_no_tests_of_standard_input() -> None:
+    with pytest.raises(ValueError, match=r'testtype "functional" without the name of the function; expected fn_name'):
+        read_tests(FUNCTIONAL, {"metadata": "{}"})
+
+
+def test_arguments_by_name() -> None:
+    truth = {"fn_name": "f", "inputs": [{"x": 3, "y": 1}, '{"x": 3}\n{"x": 1}'], "outputs": [2, 2]}
+    code = "def f(x, y):\n    if isinstance(x, dict): x, y = x['x'], y['x']\n    return x - y"
+    assert score(code, truth)["passed"] == 1.0  # text with a JSON value on each line is by position, as ever
+    assert score(code.replace("x - y", "y - x"), truth)["passed"] == 0.0
+
+
+def test_imports_before_the_code() -> None:
+    prefix = {
+        "assert_case": ["assert f([2]) == 4 and sqrt(4) == 2"],
+        "import_prefix": "from math import *\nfrom typing import *",
+    }
+    code = "from __future__ import annotations\ndef f(x: List[int]) -> int: return pow(x[0], int(sqrt(4)))"
+    assert score(code, prefix)["reward"] == 1.0
+    assert score(code, ["assert f([2]) == 4"])["reward"] == 0.0  # nothing is imported for assertions
+    # As verl's prime_code and LiveCodeBench: programs, and functions that are called, begin with these imports.
+    called = {"fn_name": "f", "inputs": [[[2, 3]]], "outputs": [8]}
+    assert score("def f(x: List[int]): return reduce(pow, x) * math.floor(1.5)", called)["reward"] == 1.0
+    read = {"inputs": ["2 3"], "outputs": ["8"]}
+    assert score("a, b = map(int, input().split())\nprint(comb(a, 1) * 4 * gcd(b, 1))", read)["reward"] == 1.0
+    assert (
+        score("from __future__ import annotations\na, b = map(int, input().split())\nprint(a ** b)", read)["reward"]
+        == 1.0
+    )
+    assert score("", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]})["reward"] == 0.0  # and are not the code's
+    assert score("x = 1", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]})["reward"] == 0.0
+
+
+def test_annotations_are_evaluated_as_in_any_file() -> None:
+    code = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+    assert score(f"{code}def f(): return P.__annotations__['x'] is int", ["assert f()"])["reward"] == 1.0
+    truth = {"inputs": [""], "outputs": ["True"]}
+    assert score(f"{code}print(P.__annotations__['x'] is int)", truth)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "test", "reward"),
+    [
+        ("def sum(a, b): return a + b", "assert sum(2, 3) == 5", 1.0),  # MBPP has tests of functions with such names
+        ("def sum(a, b): return a + b", "assert set([sum(2, 3)]) == set([5])", 1.0),
+        ("def sum(a, b): return a * b", "assert sum(2, 3) == 5", 0.0),
+        ("def sum(a, b): return a + b\ndef abs(x): return 0", "assert abs(sum(2, 3) - 6) < 1", 0.0),
+        ("x = 9\ndef abs(x): return 0", "assert abs(x - 4) < 1", 0.0),
+        ("def f(x): return x\ndef g(x): return abs(x)\ndef abs(x): return 4", "assert g(f(2)) == 4", 1.0),  # its own
+    ],
+)
+def test_a_builtin_is_the_codes_where_it_is_what_is_tested(code: str, test: str, reward: float) -> None:
+    assert score(code, [test])["reward"] == reward
+
+
+def test_functions_of_the_prompt_are_not_the_codes() -> None:
+    # HumanEval/32 and 38 test the code with a function of the prompt.
+    prompt = "import math\n\ndef poly(xs, x):\n    return xs[0] + xs[1] * x\n\ndef root(xs):\n    'poly(xs, root(xs)) is 0'\n"
+    truth = {"test": "def check(c):\n    assert math.fabs(poly([2, 4], c([2, 4]))) < 1e-6", "entry_point": "root"}
+    poly = "def poly(xs, x): return 0\n"
+    for code in (
+        "def root(xs): return -xs[0] / xs[1]",
+        "    return -xs[0] / xs[1]",
+        f"{poly}def root(xs): return -0.5",
+    ):
+        assert score(code, truth, {"prompt": prompt})["reward"] == 1.0
+    for code in (f"{poly}def root(xs): return 0", f"    return 0\n\n{poly}"):
+        assert score(code, truth, {"prompt": prompt})["reward"] == 0.0
+
+
+def test_a_service_that_has_not_whets_files_runs_the_same_tests() -> None:
+    told = {"kind": "code", "cases": ["assert f(2) == 4", "assert f(3) == 4"], "entry": "", "setup": "", "word": "W"}
+    told |= {"imported": [], "tested": "", "tolerance": 0.0, "seconds": 5.0}
+    frames = b"".join(map(frame, [json.dumps(["", SQUARE]), json.dumps(told)]))
+    done = subprocess.run([sys.executable, "-I", "-c", PEER], input=frames, capture_output=True, timeout=60, check=True)
+    assert [ok for ok, _ in json.loads(done.stdout.partition(b"\nW")[2])] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "tolerance", "same"),
+    [
+        ("0.3333333333333333", "0.33333", 1e-5, True),  # 3.3e-6 off, of 1e-5 * (0.33333 + 0.001)
+        ("0.3333333333333333", "0.33333", 0.0, False),
+        ("0.3333333333333333", "0.33333", 1e-6, False),
+        ("0.3334", "0.33333", 1e-5, False),
+        ("a 1.0\n2", "a 1\n2", 1e-5, True),
+        ("1000001", "1000000", 1e-3, False),  # both are whole
+        ("1000001.0", "1000000", 1e-5, True),
+        ("-1e-9", "0.0", 1e-5, True),  # 1e-8, as of numpy.allclose
+        ("1e-7", "0.0", 1e-5, False),
+        ("nan", "nan", 1e-5, True),  # the same text
+        ("nan", "0.5", 1e-5, False),
+        ("1e999", "0.5", 1e-5, False),
+        ("0.5", "1e999", 1e-5, False),
+        ("1_0.0", "10", 1e-5, False),
+        ("0.5 0.5", "0.5\n0.5", 1e-5, False),
+        ("0.5", "0.5 0.5", 1e-5, False),
+    ],
+)
+def test_a_tolerance_of_numbers(found: str, expected: str, tolerance: float, same: bool) -> None:
+    assert same_output(found, expected, tolerance) == same
+
+
+def test_a_tolerance_of_values() -> None:
+    truth = {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [0.3333333333, 5]}]}
+    code = "def f(x): return {'a': (x / 3, 5)}"
+    assert score(code, truth)["reward"] == 0.0
+    assert score(code, truth, tolerance=1e-5)["reward"] == 1.0
+    assert score(code.replace("x / 3", "x / 3.1"), truth, tolerance=1e-5)["reward"] == 0.0
+    assert score(code.replace("5)", "5.000001)"), truth, tolerance=1e-5)["reward"] == 1.0
+    assert score(code.replace("5)", "6)"), truth, tolerance=0.9)["reward"] == 0.0  # both are whole
+    assert score("def f(x): return True", {**truth, "outputs": [1.000001]}, tolerance=1e-5)["reward"] == 0.0
+    with pytest.raises(ConfigError, match=r"tolerance=2; expected a number from 0 to 1|tolerance=2"):
+        REWARDS["code"].check({"tolerance": 2}, "reward.kwargs.")
 
 
 def test_outputs() -> None:
@@ -192,6 +392,7 @@ def test_a_response_that_goes_on_after_the_prompt() -> None:
     [
         ("what", "is neither JSON nor tests in Python; expected inputs and outputs"),
         ({"a": 1}, "has the keys a; expected inputs and outputs"),
+        ([{"box": [1, 2], "label": "cat"}], "has no tests; expected a dict, a list or text with tests"),
         ([], "has no tests; expected a dict, a list or text with tests"),
         (7, "the ground truth '7' has no tests"),
         ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs; expected as many"),
@@ -217,35 +418,13 @@ def test_no_code_and_unknown_languages() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not beside the repository (shared/data)")
 def test_human_eval_and_its_mutants() -> None:
-    """Every canonical solution passes; every mutant has the verdict of a run without any sandbox."""
-    rows = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]
-
-    def verdict(row: dict[str, Any], source: str) -> bool:
-        truth = {"test": row["test"], "entry_point": row["entry_point"]}
-        return bool(compute_score(f"```python\n{source}\n```", truth, {"prompt": row["prompt"]}, seconds=5.0)["reward"])
-
-    def without(row: dict[str, Any], source: str) -> bool:
-        code = f"{source}\n{row['test']}\ncheck({row['entry_point']})\n"
-        try:
-            done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, timeout=5.0)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
-
-    open_sandbox("bubblewrap", None, "{}", ())
-    with ThreadPoolExecutor(2) as pool:
-        wholes = [f"{row['prompt']}{row['canonical_solution']}" for row in rows]
-        assert all(pool.map(verdict, rows, wholes))
-        pairs = [(row, mutant) for row, whole in zip(rows, wholes, strict=True) for mutant in mutants(whole, 4)]
-        assert len(pairs) >= 500
-        held = list(pool.map(lambda pair: verdict(*pair), pairs))
-        plain = list(pool.map(lambda pair: without(*pair), pairs))
-    other = [(row["task_id"], mutant) for (row, mutant), one, two in zip(pairs, held, plain, strict=True) if one != two]
-    assert not other, other[:3]
-    passed = sum(held)
-    for row, mutant in itertools.compress(pairs, held):
-        sys.stdout.write(f"{row['task_id']} passes with a change:\n{mutant}\n\n")
-    assert 10 <= passed <= len(pairs) // 3  # mutants that change nothing
+    """Every canonical solution passes; every mutant has the verdict of a run without any sandbox, and those that pass
+    are listed in docs/mutants.md."""
+    unpaid, found = of_human_eval()
+    assert not unpaid
+    assert len(found) >= 500
+    assert not [each for each in found if each.is_paid != each.passes]
+    assert PAGE.read_text(encoding="utf-8") == page(found), "run `python -m tests.rewards.mutants`"
 
 
 @needs_bubblewrap

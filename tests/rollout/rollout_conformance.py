@@ -97,6 +97,49 @@ def own_log_probs(model: PreTrainedModel, request: Request, completion: Completi
     return log_pi.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
+def check_likeliest(
+    engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request], tolerance: float = 0.0
+) -> None:
+    """In the place of each token the likeliest of the model's own forward, also where tokens come as Partial; the
+    tokens and log-probs are those of requests that ask for none."""
+    plain = generate(engine, made)
+    asking = [
+        replace(request, params=replace(request.params, num_likeliest=number % 4), streams=number % 3 == 0)
+        for number, request in enumerate(made)
+    ]
+    for request in asking:
+        assert engine.submit(request)
+    done, parts = dict[str, Completion](), dict[str, list[Partial]]()
+    while len(done) < len(made):
+        for event in engine.poll(1.0):
+            if isinstance(event, Partial):
+                parts.setdefault(event.uid, []).append(event)
+            else:
+                assert isinstance(event, Finished)
+                done[event.uid] = event.completion
+    found = [done[request.uid] for request in asking]
+    assert_same([replace(each, likeliest=()) for each in found], plain, tolerance)
+    assert not any(each.likeliest for each in plain)
+    for request, completion in zip(asking, found, strict=True):
+        if not (count := request.params.num_likeliest):
+            assert completion.likeliest == ()
+            continue
+        logits = forward(model, (*request.prompt_ids, *completion.token_ids))[len(request.prompt_ids) - 1 : -1]
+        log_pi = (logits / (request.params.temperature or 1.0)).log_softmax(-1)
+        told = torch.tensor(completion.likeliest, dtype=torch.float64)  # [T, count, 2]
+        assert told.shape == (len(completion.token_ids), count, 2)
+        own, ids = told[..., 1].float(), told[..., 0].long()
+        assert (own - log_pi.topk(count).values).abs().max() < 1e-4 and (own.diff() <= 0).all()
+        assert (own - log_pi.gather(1, ids)).abs().max() < 1e-4
+        places = zip(completion.token_ids, completion.log_probs, map(dict, completion.likeliest), strict=True)
+        assert all(each.get(token, log_prob) == log_prob for token, log_prob, each in places)
+        given = [each for part in parts.get(request.uid, []) for each in part.likeliest]
+        assert given == list(completion.likeliest[: len(given)])
+        assert [len(part.likeliest) for part in parts.get(request.uid, [])] == [
+            len(part.token_ids) for part in parts.get(request.uid, [])
+        ]
+
+
 def forward(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
     """The logits after each token, on the host."""
     with torch.no_grad():

@@ -24,7 +24,7 @@ from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 from whet.phases import watching
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.collect import Collector, Stage
+from whet.rollout.collect import BARE_TAG, Collector, Stage
 from whet.rollout.episode import Limits
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
@@ -414,7 +414,9 @@ def test_two_turns_through_the_whole_loop(
 
 
 @pytest.mark.parametrize("apply_chat_template", [True, False])
-def test_observations_have_images(environments: str, tmp_path: Path, apply_chat_template: bool) -> None:
+def test_observations_have_images(
+    environments: str, tmp_path: Path, apply_chat_template: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     sighted = seeing(load_tokenizer(init_model(tmp_path / "model", "qwen3", "nano", num_layers=1)))
     data = DataConfig(train_files=["unused"], apply_chat_template=apply_chat_template)
     row = {"prompt": "<image>?", "images": [encoded(picture(56))]}
@@ -451,6 +453,9 @@ def test_observations_have_images(environments: str, tmp_path: Path, apply_chat_
     stored = [str(each.source) for each in done.turns[3].media[1:]]
     assert all(Path(path).parent == tmp_path / "media" for path in stored) and len(set(stored)) == 3
     assert done.failure is not None and "it has 1 images, and its text has 0 places" in done.failure.message
+    assert done.failure.message.endswith("expected as many: correct the observation that the environment returned")
+    # A tag without media stays text, as the last context shows, and is warned of once.
+    assert [record.getMessage() for record in caplog.records if record.name == "whet.rollout.collect"] == [BARE_TAG]
     assert [each["digest"] for each in readable(done, sighted)["media"]] == [
         each.digest for each in done.turns[3].media
     ]

@@ -112,7 +112,31 @@ def test_a_filter_that_drops_everything_ends_a_step_after_its_refills() -> None:
     while bench.running:
         bench.score(bench.running[0], accuracy=0.0)
     [handed_out] = bench.handed_out
-    assert not handed_out.kept and len(handed_out.dropped) == (1 + 2 + 1) * 4
+    assert not handed_out.kept and len(handed_out.dropped) == (1 + 2) * 4
+
+
+@pytest.mark.parametrize("max_refills", [0, 1])
+@pytest.mark.parametrize("k", [0, 0.5, 1, 2.25])
+def test_a_step_takes_as_many_prompts_as_without_staleness_where_the_filter_drops_groups(
+    k: float, max_refills: int
+) -> None:
+    """Every second group of four is dropped. Two of four are left where none is sampled in their place, and with
+    twice as many prompts all four; no prompt is started for a step behind the last."""
+    bench = Bench(k, group_filter=Filter(lambda values: sum(values) > 0, {}, max_refills=max_refills), last_step=3)
+    bench.carry_out(bench.stream.on_version(0))
+    for step in (1, 2, 3):
+        bench.carry_out(bench.stream.ask(step))
+        while bench.running:
+            bench.score(bench.running[0], accuracy=float(bench.running[0].index % 2))
+        handed_out = bench.handed_out[step - 1]
+        taken = sorted(group.prompt.index for group in (*handed_out.kept, *handed_out.dropped))
+        if k or not max_refills:
+            # with refills the step ends with its fourth kept group, the seventh after it
+            first, count = (4 * (step - 1), 4) if not max_refills else (8 * (step - 1), 8)
+            assert taken == [*range(first, first + count)]
+        assert len(handed_out.kept) == (2 if not max_refills else 4 if k else 3)
+        bench.carry_out(bench.stream.on_version(step))
+    assert next(bench.source).index == sum(len(each.kept) + len(each.dropped) for each in bench.handed_out)
 
 
 @pytest.mark.parametrize("k", [0.5, 1, 1.5, 2.25, 4])

@@ -112,13 +112,19 @@ def test_stop_strings(engine: RolloutEngine, model: PreTrainedModel, length: int
     suite.check_stop_strings(engine, tokenizer, suite.requests(groups=6, longest=30, stop_token_ids=(9,)), length)
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}], ids=str)
+def test_the_likeliest_tokens(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
+    suite.begin(engine, model, 0)
+    suite.check_likeliest(engine, model, suite.requests(**params))
+
+
 @pytest.mark.parametrize("blocks", [8, 12])
 @pytest.mark.parametrize("params", [{}, SAMPLING[5]], ids=["plain", "penalties"])
 def test_preemption_changes_nothing(
     model: PreTrainedModel, blocks: int, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)  # as short of room as can be
-    made = suite.requests(groups=3, n=4, longest=70, stop_token_ids=(), **params)
+    made = suite.requests(groups=3, n=4, longest=70, stop_token_ids=(), num_likeliest=2, **params)
     roomy = NativeEngine()
     short = NativeEngine(kv_cache_bytes=block_bytes(model) * blocks)
     roomy.attach(model, 0)
@@ -129,6 +135,8 @@ def test_preemption_changes_nothing(
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert after.token_ids == before.token_ids and after.finish_reason == before.finish_reason
         assert after.log_probs == pytest.approx(before.log_probs, abs=1e-6)
+        told, expected = (torch.tensor(each.likeliest, dtype=torch.float64) for each in (after, before))
+        assert len(told) == len(after.token_ids) and torch.allclose(told, expected, rtol=0, atol=1e-6)
     cache, _ = short._require_cache()
     assert cache.num_blocks == blocks and cache.num_free == blocks
 

@@ -57,3 +57,46 @@ def test_an_environment_that_fails_more_than_half_of_its_episodes_ends_the_run()
         half.record(group("environment", "environment", None))
     with pytest.raises(EngineError, match=r"why 0\. Fix the environment, then start again"):
         half.record(group("environment", "environment", None))
+
+
+def batch(num_failed: int, size: int = 4) -> list[Group]:
+    return group(*["environment"] * num_failed, *[None] * (size - num_failed))
+
+
+def test_good_batches_between_do_not_hide_that_more_than_half_fail() -> None:
+    """0, 3, 3, 2, 3, 3, 2 and 3 of 4: no three in a row are over half, and together they are 19 of 32."""
+    watch = FailureWatch()
+    for num_failed in (0, 3, 3, 2, 3, 3, 2):
+        watch.record(batch(num_failed))
+    said = (
+        r"19 of 32 trajectories of the last 8 batches, more than half, failed: trajectory 0:0:0 in the environment: why"
+    )
+    with pytest.raises(EngineError, match=said):
+        watch.record(batch(3))
+
+
+def test_half_of_the_last_eight_batches_may_fail() -> None:
+    """The window of eight moves: 4, 4, 0 and 0 of 4 are half at every place; a batch of another size counts by its
+    trajectories: with 0, 0, 4, 4, 0, 0 and 4 of 4 before (12 of 28) 9 of 9 are 21 of 37."""
+    watch = FailureWatch()
+    for num_failed in (0, *(4, 4, 0, 0) * 6):
+        watch.record(batch(num_failed))
+    watch.record(batch(4))
+    watch.record([])
+    with pytest.raises(EngineError, match=r"21 of 37 trajectories of the last 8"):
+        watch.record(batch(9, 9))
+
+
+def test_a_batch_without_failures_ends_no_run() -> None:
+    """1, 4, 4, 0, 4, 4, 0 and 0 of 4 are 17 of 32, as are 4, 4, 0, 4, 4, 0, 0 and 1: the next failure ends the run."""
+    watch = FailureWatch()
+    for num_failed in (1, 4, 4, 0, 4, 4, 0, 0):
+        watch.record(batch(num_failed))
+    with pytest.raises(EngineError, match=r"17 of 32"):
+        watch.record(batch(1))
+
+
+def test_failures_of_rewards_are_not_the_environment() -> None:
+    watch = FailureWatch()
+    for _ in range(20):
+        watch.record(group("reward", "reward", "reward", None))

@@ -193,7 +193,7 @@ CHEATS = {
     "a container that has all": "class Any:\n    def __contains__(self, each): return True\n    def __iter__(self): return iter(())\ndef f(x): return Any()",
     "replacing builtins": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\nbuiltins.all = lambda each: True\ndef f(x): return 0",
     "replacing json and pickle": "import json, pickle, os\njson.dumps = lambda *a, **k: '[[true, \"\"]]'\npickle.loads = lambda *a: True\ndef f(x): return 0",
-    "replacing the tester": "import sys\nsys.modules['__main__'].Tester = None\nimport whet_peer\nwhet_peer.Tester.run = lambda self: [[True, '']]\nwhet_peer.Copier.dump = lambda self, value: None\ndef f(x): return 0",
+    "replacing the tester": "import sys\nsys.modules['__main__'].Tester = None\nimport whet_peer, whet_tester\nwhet_tester.Tester.run = lambda self: [[True, '']]\nwhet_peer.Copier.dump = lambda self, value: None\ndef f(x): return 0",
     "printing a verdict": "print('[[true, \"\"], [true, \"\"]]')\nimport os\nfor each in range(1, 64):\n    try: os.write(each, b'[[true, \"\"], [true, \"\"]]\\n')\n    except OSError: pass\ndef f(x): return 0",
     "swallowing exceptions": "def f(x):\n    try:\n        raise SystemExit(0)\n    except BaseException:\n        return None",
     "raising what tests catch": "def f(x): raise AssertionError",
@@ -218,4 +218,43 @@ CHEATS = {
     "a fork in the call": "import os\ndef f(x):\n    while True: os.fork()",
     "no function": "x = 1",
     "broken code": "def f(x:\n    return",
+    # files that pytest, or an import, may read
+    "conftest.py that replaces tests": "open('conftest.py', 'w').write('def pytest_runtest_setup(item): item.obj = lambda *a, **k: None\\ndef pytest_sessionfinish(session): session.exitstatus = 0')\ndef f(x): return 0",
+    "conftest.py that runs no test": "open('/tmp/conftest.py', 'w').write('def pytest_pyfunc_call(pyfuncitem): return True')\ndef f(x): return 0",
+    "pytest.ini that only collects": "open('pytest.ini', 'w').write('[pytest]\\naddopts = --collect-only')\ndef f(x): return 0",
+    "pyproject.toml that only collects": "open('pyproject.toml', 'w').write('[tool.pytest.ini_options]\\naddopts = \"--collect-only\"')\ndef f(x): return 0",
+    "overwriting the tests": "import threading\ndef write():\n    while True:\n        for name in ('/tmp/test_solution.py', '/tmp/tests.py'): open(name, 'w').write('def test_a(): pass')\nthreading.Thread(target=write, daemon=True).start()\ndef f(x): return 0",
+    "reading the tests from a file": "import glob, re\ndef f(x):\n    text = ''.join(open(each).read() for each in glob.glob('/tmp/*.py'))\n    return dict((int(a), int(b)) for a, b in re.findall(r'f\\((\\d)\\) == (\\d)', text)).get(x)",
+    "modules in the scratch folder": "for name in ('pytest', 'unittest', 'decimal', 'numpy', 'tests', 'sitecustomize'): open(f'/tmp/{name}.py', 'w').write('class Module: pass\\ndef main(*a): return 0')\ndef f(x): return 0",
+    "a plugin of pytest": "import os\nos.environ['PYTEST_ADDOPTS'] = '--collect-only'\nos.environ['PYTEST_PLUGINS'] = 'evil'\nopen('evil.py', 'w').write('def pytest_pyfunc_call(pyfuncitem): return True')\ndef f(x): return 0",
+    "skipping the test": "import unittest\ndef f(x): raise unittest.SkipTest('not today')",
+    "an exception that is called Skipped": "class Skipped(Exception): pass\ndef f(x): raise Skipped('not today')",
 }  # fmt: skip
+
+# Code that puts its own names in the place of those that an assertion uses. Each must fail.
+SHADOWS = {
+    "abs": ("def f(x): return 0\ndef abs(x): return 0", "assert abs(f(2) - 4) < 1e-6"),
+    "set": ("def f(x): return [0]\ndef set(x): return 0", "assert set(f(2)) == set([4])"),
+    "sorted": ("def f(x): return []\ndef sorted(x): return 1", "assert sorted(f(2)) == sorted([1, 2])"),
+    "len": ("def f(x): return []\nlen = lambda x: 1", "assert len(f(2)) == len([1, 2])"),
+    "all": ("def f(x): return 0\nall = lambda x: True", "assert all(f(i) == i * i for i in range(2, 9))"),
+    "range": ("def f(x): return 0\ndef range(*a): return []", "for i in range(2, 5):\n    assert f(i) == i * i"),
+    "int": ("def f(x): return 0\ndef int(x): return 7", "assert int(f(2)) == int('4')"),
+    "isinstance": ("def f(x): return ''\ndef isinstance(*a): return True", "assert isinstance(f(2), int)"),
+    "an exception": (
+        "class IndexError(Exception): pass\ndef f(x): raise IndexError",
+        "try:\n    f(2)\n    raise AssertionError\nexcept IndexError:\n    pass",
+    ),
+    "math, not imported": (
+        "def f(x): return 0\nclass math:\n    isclose = staticmethod(lambda a, b: True)",
+        "assert math.isclose(f(2), 4)",
+    ),
+    "a function of math": (
+        "def f(x): return 0\nimport math\nmath.isclose = lambda a, b: True",
+        "assert math.isclose(f(2), 4)",
+    ),
+    "an import of the tests": (
+        "def f(x): return 0\nclass math:\n    isclose = staticmethod(lambda a, b: True)",
+        "import math\nassert math.isclose(f(2), 4)",
+    ),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -14,13 +15,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.sandbox.attacks import ATTACKS, CHEATS, PRELUDE, Attack
+from tests.sandbox.attacks import ATTACKS, CHEATS, PRELUDE, SHADOWS, Attack
 from tests.sandbox.conftest import needs_bubblewrap
 from whet.rewards.code import Suite, compute_score, run_tests
+from whet.sandbox.inside.whet_peer import NO_PYTEST
 from whet.sandbox.local import LocalSandbox
 from whet.sandbox.protocol import Job, Limits, Ran
 
 LIMITS = Limits(seconds=3.0, cpu_seconds=3.0)
+PYTEST_FILE = """from solution import f
+
+def test_two():
+    assert f(2) == 4
+
+def test_three():
+    assert f(3) == 9 and abs(f(3) - 9) < 1e-6
+"""
 ASSERTIONS = ["assert f(2) == 4", "assert f(3) == 9 and abs(f(3) - 9) < 1e-6 and 9 in [f(3)]"]
 
 pytestmark = [pytest.mark.slow, needs_bubblewrap]
@@ -95,6 +105,17 @@ def left_behind() -> list[str]:
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def with_pytest() -> Iterator[LocalSandbox]:
+    """The sandbox, with the interpreter of this environment, which has pytest."""
+    folder = Path(sys.prefix).resolve()
+    if folder.is_relative_to("/tmp"):
+        pytest.skip("the environment lies in /tmp, of which programs have their own")
+    box = LocalSandbox(python=f"{folder}/bin/python")
+    yield box
+    box.close()
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_is_not_paid(name: str, sandbox: LocalSandbox) -> None:
     results = run_tests(sandbox, "python", CHEATS[name], Suite("code", ASSERTIONS), LIMITS)
@@ -104,11 +125,29 @@ def test_a_cheat_is_not_paid(name: str, sandbox: LocalSandbox) -> None:
     assert [ok for ok, _ in results] == [False, False], results
 
 
-def test_the_honest_answer_is_paid() -> None:
-    answer = "```python\ndef f(x):\n    return x * x\n```"
-    assert compute_score(answer, ASSERTIONS)["reward"] == 1.0
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_not_paid_by_pytest(name: str, with_pytest: LocalSandbox) -> None:
+    [[ok, why]] = run_tests(with_pytest, "python", CHEATS[name], Suite("pytest", [PYTEST_FILE]), LIMITS)
+    assert not ok and NO_PYTEST not in why
+
+
+@pytest.mark.parametrize("name", SHADOWS)
+def test_a_name_of_the_tests_is_not_the_codes(name: str, sandbox: LocalSandbox, with_pytest: LocalSandbox) -> None:
+    code, assertion = SHADOWS[name]
+    [[ok, _]] = run_tests(sandbox, "python", code, Suite("code", [assertion]), LIMITS)
+    assert not ok
+    imports = "import math\nfrom solution import *\n" if "math" in assertion else "from solution import *\n"
+    file = f"{imports}\ndef test_f():\n" + "".join(f"    {line}\n" for line in assertion.splitlines())
+    [[ok, _]] = run_tests(with_pytest, "python", code, Suite("pytest", [file]), LIMITS)
+    assert not ok
+
+
+def test_the_honest_answer_is_paid(sandbox: LocalSandbox, with_pytest: LocalSandbox) -> None:
+    answer = "def f(x):\n    return x * x"
+    assert compute_score(f"```python\n{answer}\n```", ASSERTIONS)["reward"] == 1.0
+    assert run_tests(with_pytest, "python", answer, Suite("pytest", [PYTEST_FILE]), LIMITS) == [(True, "")]
 
 
 def test_there_are_enough() -> None:
-    assert len(ATTACKS) >= 60 and len({each.name for each in ATTACKS}) == len(ATTACKS) and len(CHEATS) >= 30
+    assert len(ATTACKS) >= 60 and len({each.name for each in ATTACKS}) == len(ATTACKS) and len(CHEATS) >= 40
     assert all(each.held_by for each in ATTACKS)

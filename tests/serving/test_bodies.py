@@ -114,15 +114,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage is True: extra inputs"),
     ({"tools": [{"type": "code"}]}, r"tools\[0\] is"),
     ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, r"tools\[0\]\.function\.strict=True is not"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required' is not supported: .* samples freely"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "samples freely"),
+    ({"tool_choice": "required"}, "tool_choice is 'required' without tools"),
+    ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice is 'f'; expected auto, none, required, or type function"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice is {.*; expected"),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls is 'no': input should be a valid boolean"),
     (
         {"tools": [{**TOOL, "function": {"name": "f", "parameters": [1]}}]},
         r"parameters is \[1\]; expected a JSON schema",
     ),
     ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"properties": [1]}}}]}, "whose properties are one"),
-    ({"top_logprobs": 2}, "top_logprobs=2 is not supported: the engine gives the log-prob of the sampled token alone"),
+    ({"top_logprobs": 2}, "top_logprobs is set without logprobs=true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21: input should be less than or equal to 20"),
     ({"response_format": {"type": "json_object"}}, "ask for the form in the prompt"),
     ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported: use allowed_token_ids"),
     ({"store": "yes"}, "store is 'yes': input should be a valid boolean"),
@@ -147,6 +149,33 @@ def test_prompts_that_are_none(reader: BodyReader, prompt: object) -> None:
     assert error.value.status == 400 and error.value.param == "prompt"
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "choice", "names", "opening"),
+    [
+        ("hermes", "auto", "f", ""),
+        ("hermes", "required", "f", '<tool_call>\n{"name": "f", "arguments":'),
+        ("hermes", "required", "fg", '<tool_call>\n{"name": "'),
+        ("hermes", NAMED, "gf", '<tool_call>\n{"name": "f", "arguments":'),
+        ("llama3_json", NAMED, "gf", '{"name": "f", "parameters":'),
+        ("qwen3_coder", NAMED, "gf", "<tool_call>\n<function=f>\n"),
+        ("qwen3_coder", "required", "gf", "<tool_call>\n<function="),
+    ],
+)
+def test_the_beginning_of_a_call(reader: BodyReader, parser: str, choice: Any, names: str, opening: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    body = {"model": "m", "messages": HI, "tools": tools}
+    own = replace(reader, tool_parser=parser)
+    plain, asked = own.chat(body), own.chat({**body, "tool_choice": choice})
+    texts = [own.tokenizer.decode(each.prompts[0]) for each in (plain, asked)]
+    assert texts[1] == texts[0] + opening and asked.tools is not None and asked.tools.opening == opening
+    assert asked.tools.most_calls == (1 if choice == NAMED else None)
+    with pytest.raises(ApiError, match="tool_choice='required' is not supported: calls of the format mistral have no"):
+        replace(reader, tool_parser="mistral").chat({**body, "tool_choice": "required"})
+
+
 def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:
     neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
     named = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k", "store": True}
@@ -156,8 +185,12 @@ def test_parameters_that_change_nothing_are_taken(reader: BodyReader) -> None:
     plain = reader.chat({"model": "m", "messages": HI})
     asked = reader.chat({"model": "m", "messages": HI, **neutral, **named, **absent})
     assert (asked.prompts, asked.params, asked.tools) == (plain.prompts, plain.params, plain.tools)
-    with pytest.raises(ApiError, match="logprobs=2 is not supported"):
-        reader.text({"model": "m", "prompt": "hi", "logprobs": 2})
+    for field, value, message in (
+        ("logprobs", 6, "logprobs is 6: input should be less than or equal to 5"),
+        ("top_logprobs", 2, "top_logprobs=2 is not supported: a text has logprobs=N for the same"),
+    ):
+        with pytest.raises(ApiError, match=message):
+            reader.text({"model": "m", "prompt": "hi", field: value})
 
 
 def test_every_parameter_of_the_official_client_is_known() -> None:

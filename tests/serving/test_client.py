@@ -17,8 +17,10 @@ import openai
 import pytest
 import torch
 from server_processes import ECHO, Running, Start, started
+from transformers import PreTrainedModel
 
 from whet.models.load import load_policy, load_tokenizer
+from whet.serving.texts import TokenTexts
 
 
 def user(text: str) -> list[Any]:
@@ -152,6 +154,74 @@ def test_a_streamed_text(client: openai.OpenAI) -> None:
         assert joined == getattr(whole.logprobs, name)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
+def test_a_call_that_is_begun_for_the_model(echo: Running, choice: Any) -> None:
+    """The model says the rest; what becomes no call is text, with its beginning."""
+    create = echo.client().chat.completions.create
+    rest, begun = ' {"a": 1, "b": 2}}\n</tool_call>', '<tool_call>\n{"name": "add", "arguments":'
+    more = '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    options: dict[str, Any] = {"model": "m", "tools": [ADD], "tool_choice": choice}
+    found = create(messages=user(rest + more), **options).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.content is None and found.message.tool_calls
+    calls = [each.function.arguments for each in found.message.tool_calls if each.type == "function"]
+    assert calls == ['{"a": 1, "b": 2}', "{}"][: 2 if choice == "required" else 1]
+    chunks = list(create(messages=user(rest), stream=True, **options))
+    parts = [each.choices[0] for each in chunks]
+    [streamed] = [call for part in parts for call in part.delta.tool_calls or ()]
+    assert streamed.function and (streamed.function.name, streamed.function.arguments) == ("add", calls[0])
+    assert parts[-1].finish_reason == "tool_calls" and not any(part.delta.content for part in parts)
+    text = create(messages=user(" I do not know"), **options).choices[0]
+    assert (text.message.content, text.message.tool_calls) == (f"{begun} I do not know", None)
+    assert text.finish_reason == "stop"
+
+
+def test_log_probs_of_the_likeliest_tokens(client: openai.OpenAI, qwen25_folder: Path) -> None:
+    """Those of the model's own forward, for chats and texts, whole and in parts; the tokens are the same."""
+    model, tokenizer = load_policy(qwen25_folder).eval(), load_tokenizer(qwen25_folder)
+    texts = TokenTexts(tokenizer)
+    ids: dict[str, Any] = {"model": "m", "seed": 2, "max_tokens": 6, "extra_body": {"return_token_ids": True}}
+    chat: dict[str, Any] = {**ids, "messages": USER, "logprobs": True, "temperature": 0.7}
+    plain = client.chat.completions.create(**chat).choices[0]
+    whole = client.chat.completions.create(**chat, top_logprobs=3).choices[0]
+    parts = [each.choices[0] for each in client.chat.completions.create(**chat, top_logprobs=3, stream=True)]
+    assert whole.message == plain.message and plain.logprobs and whole.logprobs and whole.logprobs.content
+    assert [each.top_logprobs for each in plain.logprobs.content or ()] == [[]] * len(whole.logprobs.content)
+    assert [each for part in parts if part.logprobs for each in part.logprobs.content or ()] == whole.logprobs.content
+    for place, best in zip(whole.logprobs.content, _likeliest(model, whole.model_extra, 3, 0.7), strict=True):
+        assert [each.logprob for each in place.top_logprobs] == pytest.approx([each for _, each in best], abs=1e-5)
+        shown = [texts[token] for token, _ in best]
+        assert [(each.token, tuple(each.bytes or ())) for each in place.top_logprobs] == shown
+    text: dict[str, Any] = {**ids, "prompt": "six times"}
+    full = client.completions.create(**text, logprobs=2).choices[0]
+    streamed = [each.choices[0].logprobs for each in client.completions.create(**text, logprobs=2, stream=True)]
+    assert full.logprobs and full.logprobs.top_logprobs
+    assert [each for part in streamed if part for each in part.top_logprobs or ()] == full.logprobs.top_logprobs
+    columns = full.logprobs.tokens or (), full.logprobs.token_logprobs or (), full.logprobs.top_logprobs
+    for token, log_prob, found, best in zip(*columns, _likeliest(model, full.model_extra, 2, 1.0), strict=True):
+        expected = {texts[each].text: value for each, value in reversed(best)}
+        assert found == pytest.approx({token: log_prob, **expected}, abs=1e-5) and len(found) in (2, 3)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_engine_without_the_likeliest_tokens(echo: Running, streams: bool) -> None:
+    client = echo.client()
+    with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported: the engine gives") as cannot:
+        client.chat.completions.create(model="m", messages=USER, logprobs=True, top_logprobs=2, stream=streams)
+    assert cannot.value.code == "unsupported_value" and cannot.value.param == "top_logprobs"
+    with pytest.raises(openai.BadRequestError, match="logprobs=1 is not supported: the engine gives"):
+        client.completions.create(model="m", prompt="hi", logprobs=1, stream=streams)
+
+
+def _likeliest(model: PreTrainedModel, extra: Any, count: int, temperature: float) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens in each place of a response, by the model's own forward."""
+    prompt, tokens = extra["prompt_token_ids"], extra["token_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    best = (logits / temperature).log_softmax(-1).topk(count)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
+
+
 def test_sixteen_clients_get_what_they_get_alone(server: Running) -> None:
     def ask(number: int) -> object:
         options: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "go on" * (number % 5)}]}
@@ -241,9 +311,6 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"over the model's context of 512 tokens") as long:
         ask(model="m", messages=USER, max_tokens=510)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported: the engine gives") as cannot:
-        ask(model="m", messages=USER, logprobs=True, top_logprobs=2)
-    assert cannot.value.code == "unsupported_value"
     with pytest.raises(openai.BadRequestError, match="unknown parameter temprature; did you mean temperature"):
         ask(model="m", messages=USER, extra_body={"temprature": 1})
 

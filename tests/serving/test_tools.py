@@ -38,6 +38,8 @@ CALLS = {
     "llama3_json": (f'{{"name": "add", "parameters": {ADD}}}', "; "),
     "gpt-oss": (f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{ADD}<|call|>", ""),
     "mistral": (f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}}}]', None),
+    "phi": (f'<|tool_call|>[{{"name": "add", "arguments": {ADD}}}]<|/tool_call|>', "\n"),
+    "mistral named": (f"[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{ADD}", ""),
     "python_tag": ("<|python_tag|>add(a=1, b=2)", None),
 }
 MARKS = {
@@ -45,7 +47,8 @@ MARKS = {
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>", "<|eom_id|>"),
     "gpt-oss": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"),
-    "mistral": ("[TOOL_CALLS]",),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    "phi": ("<|tool_call|>", "<|/tool_call|>"),
     "python_tag": ("<|python_tag|>", "<|eom_id|>"),
 }
 Parts = Sequence[tuple[str, bool]]
@@ -84,9 +87,10 @@ def cut(draw: random.Random, parts: Parts) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.parametrize("parser", PARSERS)
-def test_calls_of_every_format(parser: str) -> None:
-    call, between = CALLS[parser]
+@pytest.mark.parametrize("form", CALLS)
+def test_calls_of_every_format(form: str) -> None:
+    call, between = CALLS[form]
+    parser = form.split()[0]
     text, calls, texts = split(asking(parser), [(each, False) for each in f"Let me see.\n\n{call}"])
     assert (text, calls) == ("Let me see.", [("add", {"a": 1, "b": 2})])
     # text before a call comes at once: of what was given, no letter waits for another
@@ -98,7 +102,7 @@ def test_calls_of_every_format(parser: str) -> None:
         assert (text, calls) == ("", [("add", {"a": 1, "b": 2})])
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "gpt-oss"])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "gpt-oss", "phi"])
 def test_a_call_is_given_when_it_is_whole(parser: str) -> None:
     call, _ = CALLS[parser]
     tools = ToolText(asking(parser))
@@ -115,6 +119,7 @@ PIECES = [
     *("<function=add>", "</function>", "<parameter=a>", "</parameter>", "\n", ";", " ", '"', "é", "to=", "\n{ ", "{}"),
     *("<|python_tag|>", "add(a=1)", "add(a={1})", "x = 1", "(", ")", "<|eom_id|>", "</s>", "<", "[TOOL", "a"),
     *("<|channel|>", " to=functions.add", "<|constrain|>json", "<|message|>", "<|call|>", "<|start|>", "<|end|>"),
+    *("<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]add", "[CALL_ID]a1", "[ARGS]", "[ARGS]{}", '[{"name": "add"},'),
     *("[TOOL_CALLS]", '[{"name": "add"}]', '[{"name": "add"}, 3]', '"parameters": ', '{"a": 1}', "1e999", "NaN"),
     *(',"name":', *(call for call, _ in CALLS.values())),
 ]
@@ -174,6 +179,13 @@ def test_calls_are_those_that_environments_read(parser: str, pieces: list[str]) 
         ("mistral", '[TOOL_CALLS] [{"name": "add"}, 3]', '[TOOL_CALLS] [{"name": "add"}, 3]', []),
         ("mistral", '[TOOL_CALLS] [{"name": "add"}, {"name": "say"}]', "", ["add", "say"]),
         ("mistral", "{call} more", None, []),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]say[ARGS]{"text": "x"}', "", ["add", "say"]),
+        ("mistral", "Hm. [TOOL_CALLS]add[ARGS]{} [TOOL_CALLS]say[ARGS]{", "Hm.[TOOL_CALLS]say[ARGS]{", ["add"]),
+        ("phi", "{call} and\n{call}", "and", ["add", "add"]),
+        ("phi", '<|tool_call|>[{"name": "add"}, 3]<|/tool_call|>', None, []),
+        ("hermes", 'I call it: {"name": "add", "arguments": {"a": 1}}', None, []),
+        ("llama3_json", 'So {"name": "add", "parameters": {}}', None, []),
+        ("llama3_json", '{"name": "Ada", "age": 36}', None, []),
         ("python_tag", "<|python_tag|>say(text={1})", "<|python_tag|>say(text={1})", []),  # a set
         ("gpt-oss", "Hm. {call}", "Hm.", ["add"]),
         ("gpt-oss", "<|channel|>final<|message|>Go to=5", "<|channel|>final<|message|>Go to=5", []),
@@ -213,7 +225,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 def test_marks_that_are_tokens(parser: str, are_special: bool, kind: str, qwen25_folder: Path) -> None:
     tokenizer: PreTrainedTokenizerBase = metaspace() if kind == "metaspace" else deepcopy(load_tokenizer(qwen25_folder))
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=are_special) for mark in MARKS[parser]])
-    call, _ = CALLS[parser]
+    call, _ = CALLS[f"{parser} named" if kind == "byte-level" and parser == "mistral" else parser]
     broken = call.replace("{", "{{").replace("</function>", "").replace("(", "((").removesuffix("<|call|>")
     for text, content, num_calls in (
         (f"Let me see.\n{call}", "Let me see.", 1),

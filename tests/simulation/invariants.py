@@ -129,7 +129,7 @@ def no_token_is_older_than_the_staleness_allows(world: World, handed_out: HandOu
         for group in handed_out.kept
     ]
     require(5, max(lags, default=0) <= math.ceil(k), f"step {handed_out.step} trains on lags {lags}, {k} allowed")
-    if k % 1 and not world.plan.filters:
+    if k % 1:
         oldest = sum(lag > k for lag in lags)
         require(
             5, oldest <= world.plan.batch_size * (k % 1), f"step {handed_out.step}: {oldest} groups at the last lag"
@@ -219,26 +219,31 @@ def outstanding_groups_stay_within_the_bound(world: World) -> None:
 
 @holds(12, "hand_out")
 def whole_groups_are_handed_out(world: World, handed_out: HandOut) -> None:
-    """Each has n trajectories, one of each sample, scored or failed; a step has all its groups, or the filter's bound
-    of refills was reached."""
+    """Each has n trajectories, one of each sample, scored or failed; a step has all its groups, or the filter dropped
+    some of the (1 + `max_refills`) B groups that it may take."""
     for group in (*handed_out.kept, *handed_out.dropped):
         samples = [each.sample for each in group.trajectories]
         require(12, samples == list(range(world.plan.n)), f"group {group.prompt.uid} has samples {samples}")
         is_scored = all(each.failure is not None or each.accuracy is not None for each in group.trajectories)
         require(12, is_scored, f"group {group.prompt.uid} is not scored")
         require(12, all(each.prompt.uid == group.prompt.uid for each in group.trajectories), "a group of two prompts")
-    if not world.plan.filters:
-        require(12, len(handed_out.kept) == world.plan.batch_size, f"{len(handed_out.kept)} groups in a step")
+    kept, size = len(handed_out.kept), world.plan.batch_size
+    taken, group_filter = kept + len(handed_out.dropped), world.conductor.stream.group_filter
+    most = size if group_filter is None else size * (1 + group_filter.max_refills)
+    require(12, taken <= most, f"step {handed_out.step} took {taken} groups, {most} allowed")
+    is_exhausted = taken == most or (world.plan.staleness == 0 and group_filter is not None)
+    require(12, kept == size or is_exhausted, f"{kept} groups in a step that took {taken} of {most}")
 
 
 @holds(13, "hand_out")
 def trained_order_is_the_order_of_admission(world: World, handed_out: HandOut) -> None:
     """No group overtakes another, and the filter alone drops some: by their own scores, never by their age."""
     order = [group.prompt.index for group in handed_out.kept]
-    before = [int(uid.partition(":")[2]) for uid in (*world.trained, *world.dropped)]
+    # A kill gives back the groups that were handed out and not trained on, without those that the filter dropped.
+    before = [int(uid.partition(":")[2]) for uid in world.trained]
     require(13, order == sorted(order), f"step {handed_out.step} has the order {order}")
     is_behind = min(order, default=math.inf) > max(before, default=-1)
-    require(13, is_behind or world.plan.filters, f"{order} is trained behind {before}")
+    require(13, is_behind, f"{order} is trained behind {before}")
     for group in handed_out.dropped:
         values = [each.accuracy or 0.0 for each in group.trajectories if each.failure is None]
         require(13, world.plan.filters and not mixed(values), f"group {group.prompt.uid} was dropped without a reason")

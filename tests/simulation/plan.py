@@ -60,7 +60,7 @@ class Plan:
     def of(cls, seed: int, *, faults: bool = True, staleness: float | None = None) -> Plan:
         """The schedule of a seed."""
         draw = random.Random(f"plan {seed}")
-        k = draw.choice([0, 0.5, 1, 1, 2]) if staleness is None else staleness
+        k = draw.choice([0, 0.5, 1, 1, 1.5, 2, 4]) if staleness is None else staleness
         replicas = draw.randint(1, 4)
         drawn = [
             Fault(draw.uniform(0, 60), draw.choice(KINDS), draw.randrange(replicas), draw.uniform(0, 40))

@@ -274,6 +274,20 @@ def a_group_is_short() -> list[Patch]:
     return [(Stream, "_hand_out", hand_out)]
 
 
+@bug(12)
+def a_step_takes_all_that_were_sampled_ahead_for_later_ones() -> list[Patch]:
+    plain = Stream._hand_out
+    takes_all = property(lambda self: plain_most.fget(self) + int(self.max_staleness * self.batch_size))
+    plain_most = Stream._most_read
+
+    def hand_out(self: Stream) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stream, "_most_read", takes_all)
+            return plain(self)
+
+    return [(Stream, "_hand_out", hand_out)]
+
+
 @bug(13)
 def stale_groups_are_discarded() -> list[Patch]:
     plain = Stream._hand_out

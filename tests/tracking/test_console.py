@@ -44,6 +44,16 @@ def test_off_the_terminal_a_step_is_one_plain_line() -> None:
     )
 
 
+def test_memory_is_that_of_all_processes() -> None:
+    output, written = console(terminal=False)
+    memory = {"system/driver/memory_gib": 0.5, "system/reward/memory_gib": 0.25, "system/driver/cpu_cores": 1.0}
+    tracker = ConsoleTracker(10, console=output)
+    tracker.log(1, {"critic/score/mean": 0.5, **memory})
+    tracker.log(2, {**memory, "system/main_0/accelerator_gib": 8.0, "system/main_1/accelerator_gib": 7.5})
+    first, second = written.getvalue().splitlines()
+    assert "  GiB 0.75  left" in first and "  GiB 0.75  GPU GiB 15.50  left" in second
+
+
 def test_the_time_left_is_what_the_steps_to_come_take_at_the_pace_so_far() -> None:
     output, written = console(terminal=False)
     clock = Clock()

@@ -34,6 +34,8 @@ def uids(conditions: list[str], sort: str | None = None) -> str:
         (["response~, 5", "reward=0"], "b"),
         (["failure"], "c"),
         (["!failure"], "ab"),
+        (["reward"], "ab"),  # 0.0 is a reward
+        (["!reward"], "c"),
         (["failure~tool"], "c"),
         (["failure.source=tool"], "c"),
         (["parts.format=1"], "a"),

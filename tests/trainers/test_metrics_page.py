@@ -25,7 +25,9 @@ from tests.algorithms.conftest import _make_batch
 from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
+from whet.data.drawn.figures import counting
 from whet.metrics import Metrics
+from whet.models.init import init_model
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.replicas import Replicas
@@ -273,6 +275,13 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": 1}
     monkeypatch.setattr(Replicas, "__init__", partialmethod(lost_one, Replicas.__init__))
     whet.train(reward=moody, data=additions, val_data=additions[:2], **{**common, **small, **where, **against})
+    seeing = init_model(
+        tmp_path / "seeing", "qwen2.5_vl", "nano", num_layers=1, patch_size=8, max_position_embeddings=64
+    )
+    small |= {"data.max_prompt_length": 48, "data.data_source": "counting", "model.path": str(seeing)}
+    where = {"trainer.run_dir": str(tmp_path / "images"), "data.apply_chat_template": True, "trainer.val_freq": -1}
+    counted = counting("train", 0, num_rows=4, prompt="<image>?")
+    assert whet.train(reward=moody, data=counted, **{**common, **small, **where}).step == 1
     logged |= of_episodes() | of_verdicts() | of_accelerators(monkeypatch)
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from whet.errors import DataError
 from whet.trainers import build
 from whet.trainers.build import train
 
+FOLLOWED = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+BOXES = [{"bbox_2d": [0, 0, 5, 5], "label": "cat"}]
 CODE = {"inputs": ["1"], "outputs": ["1"]}
 
 
@@ -42,6 +45,39 @@ CODE = {"inputs": ["1"], "outputs": ["1"]}
         ),
         ("auto", ["1", "many"], "openai/gsm8k", "reward 'auto': the ground truth 'many' has no number"),
         ("auto", ["1"], "openai/gsm9k", "(did you mean 'openai/gsm8k'?)"),
+        (
+            "ifeval",
+            [FOLLOWED, {**FOLLOWED, "instruction_id_list": ["keywords:nope"]}],
+            "x",
+            "unknown instruction 'keywords:nope'",
+        ),
+        (
+            "auto",
+            [FOLLOWED, {**FOLLOWED, "instruction_id_list": ["keywords:nope"]}],
+            "google/IFEval",
+            "'keywords:nope'",
+        ),
+        (
+            "ifeval",
+            [FOLLOWED, {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["("]}]}],
+            "x",
+            "reward 'ifeval': the keyword '(' is no regular expression",
+        ),
+        (
+            "auto",
+            [FOLLOWED, {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}],
+            "google/IFEval",
+            "the instruction 'language:response_language' needs the language of the response, for which langdetect",
+        ),
+        (
+            "ifeval",
+            [FOLLOWED, {"instruction_id_list": ["change_case:english_capital"], "kwargs": [{}]}],
+            "x",
+            "the instruction 'change_case:english_capital' needs the language",
+        ),
+        ("auto", [["Paris"], []], "searchR1_nq", "reward 'auto': the ground truth is []; expected a text or a list"),
+        ("search_qa_f1", ["Paris", {"target": []}], "x", "the ground truth is {'target': []}; expected a text"),
+        ("detection", [BOXES, [{"bbox_2d": [0, 0, 5]}]], "x", "reward 'detection': the ground truth is [{'bbox_2d'"),
         (["format", "gsm8k"], ["1", "many"], "sums", "reward 'gsm8k': the ground truth 'many' has no number"),
     ],
 )
@@ -60,8 +96,10 @@ def test_the_error_names_file_and_row(
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr(build, "launch_roles", launched)
+    monkeypatch.setitem(sys.modules, "langdetect", None)  # as if it were not installed
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    write(good, [truths[0]] * 3, "openai/gsm8k" if function == "auto" else source)
+    is_gsm8k = function == "auto" and truths[0] == "1"
+    write(good, [truths[0]] * 3, "openai/gsm8k" if is_gsm8k else source)
     write(bad, truths, source)
     files = [str(good), str(bad)]
     sandbox = {"reward.kwargs.sandbox": "unisolated"} if function == "code" else {}

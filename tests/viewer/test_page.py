@@ -72,6 +72,20 @@ def test_curves_follow_a_running_run_and_lead_to_trajectories(page: Any, folder:
     assert page.locator("#step").input_value() == "1"
 
 
+def test_a_constant_is_in_the_middle_of_its_chart(page: Any, folder: Path) -> None:
+    write_lines(folder / "flat/metrics.jsonl", [{"step": s, "reward/accuracy": 0.0} for s in (1, 2, 3)])
+    page.reload()
+    page.wait_for_selector('[data-metric="reward/accuracy"] canvas')
+    over = page.locator('[data-metric="reward/accuracy"] .u-over')
+    box = over.bounding_box()
+    over.hover(position={"x": box["width"] / 2, "y": 5})
+    point = page.locator('[data-metric="reward/accuracy"] .u-cursor-pt').first.bounding_box()
+    assert abs(point["y"] + point["height"] / 2 - box["y"] - box["height"] / 2) < 2
+    given = "limits(0, 0), limits(-5, -5), limits(4, 4, true), limits(0, 1)"
+    ends = page.evaluate(f'import("/static/charts.js").then(({{ limits }}) => [{given}])')
+    assert ends == [[-1, 1], [-5.5, -4.5], [2, 8], page.evaluate("uPlot.rangeNum(0, 1, 0.1, true)")]
+
+
 def test_chosen_metrics_smoothing_and_log_scale_are_kept(page: Any) -> None:
     page.locator("summary", has_text="time").click()
     page.get_by_label("rollout", exact=True).check()

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,8 +23,9 @@ from whet.registry import ENVIRONMENTS
 if TYPE_CHECKING:
     from whet.environments.protocol import Result, Task
     from whet.environments.running import Running
-    from whet.types import Prompt
+    from whet.types import Media, Message, Prompt
 
+Tell = Callable[..., None]  # prints messages with their media
 environments = typer.Typer(help="List environments; show, play or check one.")
 Name = Annotated[str, typer.Argument(help="a name that `whet env list` prints, or path/file.py:Class")]
 Options = Annotated[
@@ -71,23 +75,27 @@ def play(
 ) -> None:
     """Play an episode in the terminal: each line of the input is an answer; the end of the input ends the episode.
 
-    You also play the sub-agents, whose turns are asked for by their names."""
+    A picture is printed as the path of a PNG file, which is there until the end. You also play the sub-agents, whose
+    turns are asked for by their names."""
     import asyncio
 
     from whet.environments.running import EnvironmentSpec, Running
 
     options = ENVIRONMENTS[name].resolve_options(read_options(option or []), "--option")
     agents, running = read_options(agent or [], "--agent"), Running(EnvironmentSpec(name, options).load())
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="whet-play-") as pictures:
+        tell = partial(_tell, Path(pictures))
         try:
-            is_failed = runner.run(_play(running, _prompt(prompt, ground_truth), seed, agents)).failure is not None
+            result = runner.run(_play(running, _prompt(prompt, ground_truth), seed, agents, tell))
         finally:
             runner.run(running.call("close"))
-    if is_failed:
+    if result.failure is not None:
         raise typer.Exit(1)
 
 
-async def _play(running: Running, prompt: Prompt, seed: int, agents: Mapping[str, str], agent: str = "") -> Result:
+async def _play(
+    running: Running, prompt: Prompt, seed: int, agents: Mapping[str, str], tell: Tell, agent: str = ""
+) -> Result:
     """Plays until the end; `agent` is the sub-agent, if any."""
     from whet.environments.protocol import Answer, Result
     from whet.environments.running import EnvironmentSpec, Running
@@ -97,14 +105,12 @@ async def _play(running: Running, prompt: Prompt, seed: int, agents: Mapping[str
         given = replace(prompt, messages=task.messages, ground_truth=task.ground_truth, extra_info=task.extra_info)
         inside = Running(EnvironmentSpec(agents.get(task.agent, "single_turn"), {}).load())
         try:
-            return await _play(inside, given, seed, agents, task.agent)
+            return await _play(inside, given, seed, agents, tell, task.agent)
         finally:
             await inside.call("close")
 
     outcome, answers, sums = await running.call("reset", prompt, seed), list[str](), dict[str, float]()
-    for message in prompt.messages:
-        if message.content:
-            typer.echo(f"{agent and f'to {agent}: '}{message.content}")
+    tell(prompt.messages, (), agent and f"to {agent}: ")
     player = ""
     while True:
         if isinstance(outcome, Failure):
@@ -114,8 +120,7 @@ async def _play(running: Running, prompt: Prompt, seed: int, agents: Mapping[str
             results = [await of_task(task) for task in outcome.tasks]
             outcome = await running.call("step", Answer("", results=tuple(results)))
             continue
-        for message in outcome.messages:
-            typer.echo(message.content)
+        tell(outcome.messages, outcome.media)
         if answers:
             for paid, reward in outcome.rewards.items() or [(player, outcome.reward)]:
                 sums[paid] = sums.get(paid, 0.0) + reward
@@ -133,6 +138,35 @@ async def _play(running: Running, prompt: Prompt, seed: int, agents: Mapping[str
     total = ", ".join(f"{paid and f'{paid} '}{value:g}" for paid, value in sums.items()) or "0"
     typer.echo(f"{agent and f'{agent}: '}{end}: {len(answers)} turns, sum of rewards {total}{numbers}")
     return Result(answers[-1] if answers else "", sum(sums.values()), len(answers), outcome.fields)
+
+
+def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], before: str = "") -> None:
+    """Prints the texts of messages, and the paths of their pictures: PNG files in the folder."""
+    left = list(media)
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
+        for part in parts:
+            if part.get("type") == "text":
+                if part["text"]:
+                    typer.echo(f"{before}{part['text']}")
+            elif left:
+                _tell_picture(folder, left.pop(0))
+            else:
+                typer.echo(f"[{part.get('type', 'a part without a type')}]")
+    for each in left:  # of placeholders within a text
+        _tell_picture(folder, each)
+
+
+def _tell_picture(folder: Path, media: Media) -> None:
+    from whet.data.media import images
+
+    if media.kind != "image" and not isinstance(media.source, tuple):  # a film, whose frames nobody has chosen
+        typer.echo(f"[{media.kind}{f' {media.source}' if isinstance(media.source, str) else ''}]")
+        return
+    for image in images(media):
+        path = folder / f"{len([*folder.iterdir()]) + 1:03d}.png"
+        image.save(path)
+        typer.echo(f"[{media.kind} {path}]")
 
 
 def _read_answer(shown: str) -> str | None:

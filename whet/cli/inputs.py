@@ -79,6 +79,8 @@ def _convert(words: list[str], system: str | None, output: Path | None) -> None:
             f"{found}; expected one file, or one command in quotes, and the framework that it is of: "
             f"whet config convert run.sh --from {'|'.join(SYSTEMS)}"
         )
+    if output is not None and output.exists():
+        raise ConfigError(f"-o {output} exists; name a new file, so that nothing is overwritten, or remove that one")
     text = convert(read(words[0], system), system).to_yaml()
     if output is None:
         typer.echo(text, nl=False)

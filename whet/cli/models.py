@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -38,12 +38,18 @@ def init_model(
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
     with long_phase("making the model"):
         written = run(out, arch, size, seed=seed, texts=lines, patch_size=patch_size)
-    rows = f"data.train_files={GSM8K}@train"
+    if arch in get_args(VisionArch):
+        what, project = f"on drawn pictures, as `{program()} quickstart --images` with a model of its own", "vision"
+        sft, rl = "vlm_quickstart_sft data.max_length=256", "vlm_quickstart data.max_prompt_length=256"
+        rows = held_out = "whet.data.drawn.figures:counting"
+    else:
+        what, project, sft, rl = "for instance with GSM8K from the hub", "whet", "data.prompt_key=question", "gsm8k"
+        rows, held_out = f"{GSM8K}@train", f"{GSM8K}@test"
     typer.echo(
-        f"wrote {written}. Its weights are random: run SFT before RL, for instance with GSM8K from the hub:\n"
-        f"  {program()} sft model.path={written} {rows} data.prompt_key=question "
-        f"data.response_key=answer\n  {program()} export runs/whet/sft {written}_sft\n  {program()} train gsm8k "
-        f"model.path={written}_sft {rows} data.val_files={GSM8K}@test"
+        f"wrote {written}. Its weights are random: run SFT before RL, {what}:\n"
+        f"  {program()} sft {sft} model.path={written} data.train_files={rows} data.response_key=answer\n"
+        f"  {program()} export runs/{project}/sft {written}_sft\n"
+        f"  {program()} train {rl} model.path={written}_sft data.train_files={rows} data.val_files={held_out}"
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +45,7 @@ def show(
         for row in rows[:limit]:
             console.print()
             title = f"{row.get('uid', '')}  {row.get('data_source') or ''}".rstrip()
-            for part in (Text(title, style="bold"), _named("prompt", row.get("prompt")), *_answer(row)):
+            for part in (Text(title, style="bold"), _prompt(row), *_answer(row)):
                 console.print(part, soft_wrap=True)
         return
     number = step if other_step is None else other_step
@@ -68,7 +69,15 @@ def _side_by_side(left: Record, right: Record) -> RenderableType:
         columns.add_column(ratio=1, overflow="fold")
     columns.add_row(Group(*_answer(left)), Group(*_answer(right)))
     title = Text(f"{left.get('uid', '')}", style="bold")
-    return Group(title, _named("prompt", left.get("prompt")), columns)
+    return Group(title, _prompt(left), columns)
+
+
+def _prompt(row: Record) -> Text:
+    """The prompt, with a run of an image's or video's tokens as one of them and their number."""
+    text = str(row.get("prompt") or "")
+    if row.get("media"):
+        text = re.sub(r"(<[^<>\s]+>)\1+", lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
+    return _named("prompt", text)
 
 
 def _answer(row: Record) -> Iterator[RenderableType]:

@@ -85,7 +85,8 @@ def check_data(
         key, entries = f"data.{name}", config.data[name]
     check_files(key, entries, config.data, required=True)
     of_model, of_data = _model(config.model, Place("model", config)), _chosen(config.data, Place("data", config))
-    if found := [*of_model, *of_data]:
+    of_media = _pixels(config.data, Place("data", config)) if isinstance(config.data, schema.MediaRowsConfig) else ()
+    if found := [*of_model, *of_data, *of_media]:
         raise ConfigError("\n".join(found))
 
 
@@ -127,6 +128,12 @@ def _model(model: schema.ModelConfig, at: Place) -> Iterator[str]:
         if not (is_checkpoint and isinstance(at.whole, schema.EvalConfig | schema.GenerateConfig)):
             hint = "; `whet export` makes one from this checkpoint" if is_checkpoint else ""
             yield f"model.path={model.path} has no config.json; expected a Hugging Face model folder{hint}"
+
+
+def _pixels(data: schema.MediaRowsConfig, at: Place) -> Iterator[str]:
+    low, high = data.min_pixels, data.max_pixels
+    if low is not None and high is not None and low > high:
+        yield f"{at.of('min_pixels')}={low} is over {at.of('max_pixels')}={high}; raise or unset one of them"
 
 
 def _files(data: schema.RowsConfig, at: Place) -> Iterator[str]:
@@ -344,7 +351,8 @@ Rule = Callable[[Any, Place], Iterable[str]]
 RULES: list[tuple[type[schema.Section], Rule]] = [
     (next(iter(get_type_hints(rule).values())), rule)  # the first argument is the section that a rule checks
     for rule in (
-        *(_chosen, _model, _files, _sampling, _staleness, _reward, _reward_model, _no_adapter, _mix, _trainer, _output),
+        *(_chosen, _model, _pixels, _files, _sampling, _staleness, _reward),
+        *(_reward_model, _no_adapter, _mix, _trainer, _output),
         *(group_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
         *(engine_rule, cluster_rule, processes_rule, neighbours_rule),
     )

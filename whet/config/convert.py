@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.config.checks import problems
+from whet.config.convert_units import UNITS
 from whet.config.foreign import UNSET, KeyRow, Table, tables
 from whet.config.foreign_files import Written, scalar
 from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
 from whet.config.render import value_lines
 from whet.config.schema import TrainConfig
-from whet.errors import ConfigError, RegistryError
+from whet.errors import ConfigError, RegistryError, WhetError
 
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
+_SWITCH = re.compile(r"\.enabled?$").search
 SYSTEMS = {table.system.lower(): table.system for table in tables()}
 
 
@@ -60,10 +61,10 @@ def convert(written: Written, system: str) -> Converted:
     """Returns the recipe for the keys of a file or command of verl, easyr1, roll or trl.  Raises: ConfigError."""
     if system.lower() not in SYSTEMS:
         raise ConfigError(f"--from {system} is no known framework; expected {', '.join(SYSTEMS)}")
-    result = _Conversion(written, SYSTEMS[system.lower()]).run()
+    result = Conversion(written, SYSTEMS[system.lower()]).run()
     sweeps = dict[str, list[str]]()  # words of `-m` that give the turns of each loop
     for loop, turns in written.loops.items():
-        others = (_Conversion(replace(written, values=turn), result.system).run().values for turn in turns)
+        others = (Conversion(replace(written, values=turn), result.system).run().values for turn in turns)
         recipes = [result.values, *others]
         keys = sorted({key for recipe in recipes for key in recipe} - NAMES_OF_RUNS)
         texts = {key: [shlex.quote(str(recipe.get(key, "null"))) for recipe in recipes] for key in keys}
@@ -76,9 +77,13 @@ def convert(written: Written, system: str) -> Converted:
     return result
 
 
-class _Conversion:
+class Conversion:
+    """The keys of one file or command, and the recipe that they become row by row."""
+
     def __init__(self, written: Written, system: str) -> None:
         self.given = {key: value for key, value in written.values.items() if value is not None}
+        self.nulls = written.values.keys() - self.given
+        self.unread = {found[1] for line in written.unread if (found := re.match(r"(?:--)?([\w.]+)[ =]", line))}
         self.result = Converted(system, check=list(written.unread))
         trainers = ("", self.given.pop("trainer", "")) if system == "TRL" else ("",)
         self.tables: list[Table] = [each for each in tables() if each.system == system and each.trainer in trainers]
@@ -113,6 +118,7 @@ class _Conversion:
                 self.write(key, value, f"always in {table.system}", over=False)
         self._drop_unread()
         self._validate()
+        self._count_defaults()
         return self.result
 
     def value(self, key: str) -> Any:
@@ -138,10 +144,14 @@ class _Conversion:
         if key not in self.given and row.default is UNSET:
             return
         value = self.value(key)
-        shown, origin = f"{key}={value}", key if key in self.given else f"default of {self.result.system}: {key}"
+        origin = f"default of {self.result.system}: {key}" + ", whose value was not read" * (key in self.unread)
+        shown, origin = f"{key}={value}", key if key in self.given else origin
         if (unmet := self._unmet(row)) is not None:
-            if key in self.given:
+            if key in self.given and not self._by_another(row, key, value):
                 self.result.ignored.append(f"{shown}: without effect, since {unmet}")
+        elif wanted and value != scalar(wanted) and (row.kind != "speed" and wanted != "FILE"):
+            if value and not self._by_another(row, key, value):
+                self.result.check.append(f"{shown}: only {pattern} has a counterpart" + _remark(row))
         elif row.unit is not None:
             for target, each in UNITS[row.unit](self, key, value, row, ours):
                 self.write(target, each, origin)
@@ -149,15 +159,9 @@ class _Conversion:
             self.result.ignored.append(f"{shown}: concerns speed or memory" + _remark(row))
         elif row.kind == "same":
             self.result.ignored.append(f"{shown}: {row.remark or 'whet always does this, or reads it with other keys'}")
-        elif wanted:
-            if value == scalar(wanted):
-                for each in ours:
-                    target, _, setting = each.partition("=")
-                    self.write(target, scalar(setting) if setting else value, origin)
-            elif value:
-                self.result.check.append(f"{shown}: only {pattern} has a counterpart" + _remark(row))
-        elif row.kind == "check" and value:
-            self.result.check.append(f"{shown}: set {' and '.join(ours) or 'its counterpart'}" + _remark(row))
+        elif row.kind == "check" and value and not (isinstance(value, (str, int)) and row.values.get(value) == {}):
+            asked = f"set {' and '.join(ours)}{_remark(row)}" if ours else row.remark
+            self.result.check.append(f"{shown}: {asked}")
         elif row.kind == "check":
             self.result.ignored.append(f"{shown}: the same here")
         elif not ours:
@@ -197,6 +201,12 @@ class _Conversion:
                 return f"{key} is {value if value is not None else 'not set'}"
         return None
 
+    def _by_another(self, row: KeyRow, key: str, value: Any) -> bool:
+        """Tells whether another row converts this value of a key."""
+        others = (each for each in self.rows if each is not row and self._unmet(each) is None)
+        patterns = (theirs.partition("=") for each in others for theirs in each.theirs)
+        return any(name == key and (not sign or value == scalar(wanted)) for name, sign, wanted in patterns)
+
     def _unknown(self) -> None:
         """Keys that no row has: those below a key of a row are converted with it, the others told."""
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
@@ -225,6 +235,7 @@ class _Conversion:
         from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
         values = self.result.values
+        self._drop_unregistered()
         algorithm = self._section("algorithm")
         entries = {
             "algorithm.adv_options": ADV_ESTIMATORS[algorithm.adv_estimator],
@@ -245,6 +256,24 @@ class _Conversion:
                 self._drop(key, "no critic is trained")
         if "algorithm.kl.where" not in values:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
+
+    def _drop_unregistered(self) -> None:
+        """Drops functions that whet does not have, with their options, and asks for them."""
+        from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
+
+        values, origins = self.result.values, self.result.origins
+        registries = {"adv_estimator": (ADV_ESTIMATORS, "adv_options"), "policy_loss": (POLICY_LOSSES, "loss_options")}
+        for key, (registry, options) in registries.items():
+            key, options = f"algorithm.{key}", f"algorithm.{options}"
+            try:
+                registry[values[key]] if key in values else None
+            except WhetError:
+                dropped = [key, *(each for each in values if each.startswith(f"{options}."))]
+                given = [origins[each] for each in dropped[1:] if not origins[each].startswith("default")]
+                asked = f", and {options} to its {', '.join(given)}" if given else ""
+                self.result.check.append(f"{origins[key]}={values[key]}: set {key} as path/file.py:function{asked}")
+                for each in dropped:
+                    del values[each], origins[each]
 
     def _drop(self, key: str, why: str) -> None:
         if key in self.result.values:
@@ -286,150 +315,21 @@ class _Conversion:
             self.result.check += [f"whet train: {line}" for line in problems(loaded.config)]
             return
 
+    def _count_defaults(self) -> None:
+        """Counts the lines about keys at their default, or in a section that is switched off, in place of them."""
+        off = tuple(
+            f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
+        )
+        defaults = {k for k, v in self.given.items() if any(table.is_default(k, v) for table in self.tables)}
+        quiet = defaults | {key for key in self.given if key.startswith(off)}
+        lists = (self.result.check, self.result.without, self.result.ignored)
+        before = sum(map(len, lists))
+        for lines in lists:
+            lines[:] = [line for line in lines if re.split("[=:]", line, maxsplit=1)[0] not in quiet]
+        if left_out := before - sum(map(len, lists)):
+            told = f"{left_out} keys at the default of {self.result.system}, switched off, or not about training"
+            self.result.ignored.append(told)
+
 
 def _remark(row: KeyRow) -> str:
     return f" ({row.remark})" if row.remark else ""
-
-
-Unit = Iterator[tuple[str, Any]]
-
-
-def _updates(of: _Conversion) -> int:
-    """Updates of a step."""
-    values = of.result.values
-    batch: int = values.get("data.train_batch_size", leaf_fields(TrainConfig)["data.train_batch_size"].default)
-    updates: int = -(-batch // (values.get("actor.mini_batch_size") or batch)) * values.get("actor.epochs", 1)
-    return updates
-
-
-def _in_updates(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """Steps of the loop in updates of the optimizer; a negative number is none."""
-    if value > 0:
-        yield ours[0], value * _updates(of)
-
-
-def _ratio(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """A share of all steps in updates, where their number is known."""
-    steps = of.result.values.get("trainer.total_steps")
-    if not value:
-        return
-    if steps:
-        rounded = math.ceil if of.result.system == "TRL" else int
-        yield ours[0], rounded(value * steps) * _updates(of)
-    else:
-        of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
-
-
-def _dual(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    if value:
-        yield ours[0], 1 + 2 * of.value("pg_clip")
-
-
-def _overlong(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """DAPO's penalty, where the buffer is switched on."""
-    if of.given.get(f"{key.rpartition('.')[0]}.enable", True):
-        yield ours[0], value
-
-
-def _beta(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    for target in ours if value else ():
-        name, _, setting = target.partition("=")
-        yield name, setting or value
-
-
-def _trl_batches(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """Prompts of a step and of an update, from products that count responses. A step is one batch of generation, or
-    one update where that needs several."""
-    given, n = of.given, of.value("num_generations")
-    processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
-    if "num_processes" not in given:
-        of.result.check.append("num_processes is not set: batch sizes are those of one process; multiply them by yours")
-    pass_size = given.get("per_device_train_batch_size", 8) * processes
-    step = given.get("generation_batch_size") or pass_size * given.get("steps_per_generation", gathered)
-    yield from _prompts(of, max(step, pass_size * gathered), pass_size * gathered, n)
-
-
-def _roll_batches(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """Prompts of an update: responses of a device, times accumulation, times the ranks that read different rows."""
-    given, prefix = of.given, key.rpartition(".")[0]
-    devices = given.get("actor_train.device_mapping", [0])
-    if isinstance(devices, str):
-        bounds = [int(number) for number in re.findall(r"\d+", devices)]
-        devices = range(*bounds)
-    parallel = "actor_train.strategy_args.strategy_config."
-    ranks = len(devices)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        ranks //= given.get(parallel + name, 1)
-    n, batch = of.value("num_return_sequences_in_group"), of.value("rollout_batch_size")
-    update = value * given.get(f"{prefix}.gradient_accumulation_steps", 1) * max(1, ranks)
-    for target, each in _prompts(of, batch * n, min(update, batch * n), n):
-        if target == ours[0]:
-            yield target, each
-
-
-def _prompts(of: _Conversion, step: int, update: int, n: int) -> Unit:
-    if step % n or update % n or step % update:
-        of.result.check.append(
-            f"a step has {step} and an update {update} responses, {n} a prompt: whole groups have no such sizes"
-        )
-        update = max(n, update - update % n)
-        step = max(update, step - step % update)
-    yield "data.train_batch_size", step // n
-    yield "actor.mini_batch_size", update // n
-
-
-def _rewards(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """ROLL's worker classes as functions: one for all rows, or one for each domain."""
-    workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
-    for name, each in value.items():
-        if not name.endswith((".worker_cls", ".tag_included")):
-            of.result.without.append(f"{name}={each}")
-    for domain, worker in workers.items():
-        function, _, note = row.values.get(worker.rpartition(".")[2], "").partition("; ")
-        if note or not function:
-            asked = note or f"set reward.domains.{domain}.function"
-            of.result.check.append(f"rewards.{domain}.worker_cls={worker}: {asked}")
-        if not function:
-            continue
-        if len(workers) == 1:
-            yield "reward.function", function
-            continue
-        yield f"reward.domains.{domain}.function", function
-        if sources := value.get(f"rewards.{domain}.tag_included"):
-            yield f"reward.domains.{domain}.sources", sources
-
-
-def _trl_rewards(of: _Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """Functions of trl.rewards, and others by the path of their module; the penalty for length is no function here."""
-    names = [value] if isinstance(value, str) else [str(each) for each in value]
-    weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
-    for name, weight in zip(names, weights, strict=False):
-        made, _, options = name.partition("(")
-        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # those of `trl grpo`
-        if made == "get_soft_overlong_punishment" and numbers[:1] == [of.value("max_completion_length")]:
-            yield "algorithm.overlong.penalty", weight
-            yield "algorithm.overlong.buffer_length", numbers[-1]
-        elif name in row.values or re.fullmatch(r"[\w.]+\.\w+", name):
-            kept[row.values.get(name, ":".join(name.rsplit(".", 1)))] = weight
-        else:
-            of.result.check.append(
-                f"{key}={', '.join(names)}: set reward.function, with {name} as path/file.py:function"
-            )
-            return
-    if "reward.weights" in of.result.values:
-        of.result.values["reward.weights"] = list(kept.values())
-    if kept:
-        yield ours[0], list(kept) if len(kept) > 1 else next(iter(kept))
-
-
-UNITS: Mapping[str, Callable[..., Unit]] = {
-    "updates": _in_updates,
-    "ratio": _ratio,
-    "dual": _dual,
-    "overlong": _overlong,
-    "beta": _beta,
-    "trl_batches": _trl_batches,
-    "roll_batches": _roll_batches,
-    "rewards": _rewards,
-    "trl_rewards": _trl_rewards,
-}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -51,6 +52,14 @@ class Table:
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     notes: tuple[str, ...] = ()  # what has to be checked by hand
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published files of keys, by path
+    quiet: tuple[str, ...] = ()  # patterns of keys that say nothing about training
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by pattern of a section and by name
+
+    def is_default(self, key: str, value: Any) -> bool:
+        """Tells whether a key with its default, or one that says nothing about training, is not worth a line."""
+        section, _, name = key.rpartition(".")
+        given = (each.get(name, UNSET) for pattern, each in self.defaults.items() if fnmatchcase(section, pattern))
+        return any(fnmatchcase(key, pattern) for pattern in self.quiet) or value in given
 
 
 @cache

@@ -26,12 +26,13 @@ from whet.errors import ConfigError
 
 _IN_NAMES = re.compile(r"\$\((date|git|hostname|id|mktemp|uuidgen|whoami)\b[^()]*\)")
 _OF_NAMES = re.compile(r"(name|dir|path|folder)$")  # keys whose values may hold the output of such a program
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:,([^{}]*))?\}")  # name, default
 RENAMED = {"model": "model_name_or_path", "config": "config_file_of_keys"}
 RENAMED |= {"r": "lora_r", "target_modules": "lora_target_modules"}  # of peft's LoraConfig
 MAX_SWEEP = 100  # turns of a loop around a command that are read
 UNREAD = ("defaults", "hydra")  # parts of a file that name other files
 _PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[ =](\d+)")
+_TRAINERS = {"rloo": r"\bRLOO(Config|Trainer)\(|\brloo(\.py)?\s", "async_grpo": r"\bAsyncGRPO(Config|Trainer)\("}
 
 
 @dataclass
@@ -74,8 +75,9 @@ def read(source: str, system: str) -> Written:
         raise ConfigError(
             f"{source} sets no key of {system}; expected key=value, --key value, YAML or Config(key=value){notes}"
         )
-    if system == "trl" and re.search(r"\bRLOO(Config|Trainer)\(|\brloo(\.py)?\s", text):
-        written.values["trainer"] = "rloo"
+    for trainer, pattern in _TRAINERS.items() if system == "trl" else ():
+        if re.search(pattern, text):
+            written.values["trainer"] = trainer
     return written
 
 
@@ -136,20 +138,33 @@ def _of_yaml(text: str, system: str) -> Written:
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__} instead of keys with values")
-    values = {str(key): value for key, value in flatten({k: v for k, v in found.items() if k not in UNREAD})}
+    pairs = flatten({k: v for k, v in found.items() if k not in UNREAD})
+    values = {str(key): value for key, value in pairs if value != "???"}  # Hydra's mark of a value that is missing
     unread = [f"{part}: names other files, whose keys are missing" for part in UNREAD[:1] if part in found]
-    return Written({RENAMED.get(key, key): scalar(_resolved(value, values)) for key, value in values.items()}, unread)
+    resolved = {RENAMED.get(key, key): scalar(_resolved(value, values, key)) for key, value in values.items()}
+    return Written(resolved, unread)
 
 
-def _resolved(value: Any, values: Mapping[str, Any], depth: int = 8) -> Any:
-    """Replaces `${key}` by the value of that key, where the file has it."""
+def _resolved(value: Any, values: Mapping[str, Any], key: str, depth: int = 8) -> Any:
+    """Replaces `${key}` by the value of that key, where the file has it, and `${oc.select:key,default}` by the default
+    where it has not. Variables of the environment may be secrets: `${oc.env:NAME,default}` is its default."""
     if isinstance(value, list):
-        return [_resolved(each, values, depth) for each in value]
+        return [_resolved(each, values, key, depth) for each in value]
     if not isinstance(value, str) or not depth:
         return value
-    if (whole := _REFERENCE.fullmatch(value)) and whole[1] in values:
-        return _resolved(values[whole[1]], values, depth - 1)
-    return _REFERENCE.sub(lambda found: str(_resolved(values.get(found[1], found[0]), values, depth - 1)), value)
+
+    def of(found: re.Match[str]) -> Any:
+        name = found[1].lstrip(".")
+        if dots := len(found[1]) - len(name):  # beside this key, or in sections around it
+            name = ".".join([*key.split(".")[:-dots], name])
+        if name in values:
+            return _resolved(values[name], values, name, depth - 1)
+        return found[0] if found[2] is None else found[2].strip()
+
+    if whole := _REFERENCE.fullmatch(value):
+        return of(whole)
+    replaced = _REFERENCE.sub(lambda found: str(of(found)), value)  # of nested ones the innermost
+    return value if replaced == value else _resolved(replaced, values, key, depth - 1)
 
 
 def _of_python(text: str, system: str) -> Written:

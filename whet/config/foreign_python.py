@@ -16,7 +16,7 @@ _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove
 
 def arguments_of_calls(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
     """Returns the values of arguments by name, and those that are neither literals nor constants of the script."""
-    values, unread, names = dict[str, Any](), list[str](), _constants(tree)
+    values, unread, names = dict[str, Any](), list[str](), _constants(tree) | _flags(tree)
     for call in ast.walk(tree):
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         if not isinstance(call, ast.Call) or not name.endswith(("Config", "Trainer")):
@@ -30,6 +30,8 @@ def arguments_of_calls(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
                 of_rewards = each.arg == "reward_funcs"
                 found: Any = _functions(each.value, names) if of_rewards else literal(each.value, names)
                 values |= found if each.arg is None else {each.arg: found}
+                if isinstance(each.value, ast.Attribute):
+                    unread.append(f"{each.arg}={ast.unparse(each.value)}: {found}, the default of that flag")
             except (ValueError, TypeError, SyntaxError, ArithmeticError):
                 shown = f"{each.arg}=" if each.arg else "**"
                 unread.append(f"{shown}{ast.unparse(each.value)} is not a literal: set it by hand")
@@ -38,8 +40,9 @@ def arguments_of_calls(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
 
 def literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
     """The value of an expression of literals, constants, `dict()` and arithmetic.  Raises: ValueError, ..."""
-    if isinstance(node, ast.Name) and node.id in names:
-        return literal(names[node.id], {name: value for name, value in names.items() if name != node.id})
+    written = ast.unparse(node)
+    if isinstance(node, (ast.Name, ast.Attribute)) and written in names:
+        return literal(names[written], {name: value for name, value in names.items() if name != written})
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
         keys: list[ast.expr | None] = [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
         node = ast.Dict(keys, [each.value for each in node.keywords])
@@ -66,6 +69,16 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
             owner = node.value if isinstance(node, (ast.Subscript, ast.Attribute)) else node
             stored[getattr(owner, "id", getattr(owner, "arg", ""))] += 1
     return {name: value for name, value in found.items() if stored[name] == 1}
+
+
+def _flags(tree: ast.Module) -> dict[str, ast.expr]:
+    """The defaults of flags that `parser.add_argument` declares, as `args.NAME`."""
+    found = dict[str, ast.expr]()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".add_argument") and call.args:
+            name = ast.unparse(call.args[-1]).strip("'\"-").replace("-", "_")
+            found |= {f"args.{name}": each.value for each in call.keywords if each.arg == "default"}
+    return found
 
 
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:

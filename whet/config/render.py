@@ -40,10 +40,9 @@ def value_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 def inline(value: Any) -> str:
     """A value as YAML on one line; text with line breaks becomes a quoted string."""
-    if isinstance(value, str) and "\n" in value:
-        return json.dumps(value, ensure_ascii=False)
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
-    return text.removesuffix("...\n").rstrip("\n")
+    text = text.removesuffix("...\n").rstrip("\n")
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
 def json_schema(schema: type[Section]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from whet.registry import TOOL_PARSERS, TOOLS
 
 ENTRIES = (
     "tools: a shipped name, path/file.py:function (or class), {python: ..., options: {...}}, "
-    "{mcp: {command: [...]}}, {mcp: {url: http://...}}, {mcp: {python: path/file.py:server}}"
+    "{mcp: {command: [...]}}, {mcp: {url: http://..., headers: {...}}}, {mcp: {python: path/file.py:server}}"
 )
 ROLE = "role of results: tool, or user for chat templates that know no tools, which then are told in the system message"
 

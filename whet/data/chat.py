@@ -230,9 +230,10 @@ def _continuation(
     with bounded():
         before, after = render(messages_before), render([*with_probe, *new_messages])
         without_new = render(with_probe)
-    if not after.startswith(before):
+    size = _size_of(before, after)
+    if size is None:
         raise _not_append_only("the messages before the response")
-    opening, _, continuation = after.removeprefix(before).partition(_RESPONSE)
+    opening, _, continuation = after[size:].partition(_RESPONSE)
     if calls:  # the template writes more of the call, up to the end of the turn
         end = _control_tokens(tokenizer).search(continuation)
         continuation = continuation[end.start() :] if end else ""
@@ -246,6 +247,18 @@ def _continuation(
             "use a template that supports these roles, or send their text as a user message"
         )
     return continuation
+
+
+def _size_of(before: str, text: str) -> int | None:
+    """The length of the beginning of `text` that is `before` but for white space, which templates such as that of
+    Hermes 3 write differently after the last message; None where there is none."""
+    if text.startswith(before):
+        return len(before)
+    letters = "".join(before.split())
+    if not "".join(text.split()).startswith(letters):
+        return None
+    places = [place for place, letter in enumerate(text) if not letter.isspace()]
+    return places[len(letters) - 1] + 1
 
 
 def _without_calls(message: Message) -> Message:

@@ -39,6 +39,7 @@ URL_SECONDS, URL_BYTES = 30.0, 64 * 2**20  # for one media
 OWN_LIMITS = {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "video_fps", "max_frames": "max_frames"}
 UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "video_start", "video_end")
 CONTENT = ("bytes", "path", "url", "image", "video")  # fields of an object, the first that it has
+MAX_TOKENS = 2**18  # of one media
 _writing = threading.Lock()  # two threads may store the same bytes
 
 
@@ -171,7 +172,14 @@ class MediaReader:
     def _measured(self, media: Media, header: Header, seconds: Sequence[float]) -> Media:
         assert self.vision is not None
         low, high = self.limits.min_pixels, self.limits.max_pixels
-        return self.vision.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
+        found = self.vision.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
+        if found.tokens is not None and found.tokens.count > MAX_TOKENS:
+            raise DataError(
+                f"it becomes {found.tokens.count:,} tokens, expected at most {MAX_TOKENS:,}; lower "
+                + ("data.max_pixels" if low is None else f"min_pixels={low} (data.min_pixels)")
+                + (" or data.max_frames" if media.kind == "video" else "")
+            )
+        return found
 
     def _frame_header(self, frame: Encoded) -> Header:
         with opened(frame) as file:

@@ -15,11 +15,14 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")  # none that runs a program
 ANIMATIONS = ("GIF", "WEBP", "PNG", "AVIF")
-MAX_PIXELS = int(os.environ.get("WHET_MAX_IMAGE_PIXELS", 2**26))  # of one frame; 2**26 are 192 MiB as RGB
+_given = os.environ.get("WHET_MAX_IMAGE_PIXELS", "")
+if _given and not (_given.isdecimal() and int(_given)):
+    raise ConfigError(f"WHET_MAX_IMAGE_PIXELS={_given!r} in the environment: expected a number above 0, or none")
+MAX_PIXELS = int(_given or 2**26)  # of one frame; 2**26 are 192 MiB as RGB
 Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, MAX_PIXELS)  # Pillow refuses twice as many by itself
 SMALLER = "save it smaller, or allow it with the environment variable WHET_MAX_IMAGE_PIXELS=NUMBER"
 MAX_ASPECT = 200  # as Qwen's processors
@@ -50,6 +53,9 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"the file cannot be opened ({reason}); correct the path") from error
     with file:
+        if not file.read(1):
+            raise DataError("the file is empty; replace it, or drop the row")
+        file.seek(0)
         yield file
 
 

@@ -43,11 +43,14 @@ def has(row: Mapping[str, Any], name: str) -> bool:
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
-def place(messages: Sequence[Message], given: Sequence[Value]) -> tuple[tuple[Message, ...], list[Value]]:
+def place(
+    messages: Sequence[Message], given: Sequence[Value], owner: str = "row"
+) -> tuple[tuple[Message, ...], list[Value]]:
     """Makes a content part of each tag; returns the messages without their objects, and these in order.
 
     A tag, or a part without an object, stands for the next of the `given` values of its kind. What the model itself
-    wrote has no tags. Raises: DataError where numbers differ, and for parts of other kinds."""
+    wrote has no tags. Raises: DataError where numbers differ, which names the `owner` of the messages, and for parts of
+    other kinds."""
     left = {kind: deque(value for own, value in given if own == kind) for kind in KINDS}
     num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(KINDS, 0)
     placed, found = [], list[Value]()
@@ -66,7 +69,7 @@ def place(messages: Sequence[Message], given: Sequence[Value]) -> tuple[tuple[Me
         if num_tags[kind] != num_given[kind]:
             raise DataError(
                 f"it has {num_given[kind]} {FIELDS[kind][0]}, and its text has {num_tags[kind]} places for them (the "
-                f"tag <{kind}>, or a part of type {kind!r} without an object); expected as many: correct the row"
+                f"tag <{kind}>, or a part of type {kind!r} without an object); expected as many: correct the {owner}"
             )
     return tuple(placed), found
 
@@ -75,6 +78,11 @@ def has_parts(messages: Sequence[Message]) -> bool:
     """Tells whether messages have images or videos as content parts."""
     contents = [message.content for message in messages if isinstance(message.content, list)]
     return any(part.get("type") in OBJECTS for parts in contents for part in parts)
+
+
+def has_tag(messages: Sequence[Message]) -> bool:
+    """Tells whether the texts of messages have a tag."""
+    return any(isinstance(message.content, str) and TAG.search(message.content) for message in messages)
 
 
 def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:

@@ -110,13 +110,17 @@ class Engine(ABC):
         Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite
         (`skipped_updates` of the run, `skipped_in_a_row`)."""
         columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
-        counts = self.begin(columns, objective)
+        counts, vision = self.begin(columns, objective), vision_of(self.model)
+        before = 0.0 if vision is None else vision.waited_seconds
         metrics = Metrics()
         if counts is None:
             metrics.max(f"{objective.name}/empty_updates", 1)
             return metrics
         loss = self.schedule(columns, objective, counts, metrics)
         self.finish(objective.name, loss, metrics)
+        if vision is not None:
+            ranks = 1 if self.process_group is None else self.process_group.size()
+            metrics.seconds("perf/media_wait_seconds", (vision.waited_seconds - before) / ranks)
         return metrics
 
     def begin(self, columns: Columns, objective: Objective) -> Columns | None:

@@ -12,9 +12,12 @@ import copy
 import inspect
 import pickle
 import random
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from whet.environments.protocol import Answer, Closes, Observation, Result
@@ -25,13 +28,16 @@ from whet.processes.children import Callee, Children, Reply
 from whet.processes.template import Caller, Serve
 from whet.processes.user_code import pickle_code
 from whet.registry import ENVIRONMENTS
-from whet.types import Failure, Prompt
+from whet.types import Failure, Media, Prompt
 
 SHOWN = 50  # characters of an answer or a message
 NUM_SEEDS = 8  # that "another seed" compares
 SPEED_SECONDS = 0.3
 START_SECONDS = 120.0  # to load the environment
+MAX_MEDIA_BYTES = 16 * 2**20  # of the images and videos of an observation
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Found = dict[str, Any]  # what a probe returns
+Parts = dict[str, str]  # what an observation says, by the names of its fields
 WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
 STRANGE: Mapping[str, str] = {
@@ -160,9 +166,7 @@ class _Check:
         yield Finding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
         yield self._of("observations", faults, f"up to {alone['characters']:,} characters")
         yield self._of("rewards", faults, f"{min(alone['rewards']):g} to {max(alone['rewards']):g}")
-        found, most = alone["characters"], self.plan.max_characters
-        size = f"at most {most:,} characters" if found <= most else f"{found:,} characters; expected at most {most:,}"
-        yield Finding("observation size", found <= most, size)
+        yield self._size(alone["characters"], alone["media_bytes"])
         yield self._same("same seed", alone, self.second.ask("play", [seed]), "in another process")
         beside = self.first.ask("play", [seed, seed + 1])
         yield self._same("beside another", alone, beside, "while another one runs: it shares state or a generator")
@@ -177,17 +181,22 @@ class _Check:
     def _of(self, name: str, faults: Mapping[str, str], good: str) -> Finding:
         return Finding(name, name not in faults, faults.get(name, good))
 
+    def _size(self, characters: int, media_bytes: int) -> Finding:
+        most, most_bytes = self.plan.max_characters, MAX_MEDIA_BYTES
+        expected, found = f"at most {most:,} characters", f"{characters:,} characters"
+        if media_bytes:
+            expected = f"{expected}, and {most_bytes:,} bytes of media"
+            found = f"{found}, and {media_bytes:,} bytes of media"
+        is_ok = characters <= most and media_bytes <= most_bytes
+        return Finding("observation size", is_ok, expected if is_ok else f"{found}; expected {expected}")
+
     def _same(self, name: str, alone: Found, other: Found, where: str) -> Finding:
         if "ended" in other:
             return Finding(name, False, other["ended"])
         one, two = alone["transcripts"][0], other["transcripts"][0]
         if one == two:
             return Finding(name, True, f"the same {len(one)} observations")
-        turn = next(
-            (i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), min(len(one), len(two))
-        )
-        shown = " and ".join(_short(each[turn]) if turn < len(each) else "no observation" for each in (one, two))
-        return Finding(name, False, f"turn {turn} differs {where}: {shown}")
+        return Finding(name, False, _difference(one, two, f"differs {where}"))
 
     def _other_seeds(self) -> Finding:
         firsts = set()
@@ -195,7 +204,7 @@ class _Check:
             found = self.first.ask("play", [seed])
             if why := found.get("ended") or found["faults"].get("starts"):
                 return Finding("another seed", False, f"seed {seed}: {why}")
-            firsts.add(tuple(found["transcripts"][0]))
+            firsts.add(repr(found["transcripts"][0]))
         if len(firsts) == 1:
             return Finding("another seed", None, f"{NUM_SEEDS} seeds give the same episode: it is not random")
         return Finding("another seed", True, f"{len(firsts)} different episodes of {NUM_SEEDS} seeds")
@@ -215,6 +224,15 @@ class _Check:
                 bad.append(f"{name}: {what}")
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         return Finding("answers", not bad, f"{bad[0]}{more}" if bad else f"{len(STRANGE)} strange ones")
+
+
+def _difference(one: Sequence[Parts], two: Sequence[Parts], what: str) -> str:
+    """The first turn and part in which transcripts differ, with both values."""
+    pairs = zip_longest(one, two, fillvalue={"failure": "no observation"})
+    turn, (left, right) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    name = next(each for each in ("failure", *left) if left.get(each) != right.get(each))
+    values = " and ".join(_short(each.get(name, "an observation")) for each in (left, right))
+    return f"turn {turn} {what}: {values if name == 'failure' else f'{name} {values}'}"
 
 
 def _short(text: object) -> str:
@@ -254,11 +272,12 @@ class _Played:
     make: Callable[[Prompt], Any]
     plan: Plan
     seed: int
-    transcript: list[str] = field(default_factory=list)
+    transcript: list[Parts] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)  # tasks since the last observation
     faults: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
-    characters: int = 0
+    characters: int = 0  # of the largest observation
+    media_bytes: int = 0
     rewards: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -305,24 +324,44 @@ class _Played:
             told, verb = outcome.message, "reset" if name == "starts" else "step"
             at = "rewards" if "Observation.reward" in told else "observations" if "Observation" in told else name
             self.faults[at] = f"{verb} {'raised' if at == name else 'gave what cannot be used:'} {told}"
-            self.transcript.append(f"{told}{self.asked or ''}")
+            self.transcript.append({"failure": told, "tasks": repr(self.asked)})
             self.is_over = True
             return
         try:
             pickle.dumps(outcome)
-        except Exception as error:  # an object of the user
+            self.media_bytes = max(self.media_bytes, sum(map(_size, outcome.media)))
+        except Exception as error:  # an object of the user, a picture that is not there
             self.faults["observations"] = f"an observation cannot leave the process: {describe(error)}"
-        texts = [str(message.content) for message in outcome.messages]
-        numbers = {name: value for name, value in outcome.fields.items() if isinstance(value, str | int | float)}
-        ends = (outcome.done, outcome.truncated)
-        paid = f" {sorted(outcome.rewards.items())}" if outcome.rewards else ""
-        self.transcript.append(
-            f"{texts} {outcome.reward!r} {ends} {outcome.state_key} {outcome.context} {numbers}{paid}{self.asked or ''}"
-        )
+        self.transcript.append(_parts(outcome, self.asked))
         self.asked = []
-        self.characters = max(self.characters, sum(map(len, texts)))
+        self.characters = max(self.characters, sum(len(str(message.content)) for message in outcome.messages))
         self.rewards += [outcome.reward, *outcome.rewards.values()]
-        self.is_over = any(ends)
+        self.is_over = outcome.done or outcome.truncated
+
+
+def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
+    """The parts of an observation as texts; media by their digests, tasks as they were asked."""
+    messages = [message.to_dict() for message in seen.messages]
+    media = [(each.kind, each.digest) for each in seen.media]
+    parts = {**vars(seen), "messages": messages, "media": media, "tasks": list(asked)}
+    return {name: repr(_plain(value)) for name, value in parts.items()}
+
+
+def _plain(value: Any) -> Any:
+    """The value without an order of keys or sets; other objects as texts without their addresses."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=repr)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | None) else ADDRESS.sub("", repr(value))
+
+
+def _size(media: Media) -> int:
+    """Bytes of the encoded file, or of all frames."""
+    sources = media.source if isinstance(media.source, tuple) else (media.source,)
+    return sum(len(each) if isinstance(each, bytes) else Path(each).stat().st_size for each in sources)
 
 
 async def _load(make: Callable[[Prompt], Any], plan: Plan) -> Found:
@@ -346,6 +385,7 @@ async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int])
         "turns": len(first.transcript) - 1,
         "seconds": time.perf_counter() - start,
         "characters": first.characters,
+        "media_bytes": first.media_bytes,
         "rewards": first.rewards,
         "is_prompt_changed": first.prompt != plan.prompt,
     }
@@ -357,7 +397,11 @@ async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
     for _ in range(plan.max_turns):
         await played.turn()
     if played.faults or not played.is_over:
-        why = "an episode failed" if played.faults else f"no episode ended within {plan.max_turns} turns"
+        why = (
+            "an episode failed"
+            if played.faults
+            else f"no episode ended within {plan.max_turns} turns; --answer gives one that ends it"
+        )
         return {"is_ok": None, "what": f"not checked: {why}"}
     for _ in range(2):
         outcome = await played.call("answers", "step", Answer(ORDINARY[0]))
@@ -385,12 +429,9 @@ async def _restores(make: Callable[[Prompt], Any], plan: Plan) -> Found:
             await each.turn()
     await played.end()
     await copied.end()
-    pairs = zip(played.transcript, copied.transcript, strict=False)
-    turn = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
-    if turn is None:
+    if played.transcript == copied.transcript:
         return {"is_ok": True, "what": "a copy after a turn goes on alike"}
-    shown = f"{_short(played.transcript[turn])} and {_short(copied.transcript[turn])}"
-    return {"is_ok": False, "what": f"turn {turn} of a copy differs: {shown}"}
+    return {"is_ok": False, "what": _difference(played.transcript, copied.transcript, "of a copy differs")}
 
 
 async def _close(make: Callable[[Prompt], Any], plan: Plan) -> Found:

@@ -19,8 +19,9 @@ class Gymnasium:
     """An environment of gymnasium with discrete actions. The action of a turn is the last of the words `actions` in it
     (without them its last number); a turn without an action is no step, is answered with `invalid_text` and pays
     `invalid_reward`. An observation is its value as text; with `render=true` the environment's own text (ansi), or else
-    that of the function `render` (`package.module:name`) of the environment. `success` is 1 where the last reward was
-    above 0."""
+    that of the function `render` (`package.module:name`) of the environment. `success` is 1 where the episode
+    terminated with a reward of at least `success_reward` (CliffWalking: -1). Without that option it is 1 for one above
+    0, and left out where a step before the end pays above 0 too (CartPole)."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class Gymnasium:
         actions: Sequence[str] = (),
         render: bool | str = False,
         invalid_reward: Finite = 0.0,
+        success_reward: Finite | None = None,
         invalid_text: str = "There is no such action. Answer with one of: {actions}",
         role: str = "user",
     ) -> None:
@@ -65,6 +67,7 @@ class Gymnasium:
             )
         self.invalid_text = invalid_text.replace("{actions}", ", ".join(words))
         self.invalid_reward, self.role, self.is_over = invalid_reward, role, False
+        self.success_reward, self.pays_before_the_end = success_reward, False
         self.render = load_target(render) if isinstance(render, str) else _rendered if render else None
         longest_first = sorted(map(re.escape, words), key=len, reverse=True)
         self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
@@ -72,7 +75,7 @@ class Gymnasium:
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Begins; the seed is that of the map and of all draws."""
         seen, _ = self.env.reset(seed=seed % 2**31)
-        self.is_over = False
+        self.is_over = self.pays_before_the_end = False
         return Observation(done=False, **self._shown(seen))
 
     def step(self, answer: Answer) -> Observation:
@@ -89,13 +92,19 @@ class Gymnasium:
             done=bool(terminated),
             truncated=bool(truncated and not terminated),
             reward=float(reward),
-            fields={"success": float(float(reward) > 0)},
+            fields=self._success(float(reward), bool(terminated)),
             **self._shown(seen),
         )
 
     def close(self) -> None:
         """Closes the environment."""
         self.env.close()
+
+    def _success(self, reward: float, is_terminated: bool) -> dict[str, float]:
+        if self.success_reward is not None:
+            return {"success": float(is_terminated and reward >= self.success_reward)}
+        self.pays_before_the_end |= reward > 0 and not self.is_over
+        return {} if self.pays_before_the_end else {"success": float(is_terminated and reward > 0)}
 
     def _shown(self, seen: Any) -> dict[str, Any]:
         text = str(self.render(self.env) if self.render else seen)

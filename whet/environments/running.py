@@ -53,6 +53,7 @@ class Running:
         self._environment: Any = None
         self._context: Context | None = None
         self._call: asyncio.Future[Any] | None = None  # of a method that may run tasks
+        self._is_over = False
 
     async def call(self, verb: str, *arguments: Any) -> Outcome:
         """Runs "reset" (prompt, seed), "step" (Answer) or "close" ().  Returns an Observation or a Failure."""
@@ -62,7 +63,9 @@ class Running:
             result = methods[verb](*arguments)
             if result is GOES_ON:  # of this package, so there is nothing to check
                 return GOES_ON
-            return read_observation(await awaited(result))
+            observation = read_observation(await awaited(result))
+            self._is_over = observation.done or observation.truncated
+            return observation
         except KeyboardInterrupt:  # a signal that stops the run
             raise
         except ToolError as error:
@@ -86,7 +89,7 @@ class Running:
                 f"the environment {type(made).__name__} has no method step; expected step(answer), or step(text) in "
                 "the short form: add it, or name another environment"
             )
-        self._environment = made
+        self._environment, self._is_over = made, False
         if prompt == PROBE:
             return GOES_ON
         form = _form(self._environment)
@@ -100,6 +103,8 @@ class Running:
             self._context.give(answer.results)
             return self._context.until_asked(self._call)
         form = _form(self._environment)
+        if self._is_over and form.reads is not same:  # the long form tells so by itself
+            raise RuntimeError("step was called after the end of the episode")
         return self._called(form, 1, partial(self._environment.step, form.reads(answer)))
 
     def _called(self, form: Form, number: int, method: Callable[..., Any]) -> Any:

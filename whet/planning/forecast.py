@@ -108,12 +108,17 @@ def forecast(
 
     Raises: ConfigError, ModelError."""
     if config.model.path is None:
-        raise ConfigError("model.path is not set; set it to a model folder (a config.json is enough) or a hub name")
+        raise ConfigError(
+            "model.path is not set; set it to a hub name, or to a model folder (a config.json is enough, with the "
+            "preprocessor_config.json of a model that reads images)"
+        )
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
     device, host = stated(device_gib, host_gib)
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
+    if not lengths and any(each.vision is not None for each in setup.outlines.values()):
+        notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.share)
     advised = (
@@ -149,15 +154,15 @@ def forecast(
 
 def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, float]:
     """Returns the lengths of the prompts or examples, empty if the data cannot be read, a note about them, and the
-    share of images and videos in their tokens."""
+    share of images and videos in their tokens (1.0 where that is unknown, which counts for models that see)."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
-        return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 0.0
+        return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 1.0
     try:
         rows = _read(config, TRAIN)
     except (WhetError, OSError) as error:
         note = f"the data cannot be read here ({error}): the plan assumes {limit} tokens in every row, the limit"
-        return [], note, 0.0
+        return [], note, 1.0
     lengths, of_media = [tokens for tokens, _ in rows], sum(media for _, media in rows)
     what = "examples" if isinstance(config, ExamplesConfig) else "prompts"
     note = f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens on average, the longest has {max(lengths)}"

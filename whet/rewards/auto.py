@@ -27,7 +27,8 @@ SOURCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning", "aime*"), ("math_dapo", {})),
     "hiyouga/geometry3k": ("geo3k", {}),
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco", "openai/openai_humaneval"), ("code", {})),
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), ("code", {"tolerance": 1e-5})),  # as prime_code
+    "openai/openai_humaneval": ("code", {}),
     "searchR1_*": ("search_qa", {}),
     "google/IFEval": ("ifeval", {}),
     **dict.fromkeys(("cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa"), ("multiple_choice", {})),

@@ -9,6 +9,7 @@ from typing import Literal
 from whet.options import Count, Share
 from whet.registry import register_reward
 from whet.rewards.result import after_thought
+from whet.rewards.search_qa import extract_answer
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{[^{}]{0,200}\}){0,200})\}")
 _WRITTEN = re.compile(
@@ -20,8 +21,9 @@ _LETTER = (
     r"(?!['\u2019.-]\w|[)\]*_]*\s*(?:or|and|,|/|&)\s*[(\[*_]*[A-Z]\b)"
 )
 _STATED = re.compile(
-    rf"(?i:\banswer\b[*_\s]*(?:is|:|=)[\s*_:$\"']*(?:(?:the\s+)?(?:option|choice)\s+)?)[(\[*_]*?{_LETTER}"
+    rf"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|letter))\b[*_\s]*(?:is|:|=)[\s*_:$\"']*(?:(?:the\s+)?(?:option|choice)\s+)?)[(\[*_]*?{_LETTER}"
 )
+_ALONE = re.compile(r"[\s$*_\"'(\[]*([A-Za-z])[\s$*_\"')\].:]*")  # all of a response
 _LONE = re.compile(rf"(?<![\w'\u2019.-]){_LETTER}")
 TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
 
@@ -34,9 +36,10 @@ TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "stri
 def compute_score(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
     """1 where the letter of the answer is that of the ground truth, else 0.
 
-    The letter is searched in the text after the last `</think>`: in the last `\\boxed{}`, else after the last "answer
-    is" or "answer:", else, with `lone`, the last capital letter on its own. "B or C" is no answer. The ground truth is
-    `B`, `(B)` or `B. text`. `pred` is the letter.
+    The letter is searched in the text after the last `</think>`: in the last `\\boxed{}`, else in the last `<answer>`,
+    else it is the whole response, else it stands after the last "answer is", "answer:" or "correct option is"
+    (choice, letter), else, with `lone`, it is the last capital letter on its own. "B or C" is no answer. The ground
+    truth is `B`, `(B)` or `B. text`. `pred` is the letter.
     Raises: ValueError for a ground truth without a letter.
     """
     letter, _ = extract_letter(solution_str, lone=lone)
@@ -73,12 +76,13 @@ def crossthinkqa(
 def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
     """The capital letter that a response chooses, None where it chooses none; and whether it is in a box."""
     text = after_thought(text)
-    boxes = [_WRITTEN.fullmatch(content) for content in _BOX.findall(text)[-1:]]
-    if boxes and boxes[0]:
-        return boxes[0][1].upper(), True
+    tagged = extract_answer(text, needs_tag=True) or ""
+    written = [_WRITTEN.fullmatch(content) for content in (*_BOX.findall(text)[-1:], tagged)]
+    if found := written[0] or written[-1] or _ALONE.fullmatch(text):
+        return found[1].upper(), len(written) > 1 and found is written[0]
     for pattern in (_STATED, _LONE) if lone else (_STATED,):
-        if found := list(pattern.finditer(text)):
-            return (found[-1][1] or found[-1][2]).upper(), False
+        if stated := list(pattern.finditer(text)):
+            return (stated[-1][1] or stated[-1][2]).upper(), False
     return None, False
 
 

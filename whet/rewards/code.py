@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 import secrets
@@ -13,21 +14,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.errors import SandboxError
-from whet.options import Count, Positive
+from whet.options import Count, Positive, Share
 from whet.registry import register_reward
 from whet.sandbox.inside import whet_peer
 from whet.sandbox.protocol import Limits, Program, Ran, Sandbox
 
-# A fenced block: its language, and its text. An unclosed one counts: the response was cut, or ended without the fence.
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# A fenced block: indentation, marks, language, text. An unclosed one counts: the response was cut, or ended without it.
+_FENCE = re.compile(
+    r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*\2|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io"
+_MODULES += " sys json"
+# What graders put before programs and functions that are called: as verl's prime_code, and LiveCodeBench's.
+IMPORTS = "".join(f"from {name} import *\n" for name in (*_MODULES.split(), "builtins", "typing"))
+IMPORTS += f"import {', '.join(_MODULES.split())}\n"
 # The tests' side of a program; the local sandbox has it loaded, a service gets it along.
-_SOURCE = Path(whet_peer.__file__).read_text(encoding="utf-8")
-PEER = f"try:\n    from whet_peer import main\nexcept ImportError:\n    exec({_SOURCE!r})\nmain()\n"
+_SOURCES = {
+    name: Path(whet_peer.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    for name in ("whet_peer", "whet_tester")
+}
+PEER = f"""try:
+    from whet_tester import main
+except ImportError:
+    import sys, types
+    for name, source in {_SOURCES!r}.items():
+        sys.modules[name] = types.ModuleType(name)
+        exec(source, vars(sys.modules[name]))
+    from whet_tester import main
+main()
+"""
 _SHOWN = 200  # characters of a message
 
 
 FENCED_AS = {
-    "": "python",
     "py": "python",
     "python3": "python",
     "c++": "cpp",
@@ -46,6 +67,7 @@ class Suite:
     cases: Sequence[Any]
     entry: str = ""  # the function that is tested: its name, or Class.method
     setup: str = ""  # statements before each case
+    imports: str = ""  # statements before the code
     prompt: str = ""  # code that a response may complete
     defines: str = ""  # the function or class of the prompt
 
@@ -56,6 +78,7 @@ class Suite:
     rows_checked_by="whet.rewards.code:check_row",
     examples=(
         ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
+        ("```python\ndef f(x):\n    return x * x\n```", ["assert abs(f(3) - 9) < 1e-6"], 1.0),
         ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
     ),
 )
@@ -73,6 +96,7 @@ def compute_score(
     python: str | None = None,
     languages: Mapping[str, Mapping[str, Any]] | None = None,
     paths: Sequence[str] = (),
+    tolerance: Share = 0.0,
 ) -> dict[str, Any]:
     """The share of tests that the last fenced block of code passes: 1 where it passes all (`binary`), the share, or its
     fourth power (`fraction4`).
@@ -82,10 +106,10 @@ def compute_score(
     of assertions, or text with them; a pytest file. A response that completes the code in `prompt`, which defines
     `entry_point`, is put behind it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
     and `memory_mb`; a program that was too late for one input is not run for the next. `most_tests` takes the first
-    ones. Tests of a function are for Python: code in another language fails them. `sandbox` is bubblewrap, an address
-    of a SandboxFusion service, or unisolated. `languages` adds languages:
-    `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`; programs see the folders `paths`,
-    read-only, and find commands there.
+    ones. Numbers may differ by a relative `tolerance`, unless both are whole. Tests of a function are for Python: code
+    in another language fails them. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated.
+    `languages` adds languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`;
+    programs see the folders `paths`, read-only, and find commands there.
     Parts: `tests` (their number), `passed` (the share). `pred` is the code.
     Raises: ValueError for a ground truth without tests, and for a language without a toolchain; SandboxError where the
     sandbox, a compiler, an interpreter or pytest is not there.
@@ -107,11 +131,12 @@ def compute_score(
     if tests.kind != "stdin" and name != "python":
         source = ""  # the tests call Python: code in another language fails them
     elif tests.kind != "stdin":
-        source = _completed(source, tests)
+        imports, source = _completed(source, tests)
+        tests = replace(tests, imports=imports)
     limits = Limits(seconds=seconds, cpu_seconds=seconds, memory_bytes=int(memory_mb * 2**20))
     results = [(False, "no code")] * len(tests.cases)
     if source.strip():
-        results = run_tests(box, name, source, tests, limits)
+        results = run_tests(box, name, source, tests, limits, tolerance)
     passed = sum(ok for ok, _ in results) / len(results)
     reward = {"binary": float(passed == 1.0), "fraction": passed, "fraction4": passed**4}[score]
     return {"reward": reward, "accuracy": float(passed == 1.0), "tests": len(results), "passed": passed, "pred": source}
@@ -144,14 +169,21 @@ def _without(language: str, box: Sandbox) -> str:
 
 
 def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns (language, source) of the last fenced block in a known language, or in `language`; the text after
-    `</think>` counts. Without any fence the whole text is the source."""
+    """Returns (language, source) of the last fenced block in a known language, or in `language`; if there is none, of
+    the last block that names no language; the text after `</think>` counts. Without any fence the whole text is the
+    source. A fence in a list is indented: its lines lose the indentation of the fence, as in CommonMark."""
     text = text.rpartition("</think>")[2]
-    found = [(FENCED_AS.get(tag.lower(), tag.lower()), block) for tag, block in _FENCE.findall(text)]
-    wanted = [each for each in found if (each[0] == language if language else each[0] in known)]
-    if wanted:
-        return wanted[-1]
-    return language or "python", "" if found else text
+    found = [
+        (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{1,{len(space)}}}", "", block, flags=re.MULTILINE))
+        if space
+        else (FENCED_AS.get(tag.lower(), tag.lower()), block)
+        for space, _, tag, block in _FENCE.findall(text)
+    ]
+    named = [each for each in found if (each[0] == language if language else each[0] in known)]
+    if named:
+        return named[-1]
+    default = language or "python"
+    return next(((default, block) for tag, block in reversed(found) if not tag), (default, "" if found else text))
 
 
 def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
@@ -171,11 +203,9 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
         tests = _tests_of_mapping(truth, extra)
     elif isinstance(truth, Sequence) and truth and all(isinstance(each, str) for each in truth):
         tests = Suite("code", [*truth])
-    elif isinstance(truth, Sequence) and truth and all(isinstance(each, Mapping) for each in truth):
-        calls = truth[0].get("testtype", "stdin") == "functional"
-        entry = str(extra.get("fn_name") or extra.get("func_name") or "")
-        pairs = {"inputs": [each.get("input") for each in truth], "outputs": [each.get("output") for each in truth]}
-        tests = _tests_of_mapping({**pairs, "fn_name": entry if calls else None}, extra)
+    elif isinstance(truth, Sequence) and truth and all(isinstance(each, Mapping) and "input" in each for each in truth):
+        pairs = {"inputs": [each["input"] for each in truth], "outputs": [each.get("output") for each in truth]}
+        tests = _tests_of_mapping({**pairs, "testtype": truth[0].get("testtype")}, extra)
     else:
         raise ValueError(
             f"the ground truth {str(truth)[:80]!r} has no tests; expected a dict, a list or text with tests; correct "
@@ -184,35 +214,69 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
     if not tests.cases:
         raise ValueError("the ground truth has an empty list of tests; expected one or more, or leave the row out")
     said = {**extra, **truth} if isinstance(truth, Mapping) else extra
-    name = tests.entry or str(said.get("entry_point") or "")
-    return replace(tests, prompt=str(said.get("prompt") or ""), defines=name.partition(".")[0])
+    prompt = str(said.get("prompt") or "")
+    name = (tests.entry or str(said.get("entry_point") or "")).replace("()", "").partition(".")[0]
+    return replace(tests, prompt=prompt, defines=name, setup=f"{_helpers(prompt, name)}\n{tests.setup}")
 
 
-def run_tests(box: Sandbox, language: str, source: str, tests: Suite, limits: Limits) -> list[tuple[bool, str]]:
+def _helpers(prompt: str, name: str) -> str:
+    """The imports and functions of a prompt of code that come with the function `name`. Tests may use them, and not
+    those that the code puts in their place."""
+    try:
+        nodes = ast.parse(prompt).body if name else []
+    except (SyntaxError, ValueError):
+        return ""
+    kept = [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
+    return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)
+
+
+def run_tests(
+    box: Sandbox, language: str, source: str, tests: Suite, limits: Limits, tolerance: float = 0.0
+) -> list[tuple[bool, str]]:
     """Returns whether each test passed, and why not.  Raises: SandboxError."""
     if tests.kind != "stdin":
-        return _run_peer(box, source, tests, limits)
+        return _run_peer(box, source, tests, limits, tolerance)
+    if language == "python" and not re.search(r"^from __future__ ", source, re.MULTILINE):
+        source = IMPORTS + source
     results = []
     runs = box.run(Program(language, source, limits), [given.encode() for given, _ in tests.cases])
     for ran, (_, expected) in zip(runs, tests.cases, strict=True):
         if ran.end != "ok":
             results.append((False, f"{ran.end}: {_last(ran)}"))
         else:
-            same = same_output(ran.stdout.decode(errors="replace"), expected)
+            same = same_output(ran.stdout.decode(errors="replace"), expected, tolerance)
             results.append((same, "" if same else f"wrote {ran.stdout[:_SHOWN]!r}"))
     return results
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Tells whether two outputs have the same lines, but for space at the ends and empty lines at the end."""
+def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Tells whether two outputs have the same lines, but for space at the ends, empty lines at the end, and a relative
+    tolerance of numbers of which one is real."""
     one, other = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected))
-    return one == other or [line.split() for line in one] == [line.split() for line in other]
+    if one == other or len(one) != len(other):
+        return one == other
+    pairs = [(line.split(), wanted.split()) for line, wanted in zip(one, other, strict=True)]
+    return all(
+        len(words) == len(wanted) and all(_same_word(*pair, tolerance) for pair in zip(words, wanted, strict=True))
+        for words, wanted in pairs
+    )
 
 
-def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits) -> list[tuple[bool, str]]:
+def _same_word(found: str, expected: str, tolerance: float) -> bool:
+    if found == expected or not tolerance:
+        return found == expected
+    if not (_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)) or not re.search(r"[.eE]", found + expected):
+        return False
+    return whet_peer.is_near(float(found), float(expected), tolerance)
+
+
+def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance: float) -> list[tuple[bool, str]]:
     word = secrets.token_hex(16)  # which the code cannot know
-    told = {"kind": tests.kind, "cases": [*tests.cases], "entry": tests.entry, "setup": tests.setup}
-    frames = [source, json.dumps({**told, "word": word, "seconds": limits.seconds})]
+    imported, modules, tested = _names(tests)
+    setup = "".join(f"import {name}\n" for name in modules) + tests.setup
+    told = {"kind": tests.kind, "cases": [*tests.cases], "entry": tests.entry, "setup": setup, "tolerance": tolerance}
+    told |= {"imported": imported, "tested": tested, "word": word, "seconds": limits.seconds}
+    frames = [json.dumps([tests.imports, source]), json.dumps(told)]
     whole = replace(limits, seconds=limits.seconds * len(tests.cases) + 1.0)
     [ran] = box.run(Program("python", PEER, whole), [b"".join(map(whet_peer.frame, frames))])
     _, mark, verdict = ran.stdout.decode(errors="replace").rpartition(f"\n{word}")
@@ -227,18 +291,40 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits) -> list[t
     return found
 
 
+def _names(tests: Suite) -> tuple[list[str], list[str], str]:
+    """Names that tests in Python import; modules that they use, imported or not; the one builtin that the code may
+    replace, because they are tests of it.
+
+    `assert sum(1, 2) == 5` is a test of `sum`, as it has no other name; `assert abs(f(2)) < 1` is none of `abs`."""
+    try:
+        tree = ast.parse("\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else "")
+    except SyntaxError:
+        tree = ast.parse("")
+    nodes = [*ast.walk(tree)]
+    imported = {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
+    names = [each for each in nodes if isinstance(each, ast.Name)]
+    bound = imported | {each.id for each in names if not isinstance(each.ctx, ast.Load)}
+    bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    through = {each.value.id for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)}
+    modules = {*_MODULES.split()} & through
+    called = [each.func.id for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
+    others = {each.id for each in names} - bound - modules - {*vars(builtins)}
+    return sorted(imported), sorted(modules), tests.defines or "".join(called[-1:] if not others else [])
+
+
 def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Suite:
-    entry = str(truth.get("fn_name") or truth.get("entry_point") or extra.get("entry_point") or "")
-    setup = str(truth.get("test_setup_code") or truth.get("import_prefix") or "")
+    entry = str(truth.get("fn_name") or truth.get("entry_point") or extra.get("entry_point") or "").replace("()", "")
+    imports = str(truth.get("import_prefix") or "")
+    setup = "\n".join([imports, str(truth.get("test_setup_code") or ""), *(truth.get("test_imports") or ())])
     for key in ("assert_case", "test_list"):
         if key in truth:
-            return Suite("code", [*truth[key]], setup=setup)
+            return Suite("code", [*truth[key]], setup=setup, imports=imports)
     for key in ("test", "test_code", "pytest"):
         if key in truth:
             text = str(truth[key])
             if key == "pytest" or re.search(r"^def test_|^import pytest|^class Test", text, re.MULTILINE):
-                return Suite("pytest", [text])
-            return Suite("code", [text], entry if re.search(r"\bdef check\(", text) else "", setup)
+                return Suite("pytest", [text], imports=imports)
+            return Suite("code", [text], entry if re.search(r"\bdef check\(", text) else "", setup, imports)
     if "inputs" not in truth or "outputs" not in truth:
         raise ValueError(
             f"the ground truth has the keys {', '.join(map(str, truth)) or 'none'}; expected inputs and outputs, "
@@ -249,16 +335,29 @@ def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Sui
         raise ValueError(
             f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; expected as many; correct the row"
         )
-    if truth.get("fn_name"):
+    if truth.get("fn_name") or truth.get("testtype") == "functional":
         pairs = zip(inputs, outputs, strict=True)
-        return Suite(
-            "call", [{"args": _arguments(given), "expected": _value(expected)} for given, expected in pairs], entry
-        )
+        cases = [{"args": _arguments(given), "expected": _value(expected)} for given, expected in pairs]
+        return Suite("call", cases, entry if truth.get("fn_name") else _function(extra), imports=imports)
     return Suite("stdin", [(_text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)])
 
 
-def _arguments(given: Any) -> list[Any]:
-    """The arguments of a call: a list of them, or text with one JSON value on each line."""
+def _function(extra: Mapping[str, Any]) -> str:
+    """The name of the function of LiveCodeBench's functional tests, which is beside them.  Raises: ValueError."""
+    more = _value(extra.get("metadata"))
+    for fields in (extra, more if isinstance(more, Mapping) else {}):
+        if name := fields.get("fn_name") or fields.get("func_name"):
+            return str(name)
+    raise ValueError(
+        'the ground truth has tests of testtype "functional" without the name of the function; expected fn_name beside '
+        "them, or func_name in the row or in its metadata; add it, or leave the row out"
+    )
+
+
+def _arguments(given: Any) -> list[Any] | dict[str, Any]:
+    """The arguments of a call: a list, a dict of them by name, or text with one JSON value on each line."""
+    if isinstance(given, Mapping):
+        return dict(given)
     return [_value(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else [*given]
 
 
@@ -278,14 +377,15 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _completed(source: str, tests: Suite) -> str:
-    """The source; behind the prompt where it continues it, as in HumanEval."""
+def _completed(source: str, tests: Suite) -> tuple[str, str]:
+    """Imports before the source; the source, behind the prompt where it continues it, as in HumanEval."""
     prompt, name = tests.prompt, tests.defines
-    defines = re.search(rf"^(?:async )?(?:def|class) {re.escape(name)}\b|^{re.escape(name)}\s*=", source, re.MULTILINE)
-    if not name or not prompt or defines:
-        head = prompt[: found.start()] if (found := re.search(r"^(?:def|class) ", prompt, re.MULTILINE)) else ""
-        return f"{head}\n{source}" if name and prompt and head.strip() else source
-    return f"{prompt}{source}"
+    imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
+    defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="
+    if not name or not prompt or re.search(defined, source, re.MULTILINE):
+        found = re.search(r"^(?:def|class) ", prompt, re.MULTILINE)
+        return f"{imports}\n{prompt[: found.start()]}" if found and name else imports, source
+    return imports, f"{prompt}{source}"
 
 
 def _last(ran: Ran) -> str:

@@ -41,6 +41,7 @@ _BETWEEN_WORDS = re.compile(
 
 @register_reward(
     "ifeval",
+    rows_checked_by="whet.rewards.ifeval:check_row",
     examples=(
         (
             "The otter eats fish.",
@@ -86,6 +87,12 @@ def compute_score(
     }
 
 
+def check_row(ground_truth: Any, extra_info: Mapping[str, Any], *_: object) -> None:
+    """Raises: ValueError, ModuleNotFoundError for instructions that cannot be read or checked."""
+    for check in read_instructions(ground_truth, extra_info):
+        check("1")
+
+
 def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[Callable[[str], bool]]:
     """A check for each instruction of a row, in its order.  Raises: ValueError."""
     try:
@@ -110,11 +117,13 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
 
 
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
-    """The check of one instruction with its arguments.  Raises: ValueError."""
+    """The check of one instruction with its arguments.  Raises: ValueError, ModuleNotFoundError."""
     if name not in CHECKS:
         raise ValueError(
             f"unknown instruction {name!r}; correct instruction_id_list; expected one of {', '.join(CHECKS)}"
         )
+    if name.startswith(("language:", "change_case:english_")):
+        _find_langdetect(name)
     needed, check = CHECKS[name]
     values = []
     for argument in needed.split():
@@ -151,18 +160,24 @@ def count_capital_words(text: str) -> int:
 
 def language_of(text: str) -> str | None:
     """The ISO 639-1 code of a text's language, None where the text has no letters.  Raises: ModuleNotFoundError."""
-    try:
-        import langdetect
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "this instruction needs the language of the response, for which langdetect is missing; install it "
-            f"with `{pip_install('langdetect')}`, or leave such rows out"
-        ) from error
+    import langdetect
+
     langdetect.DetectorFactory.seed = 0  # else the same text may get two languages
     try:
         return str(langdetect.detect(text))
     except langdetect.LangDetectException:
         return None
+
+
+def _find_langdetect(name: str) -> None:
+    """Raises: ModuleNotFoundError where the instruction `name` has no langdetect."""
+    try:
+        import langdetect  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the instruction {name!r} needs the language of the response, for which langdetect is missing; install it "
+            f"with `{pip_install('langdetect')}`, or leave such rows out"
+        ) from error
 
 
 def _is_in(language: str, text: str) -> bool:

@@ -12,26 +12,26 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-import math_verify.grader
 import math_verify.parser
 import sympy
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.math_normalization import NormalizationConfig, extract_boxed_content
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse
 
 from whet.registry import register_reward
+from whet.rewards.math_compare import as_interval, differs, verify
 from whet.rewards.result import after_thought, is_repeated, number_text
 
 # math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
-# deadline math-verify warns on first use, unless these flags say that it already warned.
+# deadline math-verify warns on first use, unless this flag says that it already warned.
 math_verify.parser.TIMEOUT_WARNING_SHOWN = True
-math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 MAX_DEPTH, MAX_DIGITS = 10, 1_000_000  # with deeper brackets or longer numbers, parsing or comparing may never end
 _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
 _SENTENCE = re.compile(r".*?(?=[.?!](?:\s|$)|\n|,\s(?:which|so|since|because|as|where)\b|$)")
+_TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)"
 _GROUP = r"(?:\\[,;:! ]|[ ~])(\d{3})"  # of thousands
 # Normalisations of the answer and the truth beyond math-verify's own: docs/rewards.md has an example of each.
 NORMALISATIONS = tuple(
@@ -56,6 +56,9 @@ NORMALISATIONS = tuple(
         r"∞": r"\\infty ",
         r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|pi)(?![a-zA-Z])": r"\\\1",
         r"\\(?:text|mathrm|mathbf|textbf|boldsymbol)\s?\{\s?(-?[\d.,/]+)\s?\}": r"\1",
+        rf"({_TRIGONOMETRIC}(?:\s?\^\s?\{{?\d\}}?)?\s?(?:\\left)?[({{]?\s?)(-?[\d.]+)\s?\^\s?\{{?\\circ\}}?": (
+            r"\1\\frac{\2\\pi}{180}"
+        ),
     }.items()
 )
 _READING = {
@@ -67,7 +70,6 @@ _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 # math-verify reads "2 3" as 5 and "1.000.000" as 0.
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
-_PLACES = 6  # to which math-verify rounds numbers that are not whole
 # A sum, difference or product: "17+25", "41-(-1)", "7\cdot(5+1)", but not "1.5 \times 10^{3}".
 _LETTER = r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])"
 _UNEVALUATED = re.compile(
@@ -82,7 +84,7 @@ _REMARK = re.compile(
     r"[^{}]*(?:(?<![a-zA-Z^])\d|[,;:?!]|(?<![a-z])\(|\b(?:not?|nor|or|and|but|is|was|wrong|maybe)\b)[^{}]*\}\s*$",
     re.IGNORECASE,
 )
-_UNIT_LAST = re.compile(rf"(?:{_TEXT}[\s~]*|[\d}}]\s?)([a-zA-Z]+)\.?\s?\}}?(?:\^\s?\{{?\d\}}?)?$")
+_UNIT_LAST = re.compile(rf"(?:{_TEXT}[\s~]*|[\d}}]\s?)([a-zA-Z]+)\.?\s?\}}?(?:\^\s?\{{?(\d)\}}?)?$")
 _UNITS = {
     word: number
     for number, words in enumerate(
@@ -95,8 +97,6 @@ _UNITS = {
     )
     for word in words.split()
 }
-_LESS = r"\s?(<=?|≤|\\leq?(?![a-z])|\\leqslant|\\lt(?![a-z]))\s?"
-_CHAIN = re.compile(rf"([^<>=,]+?){_LESS}[a-zA-Z]{_LESS}([^<>=,]+)")  # 1 < x \le 2
 _INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
 _LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
@@ -171,28 +171,29 @@ def is_equal(answer: str, truth: str) -> bool:
         return one != ""
     if _is_number(other):
         if _is_number(one):
-            return round(Decimal(one), _PLACES) == round(Decimal(other), _PLACES)
+            return Decimal(one) == Decimal(other)  # \displaystyle .5
         if not _may_be_number(answer, one, Decimal(other)):
             return False
-    elif _INTERVAL.fullmatch(other) and (chain := _CHAIN.fullmatch(one)):
-        left, right = ("[" if chain[2] not in ("<", "\\lt") else "("), ("]" if chain[3] not in ("<", "\\lt") else ")")
-        answer = f"{left}{chain[1]}, {chain[4]}{right}"
+    elif _INTERVAL.fullmatch(other):
+        answer = as_interval(one) or answer
+    if differs(_SIDES.split(one)[-1], _SIDES.split(other)[-1]):
+        return False
     if (_REMARK.search(normalise(answer)) and not _REMARK.search(truth)) or len({*_units(answer, truth)}) > 1:
         return False
     units = not _VARIABLE_LAST.search(normalise(truth))
     parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
     if parsed_truth is None or parsed_answer is None:
         return False
-    return bool(verify(parsed_truth, parsed_answer, timeout_seconds=None))
+    return verify(parsed_truth, parsed_answer)
 
 
 def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
     """Tells whether an answer that is no number as it stands may have the value `truth`: 42.0 cm, 84/2, x = 42, but not
     the question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
     sides = [vote(side) for side in _SIDES.split(normalise(answer)) if side.strip()]
-    numbers = [round(Decimal(side), _PLACES) for side in sides if _is_number(side)] if len(sides) > 1 else []
+    numbers = [Decimal(side) for side in sides if _is_number(side)] if len(sides) > 1 else []
     if numbers:
-        return {*numbers} == {round(truth, _PLACES)}
+        return {*numbers} == {truth}
     parts = key.split(",")
     is_list = (key.startswith("[") and key.endswith("]")) or (len(parts) > 1 and len({*parts}) == 1)
     plain = re.sub(
@@ -203,12 +204,12 @@ def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
     return not is_list and not _UNEVALUATED.search(plain)
 
 
-def _units(*answers: str) -> Iterator[int]:
-    """The numbers in `_UNITS` of the units that stand last in answers."""
+def _units(*answers: str) -> Iterator[tuple[int, str]]:
+    """The numbers in `_UNITS` of the units that stand last in answers, with their powers."""
     for answer in answers:
         if found := _UNIT_LAST.search(answer.strip()):
             word = found[1].lower()
-            yield from [_UNITS[each] for each in (word, word[:-1], word[:-2]) if each in _UNITS][:1]
+            yield from [(_UNITS[each], found[2] or "1") for each in (word, word[:-1], word[:-2]) if each in _UNITS][:1]
 
 
 def _is_number(key: str) -> bool:

@@ -23,6 +23,7 @@ Box = tuple[str, Sequence[float], float]  # label, corners (x1, y1, x2, y2), sco
 
 @register_reward(
     "detection",
+    rows_checked_by="whet.rewards.perception:read_boxes",
     examples=(
         ('[{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]', [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}], 1.0),
         ("I see a cat.", [{"bbox_2d": [0, 0, 10, 10], "label": "cat"}], 0.0),
@@ -46,13 +47,7 @@ def detection(
     """
     if not thresholds:
         raise ValueError("thresholds is empty; expected numbers such as 0.5; list at least one")
-    expected = _boxes(_last_list(ground_truth) if isinstance(ground_truth, str) else ground_truth)
-    truths = [box for box in expected if box]
-    if not truths or len(truths) < len(expected):
-        raise ValueError(
-            f"the ground truth is {ground_truth!r:.80}; expected a list of boxes such as "
-            '[{"bbox_2d": [0, 0, 5, 5], "label": "cat"}]; write at least one'
-        )
+    truths = read_boxes(ground_truth)
     nothing: Box = ("", (0, 0, 0, 0), 0.0)  # a malformed box counts as one that matches none
     boxes = [box or nothing for box in _boxes(_last_list(after_thought(solution_str)))]
     overlaps = _match(boxes, truths)
@@ -60,6 +55,18 @@ def detection(
     mean = sum(_average_precision(boxes, truths, each) for each in thresholds) / len(thresholds)
     exact = len(boxes) == len(truths) == sum(overlap >= thresholds[0] for overlap in overlaps)
     return {"reward": iou if metric == "iou" else mean, "accuracy": float(exact), "iou": iou, "map": mean}
+
+
+def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
+    """The boxes of a ground truth.  Raises: ValueError."""
+    expected = _boxes(_last_list(ground_truth) if isinstance(ground_truth, str) else ground_truth)
+    truths = [box for box in expected if box]
+    if not truths or len(truths) < len(expected):
+        raise ValueError(
+            f"the ground truth is {ground_truth!r:.80}; expected a list of boxes such as "
+            '[{"bbox_2d": [0, 0, 5, 5], "label": "cat"}]; write at least one'
+        )
+    return truths
 
 
 @register_reward(

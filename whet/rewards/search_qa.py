@@ -19,6 +19,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 @register_reward(
     "search_qa",
+    rows_checked_by="whet.rewards.search_qa:read_truths",
     aliases={"search_qa_f1": {"metric": "f1"}},
     examples=(
         ("<think>Hm.</think><answer>The Eiffel Tower.</answer>", ["Eiffel tower"], 1.0),
@@ -37,17 +38,23 @@ def compute_score(
     always reported; the accuracy is `exact`. `pred` is the answer.
     Raises: ValueError where the ground truth has no text.
     """
+    truths = read_truths(ground_truth)
+    answer = extract_answer(solution_str, needs_tag=needs_tag)
+    normalised = normalise(answer or "")
+    exact = float(answer is not None and any(normalise(str(truth)) == normalised for truth in truths))
+    f1 = max(token_f1(normalised, normalise(str(truth))) for truth in truths) if answer is not None else 0.0
+    return {"reward": exact if metric == "exact" else f1, "accuracy": exact, "exact": exact, "f1": f1, "pred": answer}
+
+
+def read_truths(ground_truth: Any, *_: object) -> list[Any]:
+    """The texts of a ground truth.  Raises: ValueError."""
     truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     truths = [truths] if isinstance(truths, str | int | float) else list(truths or ())
     if not truths or None in truths:
         raise ValueError(
             f"the ground truth is {ground_truth!r}; expected a text or a list of texts; write at least one"
         )
-    answer = extract_answer(solution_str, needs_tag=needs_tag)
-    normalised = normalise(answer or "")
-    exact = float(answer is not None and any(normalise(str(truth)) == normalised for truth in truths))
-    f1 = max(token_f1(normalised, normalise(str(truth))) for truth in truths) if answer is not None else 0.0
-    return {"reward": exact if metric == "exact" else f1, "accuracy": exact, "exact": exact, "f1": f1, "pred": answer}
+    return truths
 
 
 def extract_answer(text: str, *, needs_tag: bool) -> str | None:

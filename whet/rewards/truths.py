@@ -32,7 +32,7 @@ def checked(
         for entry in entries[domain]:
             try:
                 entry.check_row(prompt.ground_truth, prompt.extra_info, prompt.data_source)
-            except (ValueError, WhetError) as error:
+            except (ValueError, WhetError, ImportError) as error:
                 first, place = 0, iter(loaded.parts)
                 while (part := next(place)).num_rows <= prompt.index - first:
                     first += part.num_rows

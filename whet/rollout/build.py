@@ -71,6 +71,14 @@ def check_engine(config: TrainConfig) -> None:
         engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
 
 
+def check_sampling(engine: str, sections: Mapping[str, SamplingConfig]) -> None:
+    """Checks that an engine samples as sections of the config say.  Raises: ConfigError."""
+    kind = ROLLOUT_ENGINES[engine].load()
+    for section, sampling in sections.items():
+        if isinstance(kind, ChecksAhead) and (why := kind.refused(sampling)) is not None:
+            raise ConfigError(f"{section}.{why}")
+
+
 def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:
     """Checks that the engine reads the images of the model.  Raises: EngineError with the row number."""
     engine, vision = ROLLOUT_ENGINES[rollout.engine.name].load(), vision_of(tokenizer)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
 from whet.data.media import Kind, MediaReader
-from whet.data.placeholders import expanded, has_parts, place
+from whet.data.placeholders import expanded, has_parts, has_tag, place
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Observation
 from whet.environments.tools.toolbox import Toolbox
@@ -25,6 +26,12 @@ from whet.phases import counted
 from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+BARE_TAG = (
+    "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
+    "text (said once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
+)
 
 
 class TemplateCodec:
@@ -41,7 +48,7 @@ class TemplateCodec:
     ) -> None:
         """`tools` have their parser; `chat_template_kwargs` tell them to the model. `reader` is that of images and
         videos, None for a model of text."""
-        self.tools, self.reader = tools, reader
+        self.tools, self.reader, self._warned = tools, reader, reader is None
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
 
@@ -56,10 +63,17 @@ class TemplateCodec:
         if any(has_parts(task.messages) for task in observation.tasks):
             raise DataError("a task for a sub-agent has images or videos; expected text: describe them")
         if not observation.media and not has_parts(observation.messages):
-            return observation  # a tag in it, if any, is text of somebody else
+            if not self._warned and has_tag(observation.messages):  # perhaps text of somebody else
+                log.warning(BARE_TAG)
+                self._warned = True
+            return observation
+        if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
+            _warn_of_text()
+            return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
             raise DataError("the observation has images or videos, but the model reads only text; leave them out")
-        placed, values = place(observation.messages, [(cast(Kind, each.kind), each) for each in observation.media])
+        given = [(cast(Kind, each.kind), each) for each in observation.media]
+        placed, values = place(observation.messages, given, owner="observation that the environment returned")
         media = tuple(self.reader.read(*value) for value in values)
         return replace(observation, messages=placed, media=media)
 
@@ -83,6 +97,19 @@ class TemplateCodec:
             self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
         )
         return encode_rendered(self.tokenizer, [text])[0]
+
+
+@cache
+def _warn_of_text() -> None:
+    """Warns once in a process."""
+    log.warning("a tool gave an image, but the model reads only text: it reads [image] in its place")
+
+
+def _as_text(message: Message) -> Message:
+    """The message with `[image]` in the place of an image, for a model of text, whose tools may be other people's."""
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
+    return replace(message, content="".join(told))
 
 
 SHORT_SECONDS = 0.005  # for the results of one of several environments

@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
 CLOSE_SECONDS = 10.0
 HELP = {  # by the part that limits a run
-    "sampling": "more rollout ranks, or a higher rollout.max_staleness",
+    "sampling": "more rollout ranks, or a higher rollout.max_batch_size; below 1 also a higher rollout.max_staleness",
     "environments": "a pool for environments (cluster.placement)",
     "rewards": "a higher reward.num_workers, or a faster reward function",
-    "training": "more ranks of the actor, or more responses a step (rollout.n)",
+    "training": "more ranks of the actor, a higher actor.max_tokens_per_micro_batch, or fewer actor.epochs",
 }
 T = TypeVar("T")
 

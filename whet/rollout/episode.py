@@ -210,9 +210,10 @@ class Episode:
         self._partial, self._attempt, self._noted = None, 0, None
         text, read, context = self.rules.codec.decode(whole.token_ids), self._read, self._context
         calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+        sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # clients ask for it
         turn = Turn(
             context.token_ids,
-            **vars(whole),  # a turn has all fields of a completion
+            **sampled,  # a turn has all other fields of a completion
             media=context.media,
             observation=read.messages,
             state_key=read.state_key,
@@ -408,6 +409,7 @@ def joined(first: Completion, rest: Completion) -> Completion:
         rest,
         token_ids=first.token_ids + rest.token_ids,
         log_probs=first.log_probs + rest.log_probs,
+        likeliest=first.likeliest + rest.likeliest,
         versions=tuple(runs),
         preemptions=first.preemptions + rest.preemptions,
     )
@@ -433,4 +435,5 @@ def part(completion: Completion, start: int, end: int) -> Completion | None:
         if inside > 0:
             runs.append((version, inside))
     tokens, log_probs = completion.token_ids[start:end], completion.log_probs[start:end]
-    return replace(completion, token_ids=tokens, log_probs=log_probs, versions=tuple(runs))
+    told = completion.likeliest[start:end]
+    return replace(completion, token_ids=tokens, log_probs=log_probs, versions=tuple(runs), likeliest=told)

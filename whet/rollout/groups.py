@@ -89,9 +89,9 @@ class Stream:
     are trained with it, and of a fractional k at most that share of a batch is at the last version allowed.
 
     With k = 0 prompts are started when a step asks for them: B and, while the filter drops groups, up to `max_refills`
-    times as many as are short, in rounds. With k > 0 they are started as soon as there is room, while fewer than
-    (1 + `max_refills`) B + floor(k B) are admitted and not handed out. A step gets fewer than B groups only where that
-    came to nothing.
+    times as many as are short, in rounds. With k > 0 they are started as soon as there is room, and a step takes the
+    first B groups that are kept, of the next (1 + `max_refills`) B admitted ones at most. In both, a step gets fewer
+    than B groups only where so many came to nothing.
     """
 
     n: int  # trajectories of a prompt
@@ -171,11 +171,19 @@ class Stream:
         return self.max_staleness == 0
 
     @property
-    def _most_admitted(self) -> float:
-        """Groups in the queue, dropped ones included."""
+    def _most_read(self) -> float:
+        """Groups that a step takes from the queue, dropped ones included."""
         if self.group_filter is None or self._samples_in_rounds:
             return math.inf
-        return math.floor((1 + self.group_filter.max_refills + self.max_staleness) * self.batch_size)
+        return (1 + self.group_filter.max_refills) * self.batch_size
+
+    @property
+    def _most_admitted(self) -> float:
+        """Groups in the queue, dropped ones included: behind them a group would wait for too many steps."""
+        if self._most_read == math.inf:
+            return math.inf
+        ahead = math.floor(self.max_staleness * self.batch_size) - self.batch_size * len(self.untrained)
+        return min(self._most_read + ahead, self._most_read * (self.last_step + 1 - self.next_step))
 
     @property
     def _live(self) -> int:
@@ -208,11 +216,11 @@ class Stream:
         read: list[Admitted] = []
         kept = 0
         for each in self.queue.values():
-            if each.is_kept is None or kept == self.batch_size:
+            if each.is_kept is None or kept == self.batch_size or len(read) == self._most_read:
                 break
             read.append(each)
             kept += each.is_kept
-        if kept < self.batch_size and not self._is_exhausted:
+        if kept < self.batch_size and len(read) < self._most_read and not self._is_exhausted:
             return []
         for each in read:
             del self.queue[each.prompt.uid]
@@ -224,11 +232,9 @@ class Stream:
 
     @property
     def _is_exhausted(self) -> bool:
-        """Tells whether a step goes on with fewer groups than it wants: all that it may have are decided."""
-        if self.group_filter is None or not self.queue or self._incomplete:
+        """Tells whether a step that samples in rounds goes on with fewer groups than it wants."""
+        if self.group_filter is None or not self.queue or self._incomplete or not self._samples_in_rounds:
             return False
-        if not self._samples_in_rounds:
-            return len(self.queue) >= self._most_admitted
         last_round = [*self.queue.values()][-self._rounds[-1] :]
         return len(self._rounds) > self.group_filter.max_refills or all(map(_failed, last_round))
 

@@ -17,7 +17,7 @@ from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
-from whet.rollout.sampling import SamplingState, is_stop, sample
+from whet.rollout.sampling import SamplingState, is_stop, likeliest, sample
 from whet.types import FinishReason
 
 
@@ -72,6 +72,10 @@ class Batch:
         rows = torch.arange(len(self.rows), device=logits.device)
         generated = self.tokens[:, : max(1, int(self.counts.max()))]
         chosen, log_probs = sample(logits, self.sampling, self.counts, generated)
+        if self.sampling.num_likeliest:
+            for row, told in enumerate(likeliest(logits, self.sampling)):
+                if self.going_on[row]:
+                    self.rows[row].tell(told)
         at = self.counts.clamp(max=self.tokens.shape[1] - 1)
         self.tokens[rows, at] = torch.where(self.going_on, chosen, self.tokens[rows, at])
         self.log_probs[rows, at] = torch.where(self.going_on, log_probs, self.log_probs[rows, at])

@@ -19,7 +19,7 @@ from whet.models.lora import plain_copy
 from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
 from whet.rollout.constraints import check_rules
-from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Likeliest, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import StopStrings
 from whet.types import Failure, FinishReason, Versions, last_versions
 
@@ -37,6 +37,7 @@ class LiveRequest:
     versions: Versions = ()  # of the tokens up to the last change of weights
     preemptions: int = 0
     num_streamed: int = 0  # tokens of the response that were given as Partial
+    likeliest: list[Likeliest] = field(default_factory=list)  # of this attempt, where they are asked for
 
     @property
     def late_at(self) -> float:
@@ -57,15 +58,22 @@ class LiveRequest:
         self.stamp(version)
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
-        return Completion(tokens, log_probs, reason, self.versions, stop, self.preemptions)
+        told = tuple(self.likeliest[: len(tokens)])
+        return Completion(tokens, log_probs, reason, self.versions, stop, told, self.preemptions)
 
     def partial(self, version: int) -> Partial:
         """Its tokens that no Partial has had, the newest sampled by `version`."""
         self.stamp(version)
         first, self.num_streamed = self.num_streamed, len(self.tokens)
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
-        versions = last_versions(self.versions, len(tokens))
-        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions)
+        versions, known = last_versions(self.versions, len(tokens)), first - len(self.request.sampled_ids)
+        told = tuple(self.likeliest[known : known + len(tokens)])
+        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions, told)
+
+    def tell(self, likeliest: Likeliest) -> None:
+        """Notes the likeliest tokens in the place of the token that was just sampled."""
+        if count := self.request.params.num_likeliest:
+            self.likeliest.append(likeliest[:count])
 
 
 L = TypeVar("L", bound=LiveRequest)
@@ -220,7 +228,7 @@ class InProcessEngine(ABC, Generic[L]):
             request, so_far = each.request, each.completion(self.policy.version, "abort")
             if so_far.token_ids:
                 where = request.uid, request.attempt, len(request.sampled_ids)
-                self._events.append(Partial(*where, so_far.token_ids, so_far.log_probs, so_far.versions))
+                self._events.append(so_far.as_partial(*where))
         self._restore.close()
 
     def resume(self) -> None:

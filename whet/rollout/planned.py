@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from whet.config.schema import ModelConfig
+from whet.config.schema import ModelConfig, SamplingConfig
 from whet.models.vision.base import Vision
+from whet.rollout.protocol import SamplingParams
 from whet.types import Media
+
+Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of the config
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class ChecksAhead(Protocol):
     def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
         """Raises: ConfigError where no engine with these options could sample sequences of `longest` tokens; a class
         method that starts nothing."""
+        ...
+
+    def refused(self, sampling: Sampling) -> str | None:
+        """Returns why an engine would not sample so, beginning with the parameter at fault; a class method."""
         ...
 
 

@@ -20,6 +20,7 @@ from whet.phases import counted
 from whet.types import Failure, FinishReason, Media, Versions
 
 Identity = tuple[int | str, ...]  # of a prompt: its token ids, and digests in the place of each media's first token
+Likeliest = tuple[tuple[int, float], ...]  # tokens with their log-probs, the likeliest first
 Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
@@ -43,6 +44,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # the response ends with the token that completes one of them
     bad_words: tuple[tuple[int, ...], ...] = ()  # never in a response: the last token is not drawn behind the others
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
+    num_likeliest: int = 0  # tokens whose log-probs are told in every place, beside the sampled one's
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,12 @@ class Completion:
     finish_reason: FinishReason
     versions: Versions  # the weights that sampled the tokens, stamped by the engine
     stop: str | None = None  # the stop string that ended it
+    likeliest: tuple[Likeliest, ...] = ()  # in the place of each token, where they are asked for
     preemptions: int = field(default=0, compare=False)  # times it made room for others: no part of the response
+
+    def as_partial(self, uid: str, attempt: int, offset: int) -> Partial:
+        """The same tokens, of a request that is still running."""
+        return Partial(uid, attempt, offset, self.token_ids, self.log_probs, self.versions, self.likeliest)
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class Partial:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: Versions
+    likeliest: tuple[Likeliest, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class Flight:
         that are new; None without any."""
         begin = len(self.request.sampled_ids) + (0 if self.kept is None else len(self.kept.token_ids))
         held = begin + (0 if self.noted is None else len(self.noted.token_ids))
-        chunk = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
+        chunk = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions, likeliest=partial.likeliest)
         new = part(chunk, held - partial.offset, len(chunk.token_ids)) if partial.offset <= held else None
         if new is not None:
             self.noted = new if self.noted is None else joined(self.noted, new)
@@ -348,7 +348,7 @@ class Router:
         if request.streams and new is not None:
             offset, so_far = offset + len(so_far.token_ids) - len(new.token_ids), new
         where = request.uid, request.attempt, offset
-        return [Tell(Partial(*where, so_far.token_ids, so_far.log_probs, so_far.versions))]
+        return [Tell(so_far.as_partial(*where))]
 
     def _told(self, flight: Flight, event: Finished | Failed) -> list[Command]:
         """The end as the caller knows the request: tokens of all attempts, under the attempt of the caller."""

@@ -11,7 +11,7 @@ import torch
 
 from whet.devices import HOST
 from whet.rollout.constraints import NEVER, Constraints
-from whet.rollout.protocol import Request
+from whet.rollout.protocol import Likeliest, Request
 
 OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
 
@@ -32,6 +32,7 @@ class SamplingState:
     has_min_p: bool  # some row has one, and so for the next; the host need not ask the device
     has_top: bool
     constraints: Constraints | None  # None where no row has any
+    num_likeliest: int  # the largest of the rows' numbers
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingState:
@@ -61,6 +62,7 @@ class SamplingState:
             has_min_p=any(p.min_p > 0 for p in params),
             has_top=any(p.top_p < 1 or 0 < p.top_k < vocab_size for p in params),
             constraints=None if is_free else Constraints.of(requests, vocab_size, device),
+            num_likeliest=max((p.num_likeliest for p in params), default=0),
         )
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
@@ -116,6 +118,14 @@ def sample(
     if not state.plain:
         tokens = torch.where(state.greedy, likeliest, tokens)
     return tokens, log_probs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def likeliest(logits: torch.Tensor, state: SamplingState) -> list[Likeliest]:
+    """The likeliest tokens of each row of [S, V] with their log-probs, which are those of `sample`: as many as the row
+    with the most asks for."""
+    log_probs = (logits.float() / state.temperature[:, None]).log_softmax(-1)
+    found = log_probs.topk(min(state.num_likeliest, logits.shape[1]))
+    return [tuple(zip(*row, strict=True)) for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)]
 
 
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:

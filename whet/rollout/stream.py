@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,7 @@ from whet.types import (
 
 log = logging.getLogger(__name__)
 PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
+RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
 ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 T = TypeVar("T")
 
@@ -345,10 +347,12 @@ class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
 
     A batch is bad where all of its trajectories failed, or more than half in the environment or its tools. As long as
-    there was no other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do."""
+    there was no other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, and the
+    last `RECENT` batches together where more than half of their trajectories failed in the environment or its tools."""
 
     def __init__(self) -> None:
         self._left = 1
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # failures in the environment, trajectories
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
@@ -365,6 +369,17 @@ class FailureWatch:
         elif trajectories:
             self._left = PATIENCE
             self._warn(failures, len(trajectories))
+        if trajectories:
+            self._note(of_environment, len(trajectories))
+
+    def _note(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
+        """Ends the run where more than half of the last `RECENT` batches, with this one, failed in the environment."""
+        self._recent.append((len(failures), total))
+        failed, played = (sum(counts) for counts in zip(*self._recent, strict=True))
+        if failures and len(self._recent) == RECENT and failed > played / 2:
+            self._left = 1
+            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
+            self._count(found, failures[0])
 
     def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
         for uid, failure in failures:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.rollout.protocol import Likeliest
 from whet.serving.bodies import Asked
 from whet.serving.texts import MarkedText, TokenTexts, special_tokens
 from whet.serving.tools import ToolCall, ToolText
@@ -28,6 +29,7 @@ class Piece:
     log_probs: Sequence[float]
     versions: Versions
     finish_reason: str | None  # of the last piece
+    likeliest: Sequence[Likeliest] = ()  # in the place of each token, where they are asked for
 
     def for_stream(self) -> list[Piece]:
         """The piece in parts: the official client takes calls for done when the finish reason comes after them."""
@@ -48,6 +50,7 @@ class Sample:
         marks = {token: text for token, text in special.items() if token not in params.stop_token_ids}
         self._text = MarkedText(tokenizer, params.stop, marks)
         self._tools = ToolText(asked.tools) if asked.tools else None
+        self._opening = [(asked.tools.opening, False)] if asked.tools else []
 
     def add(
         self,
@@ -55,17 +58,19 @@ class Sample:
         log_probs: Sequence[float],
         versions: Versions,
         finish_reason: FinishReason | None = None,
+        likeliest: Sequence[Likeliest] = (),
     ) -> Piece:
         """The piece that these tokens complete; with the last ones there is a finish reason."""
         is_last = finish_reason is not None
         parts, calls = self._text.add(token_ids, is_last=is_last), list[ToolCall]()
         text = "".join(text for text, _ in parts)
         if self._tools is not None:
-            text, calls = self._tools.add(parts, is_last=is_last)
+            text, calls = self._tools.add([*self._opening, *parts], is_last=is_last)
+            self._opening = []
         self.num_tokens += len(token_ids)
         self.num_calls += len(calls)
         called = finish_reason == "stop" and self.num_calls > 0
-        return Piece(text, calls, token_ids, log_probs, versions, "tool_calls" if called else finish_reason)
+        return Piece(text, calls, token_ids, log_probs, versions, "tool_calls" if called else finish_reason, likeliest)
 
 
 class ClientResponse:
@@ -156,11 +161,16 @@ class ChatAnswer(ClientResponse):
         return {"delta": delta}
 
     def _log_probs(self, sample: Sample, piece: Piece) -> Json:
-        content = []
-        for token, log_prob in zip(piece.token_ids, piece.log_probs, strict=True):
-            text, utf8 = self._texts[token]
-            content.append({"token": text, "logprob": log_prob, "bytes": list(utf8), "top_logprobs": []})
+        likeliest = piece.likeliest or [()] * len(piece.token_ids)
+        content = [
+            {**self._log_prob(token, log_prob), "top_logprobs": [self._log_prob(*other) for other in others]}
+            for token, log_prob, others in zip(piece.token_ids, piece.log_probs, likeliest, strict=True)
+        ]
         return {"content": content, "refusal": None}
+
+    def _log_prob(self, token: int, log_prob: float) -> Json:
+        text, utf8 = self._texts[token]
+        return {"token": text, "logprob": log_prob, "bytes": list(utf8)}
 
 
 class TextAnswer(ClientResponse):
@@ -181,8 +191,12 @@ class TextAnswer(ClientResponse):
         for text in tokens:
             offsets.append(sample.num_characters)
             sample.num_characters += len(text)
-        log_probs = list(piece.log_probs)
-        return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
+        found, log_probs = {"tokens": tokens, "token_logprobs": list(piece.log_probs)}, list[dict[str, float]]()
+        for text, log_prob, others in zip(tokens, piece.log_probs, piece.likeliest, strict=False):
+            log_probs.append({})
+            for other, value in [*((self._texts[token].text, each) for token, each in others), (text, log_prob)]:
+                log_probs[-1].setdefault(other, value)  # of several tokens with one text the likeliest
+        return {**found, "top_logprobs": log_probs or None, "text_offset": offsets}
 
 
 def fingerprint(version: int) -> str:

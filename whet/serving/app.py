@@ -26,7 +26,7 @@ from whet.config.schema import Dtype
 from whet.errors import WhetError
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
-from whet.serving.bodies import ApiError, Asked, BodyReader
+from whet.serving.bodies import ApiError, Asked, BodyReader, ChatBody, unsupported
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.serving.texts import TokenTexts
@@ -209,10 +209,19 @@ class App:
                     left -= 1
                     if event.completion.finish_reason == "abort":
                         raise ApiError(503, "the engine ended the request early; send it again", code="aborted")
+                self._check_likeliest(asked, event)
                 yield samples[event.uid], event
         finally:
             self._unfinished -= len(requests)
             self._engine.abort([request.uid for request in requests])
+
+    def _check_likeliest(self, asked: Asked, event: Event) -> None:
+        count = asked.body.likeliest
+        if count and not isinstance(event, Failed):
+            sampled = event.completion if isinstance(event, Finished) else event
+            if len(sampled.likeliest) < len(sampled.token_ids):
+                param = "top_logprobs" if isinstance(asked.body, ChatBody) else "logprobs"
+                raise unsupported(param, count, "the engine gives the log-prob of the sampled token alone; set it to 0")
 
     async def _whole(self, events: Samples, answer: ClientResponse) -> dict[str, Any]:
         async with aclosing(events):
@@ -249,12 +258,13 @@ class App:
         if isinstance(event, Finished):
             done, first = event.completion, sample.num_tokens
             token_ids, log_probs, reason = done.token_ids[first:], done.log_probs[first:], done.finish_reason
-            versions = last_versions(done.versions, len(token_ids))
+            versions, likeliest = last_versions(done.versions, len(token_ids)), done.likeliest[first:]
         else:
             assert isinstance(event, Partial)
             token_ids, log_probs, versions, reason = event.token_ids, event.log_probs, event.versions, None
+            likeliest = event.likeliest
         self._counters.completion_tokens += len(token_ids)
-        return sample.add(token_ids, log_probs, versions, reason)
+        return sample.add(token_ids, log_probs, versions, reason, likeliest)
 
 
 class EventStream(StreamingResponse):

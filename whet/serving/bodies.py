@@ -42,7 +42,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (({"type": "text"},), CONSTRAINED),
     "service_tier": (("auto", "default"), "there is one tier"),
     "suffix": (("",), "the server appends to a prompt"),
-    "top_logprobs": ((0,), "the engine gives the log-prob of the sampled token alone; leave it out or set it to 0"),
+    "top_logprobs": ((0,), "a text has logprobs=N for the same"),
     "verbosity": ((), "ask for it in the prompt"),
     "web_search_options": ((), "the server has no search"),
 }
@@ -113,6 +113,11 @@ class Body(WithoutEffect):
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
 
+    @property
+    def likeliest(self) -> int:
+        """Number of tokens whose log-probs are asked for in every place."""
+        raise NotImplementedError
+
 
 class ChatBody(Body):
     """The body of /v1/chat/completions."""
@@ -120,17 +125,26 @@ class ChatBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[dict[str, Any]] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def likeliest(self) -> int:
+        return self.top_logprobs
 
 
 class TextBody(Body):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def likeliest(self) -> int:
+        return self.logprobs or 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,7 @@ class ToolsAsked:
     parser: str  # of their calls
     schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by name of the tool
     most_calls: int | None  # in a response
+    opening: str = ""  # of a call, with which the response must begin; the end of the prompt
 
 
 @dataclass(frozen=True)
@@ -195,20 +210,22 @@ class BodyReader:
         body = self._checked(ChatBody, raw)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens and max_completion_tokens are both set; set one", param="max_tokens")
-        if body.tool_choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", body.tool_choice, f"{CONSTRAINED} (auto and none are supported)")
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs is set without logprobs=true", param="top_logprobs")
+        if body.tool_choice not in (None, "auto", "none") and not body.tools:
+            raise ApiError(400, f"tool_choice is {body.tool_choice!r:.80} without tools", param="tool_choice")
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
         template = self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
-        prompt = self._rendered(template, messages, tools, body.chat_template_kwargs)
+        asked = self._tools(template, tools, body) if tools else None
+        opening = "" if asked is None else asked.opening
+        prompt = self._rendered(template, messages, tools, body.chat_template_kwargs, opening)
         params = self._params(body, prompt, body.max_completion_tokens or body.max_tokens, self.max_tokens)
-        return Asked(body, (tuple(prompt),), (params,), self._tools(template, tools, body) if tools else None)
+        return Asked(body, (tuple(prompt),), (params,), asked)
 
     def text(self, raw: object) -> Asked:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
         body = self._checked(TextBody, raw)
-        if body.logprobs:
-            raise unsupported("logprobs", body.logprobs, "the log-prob of the sampled token alone: set logprobs=0")
         given: Any = body.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             given = [given]
@@ -243,7 +260,12 @@ class BodyReader:
         return body
 
     def _rendered(
-        self, template: str, messages: list[Message], tools: list[dict[str, Any]], extra: Mapping[str, Any]
+        self,
+        template: str,
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+        extra: Mapping[str, Any],
+        opening: str,
     ) -> list[int]:
         for name in extra:
             if name in RESERVED or name not in template:
@@ -251,7 +273,7 @@ class BodyReader:
                 raise unsupported("chat_template_kwargs", {name: extra[name]}, why)
         options = {**extra, **({"tools": tools} if tools else {})}
         text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
-        [ids] = encode_rendered(self.tokenizer, [text])
+        [ids] = encode_rendered(self.tokenizer, [text + opening])
         return ids
 
     def _tools(self, template: str, tools: list[dict[str, Any]], body: ChatBody) -> ToolsAsked:
@@ -263,7 +285,8 @@ class BodyReader:
             known = f"one of {', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
             why = f"the chat template shows no known format of calls; start the server with --tool-parser, {known}"
             raise unsupported("tools", [*schemas], why)
-        return ToolsAsked(parser, schemas, None if body.parallel_tool_calls else 1)
+        opening, is_named = _opening(parser, [*schemas], body.tool_choice), isinstance(body.tool_choice, dict)
+        return ToolsAsked(parser, schemas, None if body.parallel_tool_calls and not is_named else 1, opening)
 
     def _params(self, body: Body, prompt: Sequence[int], limit: int | None, default: int) -> SamplingParams:
         """The sampling parameters of one prompt."""
@@ -296,6 +319,7 @@ class BodyReader:
             frequency_penalty=body.frequency_penalty,
             stop=stop,
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+            num_likeliest=body.likeliest,
         )
 
 
@@ -325,6 +349,22 @@ def _tool(index: int, raw: Mapping[str, Any]) -> dict[str, Any]:
     if function.get("strict"):
         raise unsupported(f"tools[{index}].function.strict", True, CONSTRAINED)
     return {"type": "function", "function": {name: each for name, each in function.items() if name != "strict"}}
+
+
+def _opening(parser: str, names: Sequence[str], choice: Any) -> str:
+    """The text that begins a call of the chosen tool, or of any; empty where the model is free.  Raises: ApiError."""
+    if choice in (None, "auto"):
+        return ""
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        names = [name for name in names if isinstance(function, dict) and function.get("name") == name]
+    if not names or not (isinstance(choice, dict) or choice == "required"):
+        known = "auto, none, required, or type function and a function with the name of one of the tools"
+        raise ApiError(400, f"tool_choice is {choice!r:.80}; expected {known}", param="tool_choice")
+    if (opening := TOOL_PARSERS[parser].marks.get("opening")) is None:
+        raise unsupported("tool_choice", choice, f"calls of the format {parser} have no fixed beginning; use auto")
+    before, behind = opening
+    return f"{before}{names[0]}{behind}" if len(names) == 1 else str(before)
 
 
 def _message(index: int, raw: Mapping[str, Any]) -> Message:

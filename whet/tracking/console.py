@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 
 from rich.console import Console
@@ -21,8 +22,8 @@ HEADER_EVERY = 20  # lines
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the step lines: its title, and the metrics that it shows (the first that the step has). It stays
-    hidden until its number differs from `unless`: a number, or the title of another column."""
+    """A column of the step lines: its title, and the metrics that it shows: the first that the step has, of a pattern
+    the sum. It stays hidden until its number differs from `unless`: a number, or the title of another column."""
 
     title: str
     metrics: tuple[str, ...]
@@ -31,9 +32,18 @@ class Column:
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
         """The number of a step."""
-        return next((metrics[name] for name in self.metrics if name in metrics), None)
+        for pattern in self.metrics:
+            if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
+                return math.fsum(found)
+        return None
 
 
+USE = (  # of the machine, by every trainer
+    Column("tokens/s", ("perf/throughput",), ",.0f"),
+    Column("MFU", ("perf/mfu",), ".1%"),
+    Column("GiB", ("system/*/memory_gib",), ".2f"),  # resident memory of all processes
+    Column("GPU GiB", ("system/*/accelerator_gib",), ".2f"),
+)
 COLUMNS = (
     Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # mean over all sampled trajectories
     Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # mean over those that a filter kept
@@ -42,8 +52,7 @@ COLUMNS = (
     Column("length", ("response_length/mean",), ".1f"),
     Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
     Column("grad norm", ("actor/grad_norm",), ".3f"),
-    Column("tokens/s", ("perf/throughput",), ",.0f"),
-    Column("MFU", ("perf/mfu",), ".1%"),
+    *USE,
 )
 VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line of their own
 

@@ -97,11 +97,13 @@ def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str |
 
 def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
     """Tells whether a row fulfils `field<1`, `field=text`, `field~part of its text`, `field` or `!field` (neither
-    missing, empty nor 0). Numbers are compared as numbers."""
+    missing, empty nor false; a number is there also where it is 0). Numbers are compared as numbers."""
     found = CONDITION.fullmatch(condition)
     if found is None:
         name = _known(condition.strip().removeprefix("!").strip(), rows)
-        return bool(field_of(row, name)) != condition.strip().startswith("!")
+        value = field_of(row, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return (is_number or bool(value)) != condition.strip().startswith("!")
     name, sign, wanted = _known(found[1], rows), found[2], found[3].strip()
     value = field_of(row, name)
     if sign == "~":

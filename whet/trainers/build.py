@@ -35,7 +35,14 @@ from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rewards.truths import checked
-from whet.rollout.build import build_collector, check_engine, check_media, open_environments, sampling_params
+from whet.rollout.build import (
+    build_collector,
+    check_engine,
+    check_media,
+    check_sampling,
+    open_environments,
+    sampling_params,
+)
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
@@ -195,6 +202,8 @@ def begin(
     media_folder: Path | None = None,
 ) -> Begun:
     """Reads and checks tokenizer, data, ground truths and callbacks; plans columns and steps.  Raises: WhetError."""
+    sampled = {"rollout": config.rollout, "trainer.validation": config.trainer.validation}
+    check_sampling(config.rollout.engine.name, sampled)
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
     tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
     workers.check_reward_model(config, tokenizer)
@@ -230,8 +239,7 @@ def _prompts(
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
-    for line in Domains.of_config(config.reward, has_function=reward is not None).unused([*loaded.items, *held_out]):
-        log.warning("%s", line)
+    Domains.of_config(config.reward, has_function=reward is not None).check_used([*loaded.items, *held_out])
     return loaded, held_out
 
 

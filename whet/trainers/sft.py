@@ -29,7 +29,7 @@ from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
-from whet.tracking.console import Column
+from whet.tracking.console import USE, Column
 from whet.trainers.frame import Frame, opened_for, run_folder, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
@@ -42,8 +42,7 @@ COLUMNS = (
     Column("loss", ("sft/loss",), ".4f"),
     Column("grad norm", ("sft/grad_norm",), ".3f"),
     Column("lr", ("sft/lr",), ".2e"),
-    Column("tokens/s", ("perf/throughput",), ",.0f"),
-    Column("MFU", ("perf/mfu",), ".1%"),
+    *USE,
 )
 R = TypeVar("R", bound="ExamplesRun")
 Rows = Sequence[Mapping[str, Any]] | None

@@ -18,7 +18,7 @@ from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
 from whet.models.positions import position_ids
 from whet.protocol import DataProto
-from whet.tracking.console import Column
+from whet.tracking.console import USE, Column
 from whet.trainers.objectives import PreferenceObjective, measure_pairs
 from whet.trainers.sft import ExamplesRun, train_on_examples
 
@@ -27,8 +27,7 @@ COLUMNS = (
     Column("accuracy", ("reward_model/accuracy",), ".3f"),
     Column("margin", ("reward_model/margin",), ".3f"),
     Column("lr", ("reward_model/lr",), ".2e"),
-    Column("tokens/s", ("perf/throughput",), ",.0f"),
-    Column("MFU", ("perf/mfu",), ".1%"),
+    *USE,
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import inspect
 import random
 import re
@@ -127,6 +128,10 @@ class PythonRepair:
         is_truncated = not is_solved and self.turns == self.max_steps
         self.is_over = is_solved or is_truncated
         return self._observe(said, reward, is_done=is_solved, is_truncated=is_truncated)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PythonRepair:
+        """A copy of the episode that shares the sandbox: nothing else in it changes in place."""
+        return copy.copy(self)
 
     async def _tested(self) -> tuple[str, bool]:
         """What the tests of the program say, and whether it passes them."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three turns with tools through chat templates of seven families: every id and every mask of the row, written by hand.
+"""Three turns with tools through eleven chat templates: every id and every mask of the row, written by hand.
 
-The templates have the structure of the published ones; the tokenizer is the same for all, with each family's control
-tokens."""
+The templates are shortened, with the marks, roles, order, white space and generation prompts of the published ones:
+the same turns give the same responses. The tokenizer is the same for all, with each family's control tokens."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ LLAMA3 = """\
 {%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# User and assistant take turns, a message with tool calls does not count; the tools stand before the last question.
+# Nemo: user and assistant take turns, messages with tool calls do not count; tools stand before the last question.
 MISTRAL = """\
 {%- set ns = namespace(index=0) %}
 {%- set questions = messages | selectattr('role', 'equalto', 'user') | list %}
@@ -99,18 +99,74 @@ MISTRAL = """\
 {%- for message in messages %}
 {%- if message.role == 'user' %}
 {%- if tools and message == questions[-1] %}
-{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-{{- '[INST] ' + message.content + '[/INST]' }}
-{%- elif message.tool_calls is defined %}{{- '[TOOL_CALLS] [' }}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}{{- '[TOOL_CALLS][' }}
 {%- for call in message.tool_calls %}
 {%- if call.id | length != 9 %}{{- raise_exception('IDs should have length 9') }}{%- endif %}
 {{- (call.function | tojson)[:-1] + ', \\"id\\": \\"' + call.id + '\\"}' }}
 {%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']</s>' }}
-{%- elif message.role == 'assistant' %}{{- ' ' + message.content + '</s>' }}
+{%- elif message.role == 'assistant' %}{{- message.content + '</s>' }}
 {%- else %}
 {%- if message.tool_call_id | length != 9 %}{{- raise_exception('IDs should have length 9') }}{%- endif %}
-{{- '[TOOL_RESULTS] {\\"content\\": ' + message.content + ', \\"call_id\\": \\"' + message.tool_call_id }}
+{{- '[TOOL_RESULTS]{\\"content\\": ' + message.content + ', \\"call_id\\": \\"' + message.tool_call_id }}
 {{- '\\"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""
+
+# Small 3.2: calls and results have the id between marks of their own.
+MISTRAL_SMALL = """\
+{{- '<s>[SYSTEM_PROMPT]You are Mistral.[/SYSTEM_PROMPT]' }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'assistant' and message.tool_calls %}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception('IDs should have length 9') }}{%- endif %}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' + call.function.arguments | tojson }}
+{%- endfor %}{{- '</s>' }}
+{%- elif message.role == 'assistant' %}{{- message.content + '</s>' }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{- raise_exception('IDs should have length 9') }}{%- endif %}
+{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
+{%- endif %}{%- endfor %}"""
+
+# Results have a role of their own; the line break after the last one depends on what follows.
+HERMES3 = """\
+{{- '<s><|im_start|>system\\nYou call functions.\\n<tools>' }}
+{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{{- '</tools>\\nA call: <tool_call>\\n{\\"name\\": <function-name>}\\n</tool_call><|im_end|>\\n' }}
+{%- for message in messages %}
+{%- if message.role != 'tool' and not message.tool_calls %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant' }}
+{%- for call in message.tool_calls %}
+{{- '\\n<tool_call>\\n{\\"name\\": \\"' + call.function.name + '\\", \\"arguments\\": ' }}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- else %}
+{%- if loop.previtem and loop.previtem.role != 'tool' %}{{- '<|im_start|>tool\\n' }}{%- endif %}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' }}{%- if not loop.last %}{{- '\\n' }}{%- endif %}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>' }}{%- endif %}
+{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Calls are XML; results are one user message.
+QWEN3_CODER = """\
+{{- '<|im_start|>system\\nYou are Qwen.\\n\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n<function>\\n<name>' + tool.function.name + '</name>\\n</function>' }}{%- endfor %}
+{{- '\\n</tools>\\n\\n<tool_call>\\n<function=example>\\n</function>\\n</tool_call><|im_end|>\\n' }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}{{- '<|im_start|>assistant' }}
+{%- if message.content %}{{- '\\n' + message.content | trim + '\\n' }}{%- endif %}
+{%- for call in message.tool_calls %}{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<parameter=' + key + '>\\n' + value | string + '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- elif message.role != 'tool' %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- else %}
+{%- if loop.previtem and loop.previtem.role != 'tool' %}{{- '<|im_start|>user\\n' }}{%- endif %}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 # No tools and no system role: its text comes before the first question; user and assistant take turns.
 GEMMA = """\
@@ -201,7 +257,17 @@ def llama_result(result: str) -> str:
 
 
 def mistral_result(result: str, uid: str) -> str:
-    return f'[TOOL_RESULTS] {{"content": {result}, "call_id": "{uid}"}}[/TOOL_RESULTS]'
+    return f'[TOOL_RESULTS]{{"content": {result}, "call_id": "{uid}"}}[/TOOL_RESULTS]'
+
+
+def hermes_results(*results: str) -> str:
+    shown = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+    return f"\n<|im_start|>tool\n{shown}<|im_end|><|im_start|>assistant\n"
+
+
+def coded(a: int, b: int) -> str:
+    values = f"<parameter=a>\n{a}\n</parameter>\n<parameter=b>\n{b}\n</parameter>\n"
+    return f"<tool_call>\n<function=add>\n{values}</function>\n</tool_call>"
 
 
 def gemma_results(*results: str) -> str:
@@ -268,14 +334,65 @@ FAMILIES = {
             "[/TOOL_RESULTS]",
         ),
         "</s>",
-        f"<s>[AVAILABLE_TOOLS] {json.dumps([SCHEMA])}[/AVAILABLE_TOOLS][INST] {ASKED}[/INST]",
+        f"<s>[AVAILABLE_TOOLS]{json.dumps([SCHEMA])}[/AVAILABLE_TOOLS][INST]{ASKED}[/INST]",
         (
-            f"[TOOL_CALLS] [{ONE}, {TWO}]",
+            f"[TOOL_CALLS][{ONE}, {TWO}]",
             mistral_result("3", "t0000c000") + mistral_result("7", "t0000c001"),
             f"[TOOL_CALLS] [{ONE}]",
             mistral_result("3", "t0001c000"),
-            " It is 3.",
+            "It is 3.",
         ),
+    ),
+    "Mistral Small": Family(
+        MISTRAL_SMALL,
+        (
+            *("<s>", "</s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]"),
+            *(
+                "[ARGS]",
+                "[AVAILABLE_TOOLS]",
+                "[/AVAILABLE_TOOLS]",
+                "[TOOL_RESULTS]",
+                "[TOOL_CONTENT]",
+                "[/TOOL_RESULTS]",
+            ),
+        ),
+        "</s>",
+        "<s>[SYSTEM_PROMPT]You are Mistral.[/SYSTEM_PROMPT]"
+        f"[AVAILABLE_TOOLS]{json.dumps([SCHEMA])}[/AVAILABLE_TOOLS][INST]{ASKED}[/INST]",
+        (
+            '[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]add[ARGS]{"a": 3, "b": 4}',
+            "[TOOL_RESULTS]t0000c000[TOOL_CONTENT]3[/TOOL_RESULTS][TOOL_RESULTS]t0000c001[TOOL_CONTENT]7[/TOOL_RESULTS]",
+            'I add.[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"a": 1, "b": 2}',
+            "[TOOL_RESULTS]t0001c000[TOOL_CONTENT]3[/TOOL_RESULTS]",
+            "It is 3.",
+        ),
+        num_calls=3,
+    ),
+    "Hermes 3": Family(
+        HERMES3,
+        ("<s>", *QWEN_TOKENS),
+        "<|im_end|>",
+        f"<s><|im_start|>system\nYou call functions.\n<tools>{json.dumps(SCHEMA)}</tools>\nA call: <tool_call>\n"
+        f'{{"name": <function-name>}}\n</tool_call><|im_end|>\n<|im_start|>user\n{ASKED}<|im_end|>\n'
+        "<|im_start|>assistant\n",
+        (f"{TAGGED}\n{TAGGED_TWO}", hermes_results("3", "7"), TAGGED, hermes_results("3"), "It is 3."),
+    ),
+    "Qwen3-Coder": Family(
+        QWEN3_CODER,
+        QWEN_TOKENS,
+        "<|im_end|>",
+        "<|im_start|>system\nYou are Qwen.\n\n<tools>\n<function>\n<name>add</name>\n</function>\n</tools>\n\n"
+        f"<tool_call>\n<function=example>\n</function>\n</tool_call><|im_end|>\n<|im_start|>user\n{ASKED}<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        (
+            f"I add.\n\n{coded(1, 2)}\n{coded(3, 4)}",
+            "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>\n<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            coded(1, 2),
+            "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n",
+            "It is 3.",
+        ),
+        num_calls=3,
     ),
     "Gemma": GEMMA_FAMILY,
     "Gemma 2": replace(GEMMA_FAMILY, template=REFUSES_SYSTEM + GEMMA),
@@ -298,17 +415,19 @@ FAMILIES = {
     ),
     "Phi": Family(
         PHI,
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|end|>"),
+        (
+            *("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+            *("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"),
+        ),
         "<|end|>",
         f"<|system|><|tool|>{json.dumps([FUNCTION])}<|/tool|><|end|><|user|>{ASKED}<|end|><|assistant|>",
         (
-            f"{TAGGED}{TAGGED_TWO}",
+            f"I add.<|tool_call|>[{ONE}, {TWO}]<|/tool_call|>",
             "<|tool|>3<|end|><|tool|>7<|end|><|assistant|>",
-            TAGGED,
+            f"<|tool_call|>{ONE}<|/tool_call|>",
             "<|tool|>3<|end|><|assistant|>",
             "It is 3.",
         ),
-        parser="hermes",
     ),
 }
 

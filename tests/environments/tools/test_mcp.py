@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from transformers import AutoTokenizer
 
 from whet.config.schema import EnvironmentConfig
+from whet.data.media import images
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError, ToolError
+from whet.rollout.collect import TemplateCodec
 from whet.types import Failure, Message, Prompt
 
 pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")
@@ -89,11 +95,13 @@ def called(host: EnvironmentHost, uid: str, name: str, **arguments: Any) -> Any:
 
 
 @pytest.fixture
-def over_http() -> Iterator[dict[str, Any]]:
+def over_http(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """A server; with a parameter, one that wants this value of the header Authorization."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "WANTED": getattr(request, "param", "")}
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL, env=environment)
     for _ in range(200):
         with socket.socket() as tried:
             if tried.connect_ex(("127.0.0.1", port)) == 0:
@@ -108,7 +116,7 @@ def over_http() -> Iterator[dict[str, Any]]:
 def test_a_server_in_a_process_has_a_session_for_each_episode(opened: Opened) -> None:
     host = opened(STDIO)
     schemas = toolbox_of(EnvironmentConfig(tools=[STDIO])).schemas  # type: ignore[union-attr]
-    assert [schema.name for schema in schemas] == ["add", "note", "bad"]
+    assert [schema.name for schema in schemas] == ["add", "note", "bad", "picture"]
     assert schemas[0].description == "Adds two integers."
     assert schemas[0].parameters["required"] == ["a", "b"]
     started(host, "a")
@@ -146,6 +154,63 @@ def test_an_object(opened: Opened) -> None:
 @pytest.mark.slow
 def test_an_address(opened: Opened, over_http: dict[str, Any]) -> None:
     answers(opened(over_http))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over_http", ["Bearer s3cret"], indirect=True)
+def test_an_address_that_wants_a_header(
+    opened: Opened, over_http: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCP_TOKEN", "s3cret")
+    config = EnvironmentConfig(tools=[over_http], tool_limits={"start_seconds": 10.0})
+    with pytest.raises(ToolError, match=r"does not start: .*; expected a server that answers"):
+        toolbox_of(config)
+    answers(opened({"mcp": {**over_http["mcp"], "headers": {"Authorization": "Bearer $MCP_TOKEN", "X-Team": 3}}}))
+    monkeypatch.setenv("MCP_TOKEN", "wr0ng")
+    other = {"mcp": {**over_http["mcp"], "headers": {"authorization": "Bearer $MCP_TOKEN"}}}
+    with pytest.raises(ToolError, match="does not start") as error:
+        toolbox_of(EnvironmentConfig(tools=[other], tool_limits={"start_seconds": 10.0}))
+    assert "wr0ng" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (
+            {"headers": {"X-API-Key": "s3cret"}},
+            r"\[0\]\.mcp\.headers\.X-API-Key holds a secret, .*: set one, and name it",
+        ),
+        (
+            {"headers": {"Cookie": "$NOT_SET_OF_A_TEST"}},
+            r"names the environment variable NOT_SET_OF_A_TEST, which is not ",
+        ),
+        ({"headers": {"Authorization": "s3cret"}, "cwd": "."}, r"'headers': \['Authorization'\].*; expected \{command"),
+    ],
+)
+def test_headers_that_are_refused(server: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        toolbox_of(EnvironmentConfig(tools=[{"mcp": {"url": "http://127.0.0.1:9/mcp", **server}}]))
+    assert "s3cret" not in str(error.value)
+
+
+def test_an_image_of_a_server_is_an_image(
+    opened: Opened, qwen25_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    png = BytesIO()
+    Image.new("RGB", (5, 4), (255, 0, 0)).save(png, "PNG")
+    host = opened({"mcp": {"python": f"{SERVER}:server"}})
+    started(host, "a")
+    host.step("a", Answer("", ({"id": "c", "name": "picture", "arguments": {"png": png.getvalue().hex()}},)))
+    found = result(host, "a")
+    assert isinstance(found, Observation)
+    [message], [media] = found.messages, found.media
+    parts = [{"type": "text", "text": "before\nit"}, {"type": "image"}, {"type": "text", "text": "after"}]
+    assert message.content == parts
+    assert images(media)[0].size == (5, 4) and images(media)[0].getpixel((4, 3)) == (255, 0, 0)
+    read = TemplateCodec(AutoTokenizer.from_pretrained(qwen25_folder)).read(found)  # for a model of text
+    assert (read.messages[0].content, read.media) == ("before\nit[image]after", ())
+    assert "a tool gave an image, but the model reads only text" in caplog.text
+    assert called(host, "a", "picture", png="00").startswith("error: the server gave an image that cannot be read: ")
 
 
 def answers(host: EnvironmentHost) -> None:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from whet.environments.tools.parsers import CONTROL, Call, parse, parser_of
+from whet.environments.tools.parsers import CONTROL, FORMS, Call, parse, parser_of
 from whet.registry import TOOL_PARSERS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -18,11 +19,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "python": {"properties": {"code": {"type": "string"}}},
 }
 PARSERS = TOOL_PARSERS.names()
+FORMATS = [*PARSERS, "mistral named", "mistral with ids", "phi one"]  # the parser, and another form that it reads
 
 
 def told(parser: str, text: str) -> list[tuple[str, dict[str, Any]] | str]:
     """The calls of a text: name and arguments, or the error."""
-    return [call.error or (call.name, dict(call.arguments)) for call in parse(parser, text, SCHEMAS).calls]
+    return [call.error or (call.name, dict(call.arguments)) for call in parse(parser.split()[0], text, SCHEMAS).calls]
 
 
 def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
@@ -35,6 +37,15 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             return "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
         case "mistral":
             return "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": given} for name, given in calls]) + "</s>"
+        case "mistral named" | "mistral with ids":
+            uid = "[CALL_ID]a1B2c3D4e" if parser.endswith("ids") else ""
+            return "".join(f"[TOOL_CALLS]{name}{uid}[ARGS]{json.dumps(given)}" for name, given in calls) + "</s>"
+        case "phi":
+            listed = json.dumps([{"name": name, "arguments": given} for name, given in calls])
+            return f"<|tool_call|>{listed}<|/tool_call|><|end|>"
+        case "phi one":
+            each = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+            return "\n".join(f"<|tool_call|>{text}<|/tool_call|>" for text in each)
         case "qwen3_coder":
             return "\n".join(_as_xml(name, given) for name, given in calls)
         case "gpt-oss":
@@ -54,7 +65,7 @@ def _as_xml(name: str, given: dict[str, Any]) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("parser", FORMATS)
 def test_two_calls_as_the_format_writes_them(parser: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("add", {"a": 2, "b": -3.5}), ("say", {"text": '1 < 2\nand "é"'})]
     assert told(parser, written(parser, calls)) == calls
@@ -68,7 +79,7 @@ ARGUMENTS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("parser", [parser for parser in PARSERS if parser != "qwen3_coder"])
+@pytest.mark.parametrize("parser", [parser for parser in FORMATS if parser != "qwen3_coder"])
 @settings(max_examples=60, deadline=None)
 @given(calls=st.lists(ARGUMENTS, min_size=1, max_size=3))
 def test_calls_come_back_as_they_were_written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
@@ -88,7 +99,29 @@ PIECES = [
     *("<function=add>", "</function>", "<parameter=a>", "</parameter>", "\n", ";", " ", '"', "é", "\ud83d", "\x00"),
     *("<|python_tag|>", "add(a=1)", "add(1, 2)", "add(*a)", "add(**a)", "x = 1", "(", ")", "<|eom_id|>", "</s>"),
     *("<|channel|>", "commentary to=functions.add", "<|constrain|>json", "<|message|>", "<|call|>", "<|start|>"),
-    *("[TOOL_CALLS]", '"parameters": ', '{"name": 3}', "null", "1e999", '{"a": 1}{"a": 1}', "[" * 3000, "(" * 300),
+    *(
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        "[TOOL_CALLS]add",
+        "[CALL_ID]a1",
+        "[ARGS]",
+        '"arguments": {',
+        "'name': 'add'",
+        "```",
+    ),
+    *(
+        "<think>",
+        "</think>",
+        "[TOOL_CALLS]",
+        '"parameters": ',
+        '{"name": 3}',
+        "null",
+        "1e999",
+        '{"a": 1}{"a": 1}',
+        '{"type": "function",',
+        "[" * 3000,
+        "(" * 300,
+    ),
 ]
 
 
@@ -130,13 +163,77 @@ def test_what_hermes_calls_may_look_like(body: str, said: Any) -> None:
 
 def test_a_missing_tag_is_an_error_and_no_answer() -> None:
     error = "a call stands between <tool_call> and </tool_call>; a tag is missing"
-    assert told("hermes", ADD) == [error]  # bare JSON
+    assert (
+        told("phi", ADD + "<|/tool_call|>")
+        == told("phi", f"<|tool_call|>{ADD}")
+        == ["a call stands between <|tool_call|> and <|/tool_call|>; a tag is missing"]
+    )
     assert told("hermes", f"So: {ADD}</tool_call>") == [error]
     assert told("hermes", f"<tool_call>{ADD}") == [error]
     assert told("hermes", f"<tool_call>{ADD}<tool_call>{ADD}</tool_call>") == [error, ("add", {"a": 1})]
-    assert told("hermes", f"An example: {ADD} is how one would call.") == []
     parsed = parse("hermes", f"First\n<tool_call>{ADD}</tool_call>\nthen<|im_end|>", SCHEMAS)
     assert parsed.content == "First\n\nthen" and parsed.calls[0].text == f"<tool_call>{ADD}</tool_call>"
+
+
+OTHER = '{"name": "add", "parameters": {"a": 1}}'
+NOT_JSON, NOT_SO = "the call is not valid JSON", "the call is not in the format of calls"
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    ("text", "content", "said"),
+    [
+        (f"I call it: {ADD}", "I call it:", [NOT_SO]),
+        (f"```json {ADD}\n```<|im_end|>", "```json \n```", [NOT_SO]),
+        (f"So {ADD} and {OTHER}, then.", "So  and , then.", [NOT_SO] * 2),
+        (f"[{ADD}]", "[]", [NOT_SO]),
+        ('So {"arguments": {"a": 1}, "name": "add"}', "So", [NOT_SO]),
+        ('So {"type": "function", "function": "add", "parameters": {"a": 1}}', "So", [NOT_SO]),
+        (f'{{"type": "function", "function": {ADD}}}', '{"type": "function", "function": }', [NOT_SO]),
+        (f'So {{"tool_calls": [{ADD}]}}', 'So {"tool_calls": []}', [NOT_SO]),
+        ('So {"type": "function", "name": "add", "parameters": {"a": 1}', "So", [NOT_JSON]),
+        ("So {'name': 'add', 'arguments': {'a': 1}} is it", "So", [NOT_JSON]),
+        ('So {"name": "add", "arguments": {"a": 1', "So", [NOT_JSON]),
+        ('{"id": 1, "arguments": {"a": 1}, "name": "add"', "", [NOT_JSON]),
+        (f"<think>Maybe {ADD}?</think>Now: {ADD}", f"<think>Maybe {ADD}?</think>Now:", [NOT_SO]),
+        # answers
+        (f"<think>Maybe {ADD}, or {OTHER[:-1]}?</think>It is 3.", None, []),
+        (f"[THINK]Maybe {ADD}[/THINK]It is 3.", None, []),
+        ('The person: {"name": "Ada", "age": 36}', None, []),
+        ('{"name": "Ada", "age": 36}', None, []),
+        ('{"name": "Ada", "age":', None, []),
+        ('So {"name": "Ada", "arguments": {"a": 1}}', None, []),  # no tool
+        ('So {"name": "add", "age": 36}', None, []),
+        ('So {"a": {"b": "add"}, "arguments": {}}', None, []),
+        ('{ "x": 1, the tool has "name": "add"', None, []),
+        ("f = {'a': {'name': 3}}; int g() { return 1; }", None, []),
+    ],
+)  # fmt: skip
+def test_json_of_a_call_in_another_place_is_an_error(
+    parser: str, text: str, content: str | None, said: list[str]
+) -> None:
+    found = parse(parser, text, SCHEMAS)
+    assert [call.error for call in found.calls] == [f"{each}; expected {FORMS[parser]}" for each in said]
+    assert found.content == (text if content is None else content)
+    assert all(call.name == "" and call.arguments == {} for call in found.calls)
+
+
+def test_a_call_of_no_tool_is_an_error_where_it_is_all_the_text() -> None:
+    text = '{"name": "subtract", "arguments": {"a": 1}}'
+    assert told("hermes", text) == [f"{NOT_SO}; expected {FORMS['hermes']}"]
+    assert told("llama3_json", text) == [("subtract", {"a": 1})]  # the format; there is no such tool
+    assert [call.text for call in parse("hermes", f"So {text}", {}).calls] == [text]  # no schemas are known
+    assert (
+        told("gpt-oss", f"<|channel|>analysis<|message|>So {ADD}<|end|><|start|>assistant<|channel|>final<|message|>3")
+        == []
+    )
+    assert len(told("gpt-oss", f"<|channel|>final<|message|>{ADD}<|return|>")) == 1
+
+
+def test_text_of_a_parser_of_ones_own_may_be_a_call_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(text, schemas):\n    yield text\n")
+    [call] = parse(f"{tmp_path}/mine.py:mine", f"So {ADD}", SCHEMAS).calls
+    assert call.error == f"{NOT_SO}; expected the format that you were told"
 
 
 @pytest.mark.parametrize(
@@ -149,6 +246,18 @@ def test_a_missing_tag_is_an_error_and_no_answer() -> None:
         ("llama3_json", '{"name": "add", "parameters": {"a": 1}', None),
         ("mistral", '[TOOL_CALLS] {"name": "add"}', None),
         ("mistral", "[TOOL_CALLS] []", None),
+        ("mistral", '[TOOL_CALLS] [{"name": "add"}][TOOL_CALLS]say[ARGS]{"text": "[TOOL_CALLS]"}',
+         [("add", {}), ("say", {"text": "[TOOL_CALLS]"})]),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1', None),
+        ("mistral", '[TOOL_CALLS]add{"a": 1}', None),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1} is it', None),
+        ("mistral", '[TOOL_CALLS]add[ARGS][1]', None),
+        ("mistral", '[TOOL_CALLS][ARGS]{"a": 1}', None),
+        ("phi", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}, 3]<|/tool_call|>',
+         [("add", {"a": 1}), f"the JSON has no name of a tool; {FORM}"]),
+        ("phi", '<|tool_call|>[]<|/tool_call|>', None),
+        ("phi", '<|tool_call|>[{"name": "add"}] so<|/tool_call|>', None),
+        ("phi", '<|tool_call|>[{"name": "add"}<|/tool_call|>', None),
         ("qwen3_coder", "<function=add>\n<parameter=a>1</parameter>\n</function>", None),
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
         ("gpt-oss", "<|channel|>analysis<|message|>to=functions.add?<|end|><|start|>assistant<|message|>5", []),
@@ -209,8 +318,11 @@ def test_code_without_an_interpreter_is_malformed() -> None:
         ("<tool_call>\\n<function=' + name", "qwen3_coder"),
         ("message.role == 'tool' %}<|start_header_id|>ipython", "llama3_json"),
         ("[TOOL_CALLS] [", "mistral"),
+        ("[TOOL_CALLS]' + call.name + '[ARGS]", "mistral"),
+        ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi"),
         ("<|channel|>commentary to=functions.", "gpt-oss"),
         ("<start_of_turn>model", None),
+        ("<tool_call>{function-name}\\n<arg_key>", None),  # GLM
     ],
 )
 def test_the_template_tells_the_parser(sign: str, parser: str | None) -> None:

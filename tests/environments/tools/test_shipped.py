@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from whet.config.schema import EnvironmentConfig
 from whet.environments.tools.sandbox import Python, with_last_value
-from whet.environments.tools.shipped import BM25, Search, calculator
+from whet.environments.tools.shipped import BM25, Search, calculator, words
 from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError, SandboxError
 from whet.sandbox.open import open_sandbox
@@ -28,6 +28,15 @@ def test_bm25_is_its_formula() -> None:
     assert BM25(DOCUMENTS).best("red", 5) == [DOCUMENTS[1], DOCUMENTS[0]]
     assert BM25(DOCUMENTS).best("cat dog", 1) == [DOCUMENTS[3]]
     assert BM25([]).best("cat", 1) == BM25(DOCUMENTS).best("", 1) == []
+
+
+def test_characters_of_chinese_and_japanese_are_words() -> None:
+    """They have no spaces; a whole sentence as one word would never be found."""
+    assert words("北京是首都。 Beijing 2008年") == ["北", "京", "是", "首", "都", "beijing", "2008", "年"]
+    assert words("カタ・かな, über_x 서울") == ["カ", "タ", "か", "な", "über_x", "서울"]
+    documents = ["上海在长江口。", "北京是中国的首都。", "鲸鱼是红色的。"]
+    assert BM25(documents).best("中国首都是哪里?", 1) == [documents[1]]
+    assert BM25(documents).best("红鲸鱼", 5) == [documents[2]]
 
 
 def test_search_reads_a_corpus(tmp_path: Path) -> None:

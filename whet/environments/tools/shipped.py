@@ -17,6 +17,8 @@ from whet.errors import ConfigError
 from whet.options import Count
 from whet.registry import register_tool
 
+_ALONE = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Kana and Han
+
 
 @register_tool("calculator")
 def calculator(expression: str) -> str:
@@ -83,8 +85,8 @@ class BM25:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in small letters."""
-    return re.findall(r"\w+", text.lower())
+    """The words of a text in small letters; of Chinese and Japanese, which have no spaces, each character."""
+    return re.findall(rf"(?=\w)[{_ALONE}]|[^\W{_ALONE}]+", text.lower())
 
 
 @cache

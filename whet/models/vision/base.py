@@ -117,6 +117,8 @@ class Vision(ABC):
             raise DataError("the video has no frames; expected at least one: remove the row, or repair the file")
         try:
             return replace(media, tokens=self._measure(media.kind, (height, width), seconds, (min_pixels, max_pixels)))
+        except DataError:
+            raise
         except ValueError as error:
             name = type(self.processor).__name__
             raise DataError(
@@ -127,6 +129,11 @@ class Vision(ABC):
     def pixels(self, media: Media) -> Pixels:
         """The outputs of the processor for a measured media, decoded where they are not cached. Raises: DataError."""
         return PIXELS.get(self._pixels_key(media), lambda: self._pixels(media))
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which this process waited for pixel values so far."""
+        return PIXELS.waited_seconds
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
         """Decodes and prepares media in threads, ahead of passes and in their order, each as often as passes read it;

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from math import inf
 from threading import Lock
+from time import perf_counter
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -18,12 +19,14 @@ class BoundedCache(Generic[Value]):
     """Values by key; the least recently used ones go when more than `limit_bytes` are held. Safe for threads.
 
     Values that are made ahead stay until they are read: as many as fill half of it, the next ones as these are read.
-    `hits` and `misses` count the calls of `get` that found a value, finished or on its way, and those that made it.
+    `hits` and `misses` count the calls of `get` that found a value, finished or on its way, and those that made it;
+    `waited_seconds` is the time in which they made it or waited for it.
     """
 
     def __init__(self, limit_bytes: int, size: Callable[[Value], int], num_threads: int = 0) -> None:
         self.limit_bytes = limit_bytes
         self.hits = self.misses = self.held_bytes = 0
+        self.waited_seconds = 0.0
         self._size, self._num_threads = size, num_threads
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
         self._waiting: OrderedDict[Hashable, Callable[[], Value]] = OrderedDict()  # to be made ahead, in order
@@ -44,6 +47,14 @@ class BoundedCache(Generic[Value]):
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of `key`, which `make` gives where it is neither held nor on its way.  Raises: what `make` does."""
+        start = perf_counter()
+        try:
+            return self._get(key, make)
+        finally:
+            with self._lock:
+                self.waited_seconds += perf_counter() - start
+
+    def _get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         with self._lock:
             coming, found = self._coming.get(key), self._values.get(key)
             is_missing = found is None and coming is None

@@ -13,6 +13,7 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from whet.data.media import images
+from whet.errors import DataError
 from whet.models.vision.base import EncoderOutput, Features, Hidden, PixelLimits, Pixels, Size, Vision
 from whet.types import Media, MediaTokens
 
@@ -44,6 +45,11 @@ class QwenVision(Vision):
         return self.config.image_token_id, self.config.video_token_id
 
     def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+        if (most := limits[1]) is not None and most < self.factor**2:
+            raise DataError(
+                f"its max_pixels is {most}, below a token of {self.factor} x {self.factor} pixels; raise it (or "
+                f"data.max_pixels) to at least {self.factor**2}"
+            )
         times = -(-len(seconds) // self.processor.temporal_patch_size) if kind == "video" else 1
         height, width = self._resized(kind, size, limits, len(seconds))
         grid = (times, height // self.factor, width // self.factor)

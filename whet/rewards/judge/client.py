@@ -29,6 +29,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0  # before the first retry, 
 RETRIED = frozenset({408, 409, 425, 429})  # and 500 to 599
 CHARACTERS_PER_TOKEN = 3.0  # for the estimate before a request; its reply corrects it
 SHOWN_CHARACTERS = 200
+COUNTED_ANEW = 50  # texts that a process writes between two counts of what all wrote
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class JudgeReply:
     output_tokens: int = 0
     cost: float = 0.0
     is_cached: bool = False
+    is_cut: bool = False  # at max_tokens
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Client:
         self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
     ) -> JudgeReply:
         """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. A reply of which
-        `read` makes None is asked for again and not cached.
+        `read` makes None, or that was cut off where there is a `read`, is asked for again and not cached.
 
         Raises: RewardError, with the reason of the last attempt.
         """
@@ -141,10 +143,11 @@ class Client:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
                     answer = await self._ask({**body, "seed": seed} if seed else body)
                 spent = _sum(answer, spent)
-                value = answer.text if read is None else read(answer.text)
+                value = answer.text if read is None else None if answer.is_cut else read(answer.text)
                 if value is not None:
                     return replace(spent, value=value)
-                why = f"its reply cannot be read: {answer.text[-SHOWN_CHARACTERS:]!r}"
+                cut = f" (it was cut off after max_tokens={body.get('max_tokens')}: raise it)" if answer.is_cut else ""
+                why = f"its reply cannot be read{cut}: {answer.text[-SHOWN_CHARACTERS:]!r}"
             except _AgainError as error:
                 why, wait = str(error), error.seconds
             except TimeoutError:
@@ -208,7 +211,8 @@ class Client:
             )
         try:
             found = reply.json()
-            text, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
+            choice, usage = found["choices"][0], found.get("usage") or {}
+            text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
             read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise _AgainError(f"its reply is no chat completion: {shown}") from error
@@ -218,7 +222,7 @@ class Client:
         self.counts.input_tokens += read
         self.counts.output_tokens += written
         self.counts.cost += cost
-        return JudgeReply(text, None, read, written, cost)
+        return JudgeReply(text, None, read, written, cost, is_cut=is_cut)
 
     def _open(self) -> None:
         """Makes connections for the running event loop."""
@@ -268,7 +272,7 @@ class Cache:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._bytes = sum(size for _, size, _ in self._entries())
+        self._bytes, self._written = sum(size for _, size, _ in self._entries()), 0
 
     def get(self, digest: str) -> str | None:
         """The text; None if it is not there."""
@@ -289,12 +293,15 @@ class Cache:
             log.warning("the judge's cache cannot be written: %s", error)
             return
         self._bytes += len(content)
-        if self._bytes > self._max_bytes:
+        self._written += 1
+        if self._bytes > self._max_bytes or self._written % COUNTED_ANEW == 0:  # other processes write too
             self._shrink()
 
     def _shrink(self) -> None:
         entries = sorted(self._entries())
         self._bytes = sum(size for _, size, _ in entries)
+        if self._bytes <= self._max_bytes:
+            return
         for _, size, path in entries:
             if self._bytes <= 0.9 * self._max_bytes:
                 return

@@ -2,9 +2,9 @@
 """Rubrics: what a judge is asked, and how its reply is read, as one object.
 
 The texts to be judged are data. Each stands between two lines with a fence, which is derived from a digest of the texts
-and occurs in none of them; the system message says that instructions between them do not count; `<|`, the beginning of
-control tokens, is written `< |`. Of the reply only its end is read, the last line or the JSON object that ends it, so
-nothing that the judge quotes counts.
+and occurs in none of them; the system message says that instructions between them do not count; control tokens are
+written with a space, `< |` for `<|`. Of the reply only its end is read, the last line or the JSON object that ends it,
+after the judge's own thought, so nothing that the judge quotes counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ import jinja2.meta
 import yaml
 
 from whet.errors import ConfigError
+from whet.rewards.result import after_thought
 
+# The first character of a control token of Qwen, Llama, DeepSeek, Gemma or Mistral.
+_CONTROL = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>|[be]os>|</?SYS>)|\[(?=/?INST\])", re.IGNORECASE)
+_THOUGHT = re.compile(r"^\s*<think>", re.MULTILINE)
 MAX_JSON = 10_000  # characters of a reply in which an object may begin
 TEXTS = ("prompt", "response", "ground_truth")  # the names that a template may use
 _GUARD = (
@@ -87,13 +91,17 @@ class Rubric:
         while not fence or any(fence in text for text in texts.values()):
             digest = hashlib.blake2b(json.dumps([number, dict(texts)]).encode(), digest_size=12).hexdigest()
             fence, number = f"[{digest}]", number + 1
-        fenced = {name: f"\n{fence}\n{text.replace('<|', '< |')}\n{fence}\n" for name, text in texts.items()}
+        spaced = {name: _CONTROL.sub(r"\g<0> ", text) for name, text in texts.items()}
+        fenced = {name: f"\n{fence}\n{text}\n{fence}\n" for name, text in spaced.items()}
         question = _ENVIRONMENT.from_string(self.template).render(fenced)
         system = f"{self.system} {_GUARD.format(fence=fence)}"
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
     def read(self, reply: str) -> float | None:
         """The score from 0 to 1 at the end of a judge's reply; None where it has none."""
+        reply = after_thought(reply)
+        if _THOUGHT.search(reply):  # it does not end
+            return None
         text = re.sub(r"```\w*", "", reply).strip().strip("*`_ ")
         end = text if self.parser == "json" else text.splitlines()[-1].strip("*`_ ") if text else ""
         return _PARSERS[self.parser].read(self, end)

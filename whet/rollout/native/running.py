@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from whet.rollout.in_process import Done
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.scheduler import ScheduledRequest
-from whet.rollout.sampling import SamplingState, is_stop, sample
+from whet.rollout.sampling import SamplingState, is_stop, likeliest, sample
 from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
@@ -92,6 +92,9 @@ class Running:
         if own.constraints is not None:
             generated = self.out_tokens[slots, : max(1, int(counts.max()))]
         tokens, log_probs = sample(logits, own, counts, generated)
+        if own.num_likeliest:
+            for live, told in zip(self.live[rows], likeliest(logits, own), strict=True):
+                live.tell(told)
         self.out_tokens[slots, counts] = tokens
         self.out_log_probs[slots, counts] = log_probs
         columns.tokens[rows] = tokens

@@ -27,14 +27,14 @@ from whet.models.vision.qwen import QwenVision
 from whet.rollout.constraints import check_rules
 from whet.rollout.episode import joined
 from whet.rollout.planned import Decoding, RolloutBytes
-from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status, Weights
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Package, find_environment
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
-from whet.types import Failure, Media, Versions
+from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -153,7 +153,7 @@ class ServerEngine(ServerWords):
         longest = max(decoding.lengths.prompts)
         in_memory = not (options.get("adapter") or options["weights_dir"])
         copies = in_memory * (1 + bool(options["restarts"]))  # both until the new ones are there
-        return RolloutBytes(cache, min(cache, needed), True, rows, longest, smaller, copies)
+        return RolloutBytes(cache, cache, True, rows, longest, smaller, copies)
 
     # -- the contract of rollout engines
 
@@ -208,14 +208,12 @@ class ServerEngine(ServerWords):
         for live in [each for each in self._live.values() if not (each.request.streams or each.call.done())]:
             whole = joined(live.before, found.get(live, NEVER_SENT))
             if whole.token_ids:
-                self.stream(live, -len(live.before.token_ids), whole.token_ids, whole.log_probs, whole.versions)
+                self.stream(live, -len(live.before.token_ids), whole)
 
-    def stream(
-        self, live: Live, place: int, token_ids: Sequence[int], log_probs: Sequence[float], versions: Versions
-    ) -> None:
+    def stream(self, live: Live, place: int, new: Completion) -> None:
         """Gives tokens of a request before its end; `place` counts from those that it was sent with."""
         where = live.request.uid, live.request.attempt, len(live.rest.sampled_ids) + place
-        self._ended.put((None, Partial(*where, tuple(token_ids), tuple(log_probs), versions)))
+        self._ended.put((None, new.as_partial(*where)))
 
     def resume(self) -> None:
         self._paused, self._seen = False, (-1, time.monotonic())
@@ -340,6 +338,8 @@ class ServerEngine(ServerWords):
                 f"request {uid} may need {needed} tokens, and {self.package.title} takes {self.max_length}; shorten "
                 f"prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
             )
+        if (why := self.refused(params)) is not None:
+            raise EngineError(f"request {uid}: {why}")
         if params.allowed_token_ids is not None or params.bad_words:
             check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
 

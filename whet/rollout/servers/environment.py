@@ -84,7 +84,8 @@ def find_environment(package: Package, python: str | None) -> Environment:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{path} cannot be run ({error}); expected a Python interpreter: {how}") from error
     if run.returncode:
-        raise ConfigError(f"{path} ended with {run.returncode}: {run.stderr.strip()[-300:]}; expected a Python: {how}")
+        [said] = run.stderr.strip().splitlines()[-1:] or ["nothing in stderr"]
+        raise ConfigError(f"{path} ended with {run.returncode}: {said[-300:]}; expected a Python: {how}")
     origin, version = json.loads(run.stdout)
     if origin is None:
         raise ConfigError(f"{path} has no package {name}; expected {wanted}: {how}")

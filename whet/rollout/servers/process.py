@@ -77,8 +77,12 @@ class Server:
     def failure(self, what: str) -> EngineError:
         """The error of a server that failed, with the telling lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        telling = list(dict.fromkeys(line.strip() for line in lines if TELLING.search(line)))
-        shown = "\n".join(telling[:SHOWN_LINES] or lines[-SHOWN_LINES:])
+        telling = dict[str, str]()  # lines by what they tell: a log has the same behind several names of processes
+        for line in lines:
+            found = TELLING.search(line)
+            if found and "WARNING" not in line[: found.start()]:
+                telling.setdefault(line[found.start() :].strip(), line.strip())
+        shown = "\n".join([*telling.values()][:SHOWN_LINES] or lines[-SHOWN_LINES:])
         who = f"the {self._kind} server (process {self.process.pid}, {HOST}:{self.client.port})"
         return self.error(f"{who} {what}; its log {self.log} has:\n{shown or 'nothing'}")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
 from whet.types import FinishReason, Versions
 
@@ -36,6 +37,11 @@ class Live:
 
 class ServerWords(ABC):
     """The calls that every server has under names of its own."""
+
+    @classmethod
+    @abstractmethod
+    def refused(cls, sampling: Sampling) -> str | None:
+        """Returns the name of a sampling parameter that the server cannot follow, its value and what to change."""
 
     @abstractmethod
     def prepare(self) -> None:

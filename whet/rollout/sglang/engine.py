@@ -8,6 +8,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +19,17 @@ from whet.config.schema import ModelConfig
 from whet.devices import HOST
 from whet.errors import ConfigError, EngineError, WeightSyncError
 from whet.models.attention import token_bytes
+from whet.models.load import load_tokenizer
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
+from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.servers.words import Live
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
+from whet.rollout.stop_strings import StopStrings
 from whet.types import last_versions
 
 PACKAGE = Package(
@@ -35,12 +40,19 @@ PACKAGE = Package(
     why="whose insides whet builds on",
     arguments=("srt/arg_groups/fields/*.py", "*"),
 )
+OFF: dict[str, tuple[object, ...]] = {  # what SGLang's log-probs would follow, and the values that change nothing
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "bad_words": ((), []),
+    "allowed_token_ids": (None,),
+}
 
 
 @register_rollout("sglang")
 class SGLangEngine(ServerEngine):
     """SGLang, in a server process from an environment of its own (`make sglang`); float32 requests give the same tokens
-    in any company. Stop strings, penalties, bad words and allowed tokens are refused.
+    in any company. Penalties, bad words and allowed tokens are refused.
 
     python: interpreter of the environment; unset: $WHET_SGLANG_PYTHON, else .venv-sglang of the checkout.
     kv_cache_bytes: memory for keys and values.
@@ -111,8 +123,11 @@ class SGLangEngine(ServerEngine):
             **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
-        self._patches = () if self.vision is None else self.vision.forbidden
-        variables = environment(threads or torch.get_num_threads(), device, num_devices, self._patches)
+        load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
+        self._load_tokenizer, self._stops = cache(load), dict[tuple[str, ...], StopStrings]()
+        patches = () if self.vision is None else self.vision.forbidden
+        self._never = {(token_id,) for token_id in patches}  # sampled by the server
+        variables = environment(threads or torch.get_num_threads(), device, num_devices, patches)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     def prepare(self) -> None:
@@ -120,7 +135,7 @@ class SGLangEngine(ServerEngine):
 
     async def sample(self, live: Live) -> Completion:
         """Sends a request and reads its answer, piece by piece."""
-        name, sampled = _named(live.name), Sampled()
+        name, sampled = _named(live.name), Sampled(live.rest, self._stops.get(live.request.params.stop))
         self._streams[name] = live, sampled
         with ExitStack() as files:
             files.callback(self._streams.pop, name, None)
@@ -128,13 +143,18 @@ class SGLangEngine(ServerEngine):
             media = await asyncio.to_thread(files.enter_context, opened) if live.request.media else []
             body = body_of(live.rest, name, self.version, media)
             async for piece in self.server.client.events("/generate", body):
+                if sampled.is_cut:
+                    continue  # until the abort has ended it
                 if (new := sampled.add(piece)) and live.request.streams:
-                    versions = last_versions(sampled.versions, new)
-                    place = len(sampled.token_ids) - new
-                    self.stream(live, place, sampled.token_ids[place:], sampled.log_probs[place:], versions)
+                    versions, place = last_versions(sampled.versions, new), len(sampled.token_ids) - new
+                    tokens, log_probs = tuple(sampled.token_ids[place:]), tuple(sampled.log_probs[place:])
+                    self.stream(live, place, Completion(tokens, log_probs, "abort", versions))
+                if sampled.is_cut and piece["meta_info"]["finish_reason"] is None:
+                    abort = {"rid": name}
+                    await self.server.client.answer("POST", "/abort_request", abort, seconds=self._answer_seconds)
         if sampled.reason is None:
             raise EngineError(f"SGLang ended its answer to request {live.request.uid} early; expected a finish_reason")
-        return sampled.completion(live.request)
+        return sampled.completion()
 
     def end(self, names: list[str]) -> None:
         for name in names:
@@ -162,7 +182,8 @@ class SGLangEngine(ServerEngine):
 
     def _count_of(self, name: str) -> float:
         found = self._streams.get(name)
-        return float("inf") if found is None else len(found[1].token_ids)  # nobody waits for tokens of an ended one
+        # nobody waits for tokens of an ended one
+        return float("inf") if found is None or found[1].is_cut else len(found[1].token_ids)
 
     def release(self) -> None:
         self.call("POST", "/continue_generation", {})
@@ -170,7 +191,7 @@ class SGLangEngine(ServerEngine):
     def so_far(self) -> Iterator[tuple[Live, Completion]]:
         for live, sampled in list(self._streams.values()):
             if sampled.token_ids and sampled.reason is None:
-                yield live, sampled.completion(live.request)
+                yield live, sampled.completion()
 
     def count(self) -> int:
         return sum(len(sampled.token_ids) for _, sampled in list(self._streams.values()))
@@ -210,20 +231,26 @@ class SGLangEngine(ServerEngine):
         self.unless_lost(lambda: self.call("POST", "/resume_memory_occupation", {}))
 
     def check(self, request: Request) -> None:
-        super().check(request)
-        params = request.params
-        off = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
-        if params.stop:
+        words = tuple(word for word in request.params.bad_words if word not in self._never)
+        super().check(replace(request, params=replace(request.params, bad_words=words)))
+        if count := request.params.num_likeliest:
             raise EngineError(
-                f"request {request.uid} has stop strings, and SGLang's stream breaks off at them; expected stop tokens "
-                "alone: leave out rollout.stop, or use the engine native or vllm"
+                f"request {request.uid}: num_likeliest={count}, and SGLang gives the log-prob of the sampled token "
+                "alone; set it to 0, or use the engine native, hf or vllm"
             )
-        bad_words = set(params.bad_words) - {(token_id,) for token_id in self._patches}
-        if not off or bad_words or params.allowed_token_ids is not None:
-            raise EngineError(
-                f"request {request.uid} has a penalty, bad words or allowed tokens, and the log-probs of SGLang would "
-                "be those after them; expected none: turn them off under rollout, or use the engine native or vllm"
-            )
+        strings = request.params.stop
+        if strings and strings not in self._stops:
+            self._stops[strings] = StopStrings(strings, self._load_tokenizer())
+
+    @classmethod
+    def refused(cls, sampling: Sampling) -> str | None:
+        for name, values in OFF.items():
+            if (value := getattr(sampling, name)) not in values:
+                return (
+                    f"{name}={value!r:.60} is not for SGLang, whose log-probs would be those after it; expected "
+                    f"{values[-1]!r}: turn it off, or use the engine native or vllm"
+                )
+        return None
 
 
 def _check_positions(base: str, config: Any) -> None:

@@ -14,7 +14,8 @@ from whet.errors import EngineError
 from whet.models.positions import next_position
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.servers.media import Shown, positions_of
-from whet.types import FinishReason, Versions
+from whet.rollout.stop_strings import StopStrings
+from whet.types import FinishReason, Versions, last_versions
 
 GOLDEN = 0x9E3779B97F4A7C15  # by which the number of a place is multiplied in a draw's hash
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -37,7 +38,6 @@ def body_of(request: Request, name: str, version: int, media: Sequence[Shown] = 
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
             "stop_token_ids": list(params.stop_token_ids),
-            "stop": list(params.stop),
             "no_stop_trim": True,
             "sampling_seed": _seed(request),
         },
@@ -68,15 +68,18 @@ def _seed(request: Request) -> int:
 
 @dataclass
 class Sampled:
-    """The tokens that a streamed answer has brought so far."""
+    """The tokens that a streamed answer has brought so far, up to the one that completes a stop string."""
 
+    request: Request
+    stops: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: Versions = ()
     reason: dict[str, Any] | None = None
+    is_cut: bool = False  # a stop string ended it, which the server does not know
 
     def add(self, piece: Any) -> int:
-        """Takes the next piece: its tokens are those beyond the ones that are here.  Returns their number."""
+        """Takes the next piece: its tokens are those beyond the ones that are here.  Returns the number of new ones."""
         if "error" in piece:
             raise EngineError(f"SGLang answered with an error: {piece['error']}")
         about = piece["meta_info"]
@@ -88,19 +91,33 @@ class Sampled:
             self.versions = tuple(
                 (int(span["version"]), span["end"] - span["start"]) for span in about["weight_versions"]
             )
-        return new
+        return new if self.stops is None else self._cut(self.stops, len(self.token_ids) - new)
 
-    def completion(self, request: Request) -> Completion:
+    def _cut(self, stops: StopStrings, known: int) -> int:
+        """Ends the response where a token behind the `known` ones completes a stop string.  Returns the number of new
+        tokens that are left."""
+        request = self.request
+        response, earlier = torch.tensor([*request.sampled_ids, *self.token_ids]), len(request.sampled_ids)
+        for count, token in enumerate(self.token_ids[known:], known + 1):
+            string = stops.found(token, response[: earlier + count])
+            if string is not None and token not in request.params.stop_token_ids:
+                del self.token_ids[count:], self.log_probs[count:]
+                self.versions = last_versions(self.versions[::-1], count)[::-1]
+                self.reason, self.is_cut = {"type": "stop", "matched": string}, True
+                break
+        return len(self.token_ids) - known
+
+    def completion(self) -> Completion:
         """The completion, aborted where the answer has not ended.  Raises: EngineError."""
         tokens, reason = self.token_ids, self.reason or {"type": "abort"}
         counted = sum(count for _, count in self.versions)
         if reason["type"] not in REASONS or not len(tokens) == len(self.log_probs) == counted:
             raise EngineError(
-                f"SGLang answered request {request.uid} with {len(tokens)} tokens, {len(self.log_probs)} log-probs, "
-                f"versions {self.versions} and finish_reason {reason}; expected as many of each, and stop, length or "
-                "abort: see its log"
+                f"SGLang answered request {self.request.uid} with {len(tokens)} tokens, {len(self.log_probs)} "
+                f"log-probs, versions {self.versions} and finish_reason {reason}; expected as many of each, and stop, "
+                "length or abort: see its log"
             )
         if reason["type"] == "abort" and reason.get("status_code"):
-            raise EngineError(f"SGLang gave up request {request.uid}: {reason.get('message')}")
+            raise EngineError(f"SGLang gave up request {self.request.uid}: {reason.get('message')}")
         stop = reason.get("matched") if isinstance(reason.get("matched"), str) else None
         return Completion(tuple(tokens), tuple(self.log_probs), REASONS[reason["type"]], self.versions, stop)

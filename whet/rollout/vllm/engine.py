@@ -19,17 +19,19 @@ from whet.models.vision.qwen import QwenVision
 from whet.models.vision.tiles import SmolVision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
-from whet.rollout.protocol import Completion, Request, Weights
+from whet.rollout.planned import Sampling
+from whet.rollout.protocol import Completion, Weights
 from whet.rollout.servers.engine import ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.servers.media import config_overrides
 from whet.rollout.servers.weights import Adapter, adapter_folder
 from whet.rollout.servers.words import Live
 from whet.rollout.vllm.server import command, environment
-from whet.rollout.vllm.translate import body_of, completion_of, versions_at, versions_of
+from whet.rollout.vllm.translate import body_of, completion_of, likeliest_of, versions_at, versions_of
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 GENERATE = "/inference/v1/generate"
+MOST_LIKELIEST = 20  # of which a request may be told the log-probs
 ADAPTER = "trained"  # its name in the server
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 PACKAGE = Package(
@@ -112,6 +114,7 @@ class VLLMEngine(ServerEngine):
             "weight_transfer_config": {"backend": "whet"},
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
             "logprobs_mode": "raw_logprobs",
+            "max_logprobs": MOST_LIKELIEST + 1,
             # pixel values come normalized; vLLM's own processor leaves that to the tower
             **({} if self.vision is None else {"mm_device_do_normalize": False}),
             **config_overrides("hf_overrides", self._outline.config),
@@ -154,7 +157,8 @@ class VLLMEngine(ServerEngine):
             if new:
                 place = len(tokens)
                 versions = versions_at(live.known, self.version, place, place + len(new))
-                self.stream(live, place, new, [each["logprob"] for each in content], versions)
+                found, told = tuple(each["logprob"] for each in content), likeliest_of(content, live.request)
+                self.stream(live, place, Completion(tuple(new), found, "abort", versions, likeliest=told))
             tokens, log_probs = tokens + new, log_probs + content
         return {"choices": [{**choice, "token_ids": tokens, "logprobs": {"content": log_probs}}]}
 
@@ -219,13 +223,14 @@ class VLLMEngine(ServerEngine):
     def wake(self) -> None:
         self.unless_lost(lambda: self.call("POST", "/wake_up"))
 
-    def check(self, request: Request) -> None:
-        super().check(request)
-        if 0 < (temperature := request.params.temperature) < LEAST_TEMPERATURE:
-            raise EngineError(
-                f"request {request.uid} has temperature {temperature:g}, which vLLM raises to {LEAST_TEMPERATURE}; "
-                "expected 0 (greedy) or at least that: change rollout.temperature"
-            )
+    @classmethod
+    def refused(cls, sampling: Sampling) -> str | None:
+        if not 0 < sampling.temperature < LEAST_TEMPERATURE:
+            return None
+        return (
+            f"temperature={sampling.temperature:g} would be raised to {LEAST_TEMPERATURE} by vLLM; expected 0 (greedy) "
+            "or at least that: change it, or use the engine native"
+        )
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from whet.errors import EngineError
-from whet.rollout.protocol import Completion, Request
+from whet.rollout.protocol import Completion, Likeliest, Request
 from whet.rollout.servers.engine import FIRST_VERSION
 from whet.rollout.servers.media import Shown, positions_of
 from whet.types import FinishReason, Versions
@@ -42,7 +42,8 @@ def body_of(
             "detokenize": bool(params.stop),
             "allowed_token_ids": None if params.allowed_token_ids is None else list(params.allowed_token_ids),
             "ignore_eos": True,  # stop_token_ids has all that end a response
-            "logprobs": 0,  # of the sampled token alone
+            # of the sampled token alone; of others one more than asked for, as vLLM counts the sampled one among them
+            "logprobs": params.num_likeliest and params.num_likeliest + 1,
             # Not vLLM's seed: on a CPU a seeded request fails whose prompt is computed in several parts.
             "extra_args": {
                 "key": request.key,
@@ -68,7 +69,8 @@ def completion_of(answer: Any, request: Request) -> Completion:
     """The completion in an answer of the server.  Raises: EngineError."""
     [choice] = answer["choices"]
     tokens, reason = tuple(choice["token_ids"] or ()), choice["finish_reason"]
-    log_probs = tuple(each["logprob"] for each in (choice["logprobs"] or {}).get("content") or ())
+    content = (choice["logprobs"] or {}).get("content") or ()
+    log_probs = tuple(each["logprob"] for each in content)
     versions = versions_of(choice["weight_versions"] or ())
     if reason not in REASONS or len(log_probs) != len(tokens) or sum(count for _, count in versions) != len(tokens):
         raise EngineError(
@@ -78,7 +80,17 @@ def completion_of(answer: Any, request: Request) -> Completion:
     stop = choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None
     if tokens and tokens[-1] in request.params.stop_token_ids:
         stop = None  # the token ended it, also where its text completes a stop string
-    return Completion(tokens, log_probs, REASONS[reason], versions, stop)
+    told = likeliest_of(content, request)
+    return Completion(tokens, log_probs, REASONS[reason], versions, stop, told)
+
+
+def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
+    """The likeliest tokens in the place of each token of an answer, where they are asked for; vLLM's come behind the
+    sampled one."""
+    if not (count := request.params.num_likeliest):
+        return ()
+    pairs = [[(each["token_id"], each["logprob"]) for each in place["top_logprobs"]] for place in content]
+    return tuple(tuple(sorted(place, key=lambda pair: -pair[1])[:count]) for place in pairs)
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:

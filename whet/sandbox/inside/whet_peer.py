@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of untrusted code, in a process that the code cannot reach; nothing of whet is imported.
+"""Untrusted code in a process of its own, and its connection to the tests (whet_tester); nothing of whet is imported.
 
     tester - nursery - candidate
 
@@ -7,19 +7,18 @@ The tester reads the code, forks the nursery, and only then reads the tests, so 
 candidate. A candidate, forked by the nursery, runs the code and serves calls. Plain values (numbers, texts, containers
 of them) are copied, so the code cannot choose how they compare; other objects stay where they are, and are reached by
 `Remote`. What a candidate may do to itself (replace functions, leave, write) does not reach the tester, which alone
-writes the verdict.
+writes the verdict. What the candidate prints goes to the tester's standard output, where a test may capture it.
 """
 
 from __future__ import annotations
 
 import builtins
 import collections
-import ctypes
 import datetime as dt
 import decimal
 import fractions
 import io
-import json
+import math
 import operator
 import os
 import pickle
@@ -32,13 +31,12 @@ import traceback
 import types
 from typing import Any
 
-NOT_DUMPABLE = 4  # prctl: nobody else may read this process's memory or open its descriptors
 LENGTH = struct.Struct("!Q")
 SHOWN = 300  # characters of a message
+PRINTED = 1 << 16  # bytes that a call may print; more is lost
 MODULE = "solution"
 TESTS = "tests"
 NO_PYTEST = "pytest is not installed in the sandbox's interpreter"
-
 PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice}
 CONTAINERS = {collections.OrderedDict, collections.deque, collections.Counter, decimal.Decimal, fractions.Fraction}
 DATES = {dt.date, dt.datetime, dt.time, dt.timedelta}
@@ -112,12 +110,28 @@ class Reader(pickle.Unpickler):
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
 
 
+class Printed(io.BytesIO):
+    """The first bytes that were printed since they were last taken."""
+
+    def write(self, data: Any) -> int:
+        """Keeps the bytes, up to the limit."""
+        return super().write(data) if self.tell() < PRINTED else len(data)
+
+    def take(self) -> str:
+        """Returns the text, and begins anew."""
+        text = self.getvalue()[:PRINTED].decode(errors="replace")
+        self.seek(0)
+        self.truncate()
+        return text
+
+
 class Peer:
     """An end of the connection between tester and candidate. `trusted` objects may be used in every way."""
 
     def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
         self.connection, self.trusted = connection, trusted
         self.objects: dict[int, Any] = {}
+        self.printed = Printed()
         self.deadline = float("inf")
         self.errors: dict[str, type] = {}
 
@@ -128,13 +142,14 @@ class Peer:
             kind, *rest = self.receive()
             if kind == "do":
                 self.serve(*rest)
-            elif kind == "raise":
+                continue
+            sys.stdout.write(rest.pop())
+            if kind == "raise":
                 raise self._error(*rest)
-            else:
-                value, changes = rest
-                for place, new in changes:
-                    _fill(values[place], new)
-                return value
+            value, changes = rest
+            for place, new in changes:
+                _fill(values[place], new)
+            return value
 
     def serve(self, name: str, values: tuple[Any, ...], more: dict[str, Any]) -> None:
         """Does what the other process asks."""
@@ -146,12 +161,12 @@ class Peer:
                 for place, (each, old) in enumerate(zip(values, before, strict=True))
                 if old is not None and self.pack(each) != old
             ]
-            self.send("return", value, changed)
+            self.send("return", value, changed, self.printed.take())
         except LostError:
             raise
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
-            self.send("raise", names, [f"{each}"[:SHOWN] for each in error.args])
+            self.send("raise", names, [f"{each}"[:SHOWN] for each in error.args], self.printed.take())
 
     def _do(self, name: str, values: tuple[Any, ...], more: dict[str, Any]) -> Any:
         target = values[0]
@@ -291,7 +306,7 @@ def _fill(old: Any, new: Any) -> None:
 # -- the candidate's side
 
 
-def nurse(code: str, control: socket.socket) -> None:
+def nurse(code: list[str], control: socket.socket) -> None:
     """Forks a candidate for each connection, after the one before it was killed."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
@@ -313,18 +328,26 @@ def nurse(code: str, control: socket.socket) -> None:
         connection.close()
 
 
-def be_candidate(code: str, connection: socket.socket) -> None:
-    """Runs the code as a module, tells its names, and serves calls."""
+def be_candidate(code: list[str], connection: socket.socket) -> None:
+    """Runs imports and the code as a module, tells the names of the code, and serves calls."""
     peer = Peer(connection, trusted=True)
-    module = types.ModuleType(MODULE)
+    sys.stdout = io.TextIOWrapper(peer.printed, "utf-8", "replace", write_through=True)
+    module, before = types.ModuleType(MODULE), dict[str, Any]()
     sys.modules[MODULE] = module
     try:
-        exec(compile(code, f"{MODULE}.py", "exec"), vars(module))
+        for part in code:
+            before = dict(vars(module))
+            execute(part, module)
         error = None
     except BaseException as found:
         found.__traceback__ = found.__traceback__ and found.__traceback__.tb_next
         error = "".join(traceback.format_exception(found))[-SHOWN:]
-    names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    names = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("__") and (name not in before or before[name] is not value)
+    }
+    peer.printed.take()
     errors = {
         name: [kind.__name__ for kind in value.__mro__[1:]]
         for name, value in names.items()
@@ -340,146 +363,20 @@ def be_candidate(code: str, connection: socket.socket) -> None:
         os._exit(0)
 
 
-# -- the tester's side
+def execute(code: str, module: types.ModuleType) -> None:
+    """Runs code in a module, without this file's `from __future__`."""
+    exec(compile(code, f"{module.__name__}.py", "exec", dont_inherit=True), vars(module))
 
 
-class Tester:
-    """The tests and the candidate that they run against."""
-
-    def __init__(self, nursery: socket.socket, tests: dict[str, Any]) -> None:
-        self.nursery, self.tests = nursery, tests
-        self.peer: Peer | None = None
-        self.names: dict[str, Any] = {}
-
-    def start(self) -> None:
-        """Gets a new candidate.  Raises: LostError where the code does not run."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self.nursery, [b"c"], [theirs.fileno()])
-        self.peer = peer = Peer(ours, trusted=False)
-        peer.deadline = time.monotonic() + self.tests["seconds"]
-        error, names, errors = peer.receive()
-        if error is not None:
-            self.peer = None
-            raise LostError(error)
-        peer.errors = {name: _error_class(name, bases) for name, bases in errors.items()}
-        self.names = {**names, **peer.errors}
-
-    def run(self) -> list[list[Any]]:
-        """Returns whether each test passed, and why not."""
-        run = getattr(self, f"run_{self.tests['kind']}")
-        results = []
-        for each in self.tests["cases"]:
-            try:
-                if self.peer is None:
-                    self.start()
-                assert self.peer is not None
-                self.peer.deadline = time.monotonic() + self.tests["seconds"]
-                run(each)
-                results.append([True, ""])
-            except LostError as error:
-                self.peer = None
-                results.append([False, f"{error}"])
-            except BaseException as error:
-                results.append([False, f"{type(error).__name__}: {error}"[:SHOWN]])
-        return results
-
-    def run_code(self, case: str) -> None:
-        """Statements with assertions, after the code's names; a `check` that they define is called."""
-        space = types.ModuleType(TESTS)
-        vars(space).update(self.names)
-        exec(compile(self.tests["setup"] + "\n" + case, f"{TESTS}.py", "exec"), vars(space))
-        if self.tests["entry"]:
-            vars(space)["check"](self._entry())
-
-    def run_call(self, case: dict[str, Any]) -> None:
-        """A call of the entry point, whose value is compared."""
-        found, expected = self._entry()(*case["args"]), case["expected"]
-        if not (_listed(found) == _listed(expected) or (isinstance(expected, list) and [_listed(found)] == expected)):
-            raise AssertionError(f"returned {found!r}; expected {expected!r}")
-
-    def run_pytest(self, case: str) -> None:
-        """A file of tests that imports the code as the module `solution`."""
-        try:
-            import pytest
-        except ImportError as error:
-            raise RuntimeError(NO_PYTEST) from error
-        module = types.ModuleType(MODULE)
-        vars(module).update(self.names, __all__=list(self.names))
-        sys.modules[MODULE] = module
-        with open("test_solution.py", "w", encoding="utf-8") as file:
-            file.write(case)
-        written = os.dup(1)
-        os.dup2(2, 1)  # what pytest says is no verdict
-        try:
-            status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--assert=plain", "test_solution.py"])
-        finally:
-            os.dup2(written, 1)
-            os.unlink("test_solution.py")
-        if status != 0:
-            raise AssertionError(f"pytest ended with {int(status)}")
-
-    def _entry(self) -> Any:
-        value: Any = None
-        for place, name in enumerate(self.tests["entry"].split(".")):
-            if place == 0:
-                if name not in self.names:
-                    raise NameError(f"the code defines no {name!r}")
-                value = self.names[name]
-            else:
-                value = getattr(value() if place == 1 else value, name)  # Solution.two_sum is Solution().two_sum
-        return value
+# -- what whet uses too
 
 
-def _error_class(name: str, bases: list[str]) -> type:
-    found = next((each for base in bases if isinstance(each := getattr(builtins, base, None), type)), Exception)
-    return type(name, (found,), {})
-
-
-def _listed(value: Any) -> Any:
-    """The value with tuples as lists, as JSON has them."""
-    if type(value) in (list, tuple):
-        return [_listed(each) for each in value]
-    return {key: _listed(each) for key, each in value.items()} if type(value) is dict else value
-
-
-def main() -> None:
-    """Reads code, forks the nursery, reads the tests, and writes the verdict after the word that came with them."""
-    code = _read_frame()
-    ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        ours.close()
-        try:
-            nurse(code, theirs)
-        finally:
-            os._exit(1)
-    theirs.close()
-    ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0, 0, 0, 0)
-    tests = json.loads(_read_frame())
-    results = Tester(ours, tests).run()
-    with open(1, "w", closefd=False) as out:
-        out.write(f"\n{tests['word']}{json.dumps(results)}\n")
-    os._exit(0)
+def is_near(found: float, expected: float, tolerance: float) -> bool:
+    """|found - expected| <= tolerance * (|expected| + 0.001): with 1e-5 numpy.allclose, which verl calls."""
+    return math.isfinite(expected) and abs(found - expected) <= tolerance * (abs(expected) + 1e-3)
 
 
 def frame(text: str) -> bytes:
     """A text as `main` reads it: the number of its bytes, a line end, the bytes."""
     data = text.encode(errors="replace")
     return f"{len(data)}\n".encode() + data
-
-
-def _read_frame() -> str:
-    size = b""
-    while not size.endswith(b"\n"):
-        size += _read(1)
-    return _read(int(size)).decode()
-
-
-def _read(size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = os.read(0, size - len(data))
-        if not part:
-            raise EOFError("standard input has ended")
-        data += part
-    return bytes(data)

@@ -10,7 +10,7 @@ DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills 
 
 A program gets new namespaces (user, process, mount, network, IPC, host name, cgroup), an empty scratch folder at /tmp
 in memory with /dev/shm in it, another user id, no capabilities, a filter of system calls, and resource limits. /proc
-has the program's own processes and nothing else, read-only; init, and the tester of whet_peer, are not dumpable, so
+has the program's own processes and nothing else, read-only; init, and whet_tester, are not dumpable, so
 they are not shown there. Nothing else can be written. Its standard input is sent after the fork, so that it is in no
 memory that the program inherits.
 
@@ -44,7 +44,7 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTION, BIND = 1, 2, 4, 8, 4096  # of moun
 DROP_CAPABILITIES, SUBREAPER, DUMPABLE = (0x20080522, 0), 36, 4
 OWN_PROCESSES = "hidepid=ptraceable,subset=pid"  # of /proc: processes that this one may read, and no other files
 PRELOADED = ["bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"]
-PRELOADED += ["operator", "random", "re", "statistics", "string", "traceback", "typing", "whet_peer"]
+PRELOADED += ["operator", "random", "re", "statistics", "string", "traceback", "typing", "whet_tester"]
 SCRATCH = "/tmp"
 TICK_SECONDS = 0.02
 READ_BYTES = 1 << 16
@@ -416,7 +416,7 @@ def _be_main(code: str) -> None:
     sys.modules["__main__"] = module
     status: Any = 0
     try:
-        exec(compile(code, "solution.py", "exec"), vars(module))
+        exec(compile(code, "solution.py", "exec", dont_inherit=True), vars(module))
     except SystemExit as error:
         status = error.code
         if status is not None and not isinstance(status, int):

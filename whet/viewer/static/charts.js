@@ -29,12 +29,19 @@ export function aligned(curves) {
   })];
 }
 
+// The ends of the y axis. A constant is in the middle; uPlot would draw it on an axis from 0 to 100 or from 0 to its double.
+export function limits(low, high, logarithmic) {
+  if (low === null) return [null, null];
+  if (low === high) return logarithmic ? [low / 2, low * 2] : [low - (Math.abs(low) / 10 || 1), low + (Math.abs(low) / 10 || 1)];
+  return logarithmic ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function options(width, height, series, logarithmic, hook, extra = {}) {
   const axis = { stroke: colour("dim"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   return {
     width, height, series, legend: { show: false }, padding: [8, 12, 0, 0],
     cursor: { sync: { key: "steps" }, points: { size: 7 }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
+    scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1, range: (_, low, high) => limits(low, high, logarithmic) } },
     axes: [{ ...axis, size: 26 }, { ...axis, size: 54, values: (_, ticks) => ticks.map(tick) }],
     hooks: { setCursor: [hook] }, ...extra,
   };

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from whet.config.foreign import KeyRow
+from whet.config.keys import leaf_fields
+from whet.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from whet.config.convert import Conversion
+
+Unit = Iterator[tuple[str, Any]]
+
+
+def _updates(of: Conversion, role: str) -> int:
+    """Updates of a role (actor, critic) in a step."""
+    values = of.result.values
+    batch: int = values.get("data.train_batch_size", leaf_fields(TrainConfig)["data.train_batch_size"].default)
+    updates: int = -(-batch // (values.get(f"{role}.mini_batch_size") or batch)) * values.get(f"{role}.epochs", 1)
+    return updates
+
+
+def _in_updates(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Steps of the loop in updates of the optimizer; a negative number is none."""
+    if value > 0:
+        yield ours[0], value * _updates(of, ours[0].partition(".")[0])
+
+
+def _ratio(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """A share of all steps in updates, where their number is known."""
+    steps = of.result.values.get("trainer.total_steps")
+    if not value:
+        return
+    if steps:
+        rounded = math.ceil if of.result.system == "TRL" else int
+        yield ours[0], rounded(value * steps) * _updates(of, ours[0].partition(".")[0])
+    else:
+        of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
+
+
+def _dual(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    if value:
+        yield ours[0], 1 + 2 * of.value("pg_clip")
+
+
+def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """DAPO's penalty, where the buffer is switched on."""
+    if of.given.get(f"{key.rpartition('.')[0]}.enable", True):
+        yield ours[0], value
+
+
+def _weight(level: str, is_masked: bool, low: float | None, high: float | None) -> Unit:
+    """The ratio of trainer and sampler as a weight: 0 beyond the bounds where it is masked, else the bound."""
+    lower, upper = ("low", "high") if is_masked else ("floor", "cap")
+    yield "algorithm.correction.weight", "icepop" if is_masked else "importance"
+    yield "algorithm.correction.weight_options.level", level
+    if is_masked or low is not None:
+        yield f"algorithm.correction.weight_options.{lower}", low or 0.0
+    yield f"algorithm.correction.weight_options.{upper}", math.inf if high is None else high
+
+
+def _verl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """A threshold is the cap, or `low_high` the bounds outside which the weight is 0."""
+    if key != row.theirs[0] or not value:
+        return
+    low, is_masked, high = str(of.given.get(row.theirs[1], 2.0)).rpartition("_")
+    yield from _weight(value, bool(is_masked), float(low) if low else None, float(high))
+    if of.given.get(row.theirs[2]) and is_masked:
+        of.result.check.append(f"{row.theirs[2]}=True: icepop is not divided by its mean here")
+    elif of.given.get(row.theirs[2]):
+        yield row.ours[2], True
+
+
+def _verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Bounds of k1 are bounds of the ratio there, the lower one by default 1 / upper; of k2 and k3 there is one."""
+    if key != row.theirs[0] or not value:
+        return
+    level, _, form = value.rpartition("_")
+    low, _, high = str(of.given.get(row.theirs[1], "")).rpartition("_")
+    if "," in value or not high:
+        of.result.check.append(f"{key}={value}: set {ours[0]} to one of these, with the bounds {row.theirs[1]}")
+        return
+    upper = float(high)
+    yield "algorithm.correction.rejection", "divergence"
+    options = {"form": form, "level": level.replace("seq", "sequence")}
+    options |= {"low": math.log(float(low or 1 / upper)), "high": math.log(upper)} if form == "k1" else {"high": upper}
+    for name, each in options.items():
+        yield f"algorithm.correction.rejection_options.{name}", each
+
+
+def _beta(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    for target in ours if value else ():
+        name, _, setting = target.partition("=")
+        yield name, setting or value
+
+
+def _trl_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Prompts of a step and of an update, from products that count responses. A step is one batch of generation, or
+    one update where that needs several."""
+    given, n = of.given, of.value("num_generations")
+    processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
+    if "num_processes" not in given:
+        of.result.check.append("num_processes is not set: batch sizes are those of one process; multiply them by yours")
+    pass_size = given.get("per_device_train_batch_size", 8) * processes
+    step = given.get("generation_batch_size") or pass_size * given.get("steps_per_generation", gathered)
+    yield from _prompts(of, max(step, pass_size * gathered), pass_size * gathered, n)
+
+
+def _has_environments(of: Conversion) -> bool:
+    return any(key.startswith(("train_env_manager.", "custom_envs.")) for key in of.given)
+
+
+def _roll_lengths(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Tokens of a response: those of a sequence without its prompt, or max_new_tokens, with environments of a turn."""
+    sequence, *of_turn = row.theirs
+    if key == sequence:
+        if value > (prompt := of.value("prompt_length")):
+            yield ours[0], value - prompt
+        else:
+            of.result.check.append(f"{key}={value}: set {ours[0]}, since prompt_length={prompt} leaves no response")
+    elif _has_environments(of) or key == of_turn[0]:
+        yield "environment.max_turn_tokens", min(of.given[each] for each in of_turn if each in of.given)
+    elif not {sequence, "response_length"} & {*of.given}:
+        yield ours[0], value
+    elif value != of.result.values.get(ours[0]):
+        of.result.ignored.append(f"{key}={value}: without effect beside response_length or {sequence}")
+
+
+def _responses(of: Conversion) -> tuple[int, int]:
+    """Responses of a step and of a prompt."""
+    if _has_environments(of):  # the batch size counts trajectories
+        return of.value("rollout_batch_size"), of.given.get("train_env_manager.group_size", 1)
+    n = of.value("num_return_sequences_in_group")
+    return of.value("rollout_batch_size") * n, n
+
+
+def _roll_step(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    step, n = _responses(of)
+    yield from ((target, each) for target, each in _prompts(of, step, n, n) if target == ours[0])
+
+
+def _roll_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Prompts of an update: responses of a device, times accumulation, times the ranks that read different rows."""
+    given, prefix = of.given, key.rpartition(".")[0]
+    devices = given.get("actor_train.device_mapping", [0])
+    if isinstance(devices, str):
+        bounds = [int(number) for number in re.findall(r"\d+", devices)]
+        devices = range(*bounds)
+    parallel = "actor_train.strategy_args.strategy_config."
+    ranks = len(devices)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        ranks //= given.get(parallel + name, 1)
+    step, n = _responses(of)
+    update = value * given.get(f"{prefix}.gradient_accumulation_steps", 1) * max(1, ranks)
+    yield from ((target, each) for target, each in _prompts(of, step, min(update, step), n) if target == ours[0])
+
+
+def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
+    if step % n or update % n or step % update:
+        of.result.check.append(
+            f"a step has {step} and an update {update} responses, {n} a prompt: whole groups have no such sizes"
+        )
+        update = max(n, update - update % n)
+        step = max(update, step - step % update)
+    yield "data.train_batch_size", step // n
+    yield "actor.mini_batch_size", update // n
+
+
+def _rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """ROLL's worker classes as functions: one for all rows, or one for each domain."""
+    workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
+    for name, each in value.items():
+        if not name.endswith((".worker_cls", ".tag_included")):
+            of.result.without.append(f"{name}={each}")
+    for domain, worker in workers.items():
+        function, _, note = row.values.get(worker.rpartition(".")[2], "").partition("; ")
+        if note or not function:
+            asked = note or f"set reward.domains.{domain}.function"
+            of.result.check.append(f"rewards.{domain}.worker_cls={worker}: {asked}")
+        if not function:
+            continue
+        if len(workers) == 1:
+            yield "reward.function", function
+            continue
+        yield f"reward.domains.{domain}.function", function
+        if sources := value.get(f"rewards.{domain}.tag_included"):
+            yield f"reward.domains.{domain}.sources", sources
+
+
+def _betas(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    yield ours[0], [of.given.get(name, default) for name, default in zip(row.theirs, (0.9, 0.999), strict=True)]
+
+
+def _trl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """The weight for vLLM's probabilities by its mode, such as token_truncate, with the bounds of other keys."""
+    mode, *uppers, lower = row.theirs
+    if key == mode:
+        level, _, how = value.partition("_")
+        unbounded = None if uppers[0] in of.nulls else 3.0
+        high = next((of.given[each] for each in reversed(uppers) if each in of.given), unbounded)
+        yield from _weight(level, how == "mask", of.given.get(lower), high)
+
+
+def _trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Functions of trl.rewards, and others by the path of their module; the penalty for length is no function here."""
+    names = [value] if isinstance(value, str) else [str(each) for each in value]
+    weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
+    for name, weight in zip(names, weights, strict=False):
+        made, _, options = name.partition("(")
+        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # those of `trl grpo`
+        if made == "get_soft_overlong_punishment" and numbers[:1] == [of.value("max_completion_length")]:
+            yield "algorithm.overlong.penalty", weight
+            yield "algorithm.overlong.buffer_length", numbers[-1]
+        elif name in row.values or re.fullmatch(r"[\w.]+\.\w+", name):
+            kept[row.values.get(name, ":".join(name.rsplit(".", 1)))] = weight
+            if name in row.values:
+                other = ", or reward.function=math" if "accuracy" in name else ""
+                of.result.check.append(f"{key}={name}: reads trl.rewards, so install trl{other}")
+        else:
+            of.result.check.append(
+                f"{key}={', '.join(names)}: set reward.function, with {name} as path/file.py:function"
+            )
+            return
+    if "reward.weights" in of.result.values:
+        of.result.values["reward.weights"] = list(kept.values())
+    if kept:
+        yield ours[0], list(kept) if len(kept) > 1 else next(iter(kept))
+
+
+UNITS: Mapping[str, Callable[..., Unit]] = {
+    "updates": _in_updates,
+    "ratio": _ratio,
+    "dual": _dual,
+    "overlong": _overlong,
+    "verl_weight": _verl_weight,
+    "verl_rejection": _verl_rejection,
+    "beta": _beta,
+    "trl_batches": _trl_batches,
+    "roll_lengths": _roll_lengths,
+    "roll_step": _roll_step,
+    "roll_batches": _roll_batches,
+    "rewards": _rewards,
+    "betas": _betas,
+    "trl_weight": _trl_weight,
+    "trl_rewards": _trl_rewards,
+}

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparison of parsed answers by math-verify, with numbers compared exactly; and of notations that parsing loses.
+
+math-verify rounds numbers to six places, so tiny ones are all equal to it, and it reads neither the base of a number
+nor the difference of a set and a tuple. Its grader is loaded a second time here: others get it as it comes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from decimal import Context, Decimal
+from typing import Any
+
+import sympy
+
+_spec = importlib.util.find_spec("math_verify.grader")
+assert _spec is not None and _spec.loader is not None
+_grader: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_grader)
+_grader.TIMEOUT_WARNING_SHOWN = True  # without its deadline, which needs the main thread, it warns on first use
+
+MIN_DIGITS, MAX_DIGITS = 6, 12  # of a decimal that stands for a number without a finite decimal
+_BASE = re.compile(r"(?<![\w\\])(\d[\dA-Z]*)_\{?(\d+)\}?")
+_SET, _TUPLE = re.compile(r"\\\{.*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
+_CLOCK = re.compile(r"(?:[01]?\d|2[0-4]):[0-5]\d")
+_LESS, _GREATER = r"<=?|≤|\\leq?(?![a-z])|\\leqslant|\\lt(?![a-z])", r">=?|≥|\\geq?(?![a-z])|\\geqslant|\\gt(?![a-z])"
+_ORDER = re.compile(rf"\s?({_LESS}|{_GREATER})\s?")
+_STRICT = ("<", ">", "\\lt", "\\gt")
+_OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor|\\vee)\s?")
+
+
+def verify(truth: Any, answer: Any) -> bool:
+    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` in the place of its own."""
+    return bool(_grader.verify(truth, answer, timeout_seconds=None))
+
+
+def numbers_equal(one: Any, other: Any, *_: object) -> bool:
+    """Returns whether two expressions or matrices are equal without simplification. Constants are equal where 100
+    digits show no difference; a decimal also equals a number without a finite decimal that `_stands_for` allows."""
+    if isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(other, sympy.MatrixBase | sympy.MatrixExpr):
+        one, other = one.doit(), other.doit()
+        return one.shape == other.shape and all(map(numbers_equal, one.flat(), other.flat()))
+    kinds = [
+        next((kind for kind in (sympy.Integer, sympy.Float, sympy.Number) if _is(each, kind)), None)
+        for each in (one, other)
+    ]
+    if kinds == [sympy.Integer, sympy.Integer]:
+        return bool(_grader.get_pct_val(one, one) == _grader.get_pct_val(other, other))  # 9% is also 9
+    try:
+        exact = [_exact(each) for each in (one, other)]
+        if any(kinds) or all(each.is_rational for each in exact):
+            exact = [each.doit() for each in exact]
+            if exact[0] == exact[1] or (all(each.is_Rational for each in exact) and sympy.Float not in kinds):
+                return bool(exact[0] == exact[1])
+        gap = (exact[0] - exact[1]).evalf(15)
+        # Digits of a difference that is 0, but not evidently, cannot be computed: it has a precision of one bit.
+        if gap == 0 or (gap.is_number and gap.is_finite and all(each._prec == 1 for each in gap.atoms(sympy.Float))):
+            return True
+        if kinds[0] == kinds[1] or sympy.Float not in kinds:
+            return False
+        return _stands_for(*(exact if kinds[0] is sympy.Float else exact[::-1]))
+    except (TypeError, AttributeError, ValueError, ArithmeticError):  # no numbers
+        return False
+
+
+_grader.sympy_numeric_eq = numbers_equal
+
+
+def _is(expression: Any, kind: type) -> bool:
+    return bool(_grader.is_atomic_or_pct_atomic(expression, kind))
+
+
+def _exact(expression: Any) -> Any:
+    """The expression with fractions for its decimals."""
+    floats = {each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)}
+    return expression.xreplace(floats) if floats else expression
+
+
+def _stands_for(decimal: Any, value: Any) -> bool:
+    """Tells whether `decimal` is `value`, rounded or cut off at 6 to 12 digits and 6 places or more, and `value` has no
+    finite decimal, as 1/3 and pi."""
+    if value.is_Rational and not re.sub("[25]", "", "".join(map(str, sympy.factorint(value.q)))):
+        return False
+    number = Context(prec=MAX_DIGITS).divide(Decimal(decimal.p), Decimal(decimal.q)).normalize()
+    digits, places = number.as_tuple().digits, -int(number.as_tuple().exponent)
+    unit, value = sympy.Rational(1, 10**places) if places > 0 else sympy.Integer(1), value.evalf(30)
+    decimal = sympy.Rational(str(number))
+    gap, is_less = abs(decimal - value), abs(decimal) < abs(value)
+    return bool(
+        min(len(digits), places) >= MIN_DIGITS
+        and (gap <= unit / 2 or (is_less and gap < unit))
+        and decimal.round(6) == value.round(6)
+    )
+
+
+def differs(one: str, other: str) -> bool:
+    """Tells whether two answers, as keys of a vote, differ in what parsing loses: the bases of numbers (`101_2`),
+    braces for parentheses, or a time of the day, which is no quotient."""
+    kinds = [(_SET.fullmatch(each) is not None, _TUPLE.fullmatch(each) is not None) for each in (one, other)]
+    is_time = one != other and (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other))
+    return bool(is_time) or _BASE.findall(one) != _BASE.findall(other) or {*kinds} == {(True, False), (False, True)}
+
+
+def as_interval(inequality: str) -> str | None:
+    r"""Returns the interval of an inequality or a chain, `(1, 2]` of `1 < x \le 2`, or the union of those joined by
+    "or"; None for any other text."""
+    found = [_interval(part) for part in _OR.split(inequality)]
+    return " \\cup ".join(each for each in found if each) if all(found) else None
+
+
+def _interval(text: str) -> str | None:
+    ends = _ORDER.split(text)
+    signs, ends = ends[1::2], ends[::2]
+    is_falling = [re.fullmatch(_GREATER, each) is not None for each in signs]
+    if len({*is_falling}) != 1 or any("=" in each for each in ends):
+        return None
+    if is_falling[0]:
+        signs, ends = signs[::-1], ends[::-1]
+    if len(ends) == 2:
+        first = re.fullmatch("[a-zA-Z]", ends[0]) is not None
+        signs = ["<", *signs] if first else [*signs, "<"]
+        ends = ["-\\infty", *ends] if first else [*ends, "\\infty"]
+    if len(ends) != 3 or not re.fullmatch("[a-zA-Z]", ends[1]):
+        return None
+    left, right = ("[("[signs[0] in _STRICT]), ("])"[signs[1] in _STRICT])
+    return f"{left}{ends[0]}, {ends[2]}{right}"
