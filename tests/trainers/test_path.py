@@ -29,8 +29,8 @@ PACKAGE = Path(whet.__file__).parent
 # that are looked for in rows, requests and observations, 150; columns of tokens and copies of media for a page, 30;
 # memory and cores of processes are measured in a file of their own; batches in the forms of verl's protocol 50; names
 # of processes, accelerators and operations 50; replicas that are lost and come back 85, responses that are scored while
-# others are sampled 40; failures over several batches, waits for media and steps that are over 16. The form of attention
-# scores as one value, and torch's own gradient of padding, gave 49 back.
+# others are sampled 40; failures over several batches, waits for media and steps that are over 16. The form of
+# attention scores as one value, and torch's own gradient of padding, gave 49 back.
 MAX_FILES, MAX_LINES = 81, 4456
 
 
