@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from whet.rewards import hostile_programs
 from whet.rewards.check import CheckedPrompt, check
 from whet.rewards.code import compute_score
 from whet.rewards.hostile_programs import programs
@@ -27,10 +26,8 @@ TRUTHS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", TRUTHS)
 def test_code_pays_no_hostile_program(kind: str) -> None:
-    tests = hostile_programs.tests_of(TRUTHS[kind], {})
-    assert tests is not None
     python = sys.executable if kind == "pytest" else None
-    found = [*programs(tests)]
+    found = [*programs(TRUTHS[kind], {})]
     assert len(found) == 6 and all(each.startswith("```python\n") for each in found)
     for program in found:
         assert compute_score(program, TRUTHS[kind], sandbox="unisolated", python=python)["reward"] == 0.0, program
@@ -41,7 +38,7 @@ OTHERS = ["42", "Paris", "B", None, ["Paris", "paris"], {"target": ["a"]}, [{"bo
 
 @pytest.mark.parametrize("truth", OTHERS)
 def test_other_ground_truths_are_no_tests(truth: Any) -> None:
-    assert hostile_programs.tests_of(truth, {}) is None
+    assert not [*programs(truth, {})]
 
 
 def exit_code(solution_str: str, ground_truth: Any) -> float:
@@ -54,8 +51,7 @@ def exit_code(solution_str: str, ground_truth: Any) -> float:
 def test_a_grader_that_believes_the_exit_code_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     row = CheckedPrompt("Square with f.", TRUTHS["assertions"], SQUARE)
-    assert row.tests is not None
-    paid = [exit_code(program, row.truth) for program in programs(row.tests)]
+    paid = [exit_code(program, row.truth) for program in row.programs]
     assert paid == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]  # leaves, leaves, equals all, shadows; no file is read or written
     with RewardPool(exit_code, num_workers=2, timeout_seconds=20.0, correct_threshold=1.0) as pool:
         report = check(pool, [row], reads_truth=True)

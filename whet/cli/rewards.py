@@ -92,7 +92,7 @@ def check_reward(
     entry.check(options, "--option ")
     takes_truth = entry.accepts_any_option or bool({*entry.parameters, *entry.options} & WHOLE)
     reads_truth = takes_truth and any(row.truth is not None and row.truth != "" for row in used)
-    workers = 4 if all(row.tests for row in used) else 1  # programs run side by side
+    workers = 4 if all(row.programs for row in used) else 1  # programs run side by side
     limits: Mapping[str, Any] = {
         "timeout_seconds": timeout,
         "correct_threshold": threshold,

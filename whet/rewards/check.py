@@ -20,8 +20,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from whet.phases import counting
-from whet.rewards.code import Suite
-from whet.rewards.hostile_programs import programs, tests_of
 from whet.rewards.pool import RewardPool
 from whet.types import Failure, Outcome, RewardItem, RewardResult
 
@@ -66,9 +64,13 @@ class CheckedPrompt:
         return str(self.truth).rpartition("####")[2].strip()
 
     @cached_property
-    def tests(self) -> Suite | None:
-        """The tests, where the ground truth has any: it is for a program."""
-        return tests_of(self.truth, self.extra)
+    def programs(self) -> Sequence[str]:
+        """Responses with a program that solves nothing, where the ground truth has tests."""
+        try:
+            from whet.rewards.hostile_programs import programs
+        except ModuleNotFoundError:  # without the folder of sandboxes nothing is scored by tests
+            return ()
+        return tuple(programs(self.truth, self.extra))
 
     def item(self, response: str) -> RewardItem:
         """The response as it is scored."""
@@ -179,7 +181,7 @@ class _Check:
                 self.full[id(row)] = min(0.0, wrong if math.isfinite(wrong) else 0.0), max(right)
                 for name, reward in zip(FORMS, right[-len(FORMS) :], strict=True):
                     paid[name] += reward == max(right)
-            elif row.tests and row.right is None:  # no right program is known: the usual range
+            elif row.programs and row.right is None:  # no right program is known: the usual range
                 suited.append(row)
                 self.full[id(row)] = 0.0, 1.0
         if suited:
@@ -211,7 +213,7 @@ class _Check:
 
     def _repeatable(self) -> None:
         """The same responses again, in another order and among others, have the same outcomes."""
-        rows = [row for row in self.rows if not row.tests] or self.rows[:1]  # each program takes its time
+        rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # each program takes its time
         pairs = [(row, form(row.answer)) for row in rows for form in FORMS.values()]
         pairs += [(row, text) for row in rows for text in ("", "It is 7.", row.prompt)]
         first, again, backwards = self.score(pairs), self.score(pairs), self.score(pairs[::-1])[::-1]
@@ -228,9 +230,9 @@ class _Check:
                 (name, what, text)
                 for name, (what, responses) in HOSTILE.items()
                 for text in responses
-                if not (row.tests and name == "huge number")  # a program that runs until its time is over
+                if not (row.programs and name == "huge number")  # a program that runs until its time is over
             ]
-            together = len(told) if row.tests else 1
+            together = len(told) if row.programs else 1
             outcomes = [
                 outcome
                 for start in range(0, len(told), together)
@@ -245,7 +247,7 @@ class _Check:
 
     def _speed(self) -> None:
         """The seconds of a long response grow no faster than its length, and it is not paid."""
-        for unit in UNITS[: 2 if self.rows[0].tests else None]:
+        for unit in UNITS[: 2 if self.rows[0].programs else None]:
             seconds = []
             for size in (LONG, LONG * FACTOR):
                 start, response = time.perf_counter(), (unit * (size // len(unit) + 1))[:size]
@@ -365,7 +367,7 @@ PROBES: Sequence[tuple[str, str, Probe]] = (
     ("repetition", "one sentence again and again", lambda row, _: iter(["Therefore it follows. " * 50])),
     ("injection", "instructions to whoever grades", lambda row, _: iter(INJECTIONS)),
     ("confidence", "words of confidence without an answer", lambda row, _: iter(CONFIDENT)),
-    ("hostile program", "a program that solves nothing", lambda row, _: programs(row.tests) if row.tests else iter(())),
+    ("hostile program", "a program that solves nothing", lambda row, _: iter(row.programs)),
 )  # fmt: skip
 HUGE = "a huge text"
 HOSTILE: Mapping[str, tuple[str, Sequence[str]]] = {

@@ -53,7 +53,7 @@ def found(*a):
 """
 
 
-def tests_of(truth: Any, extra: Mapping[str, Any]) -> Suite | None:
+def _tests(truth: Any, extra: Mapping[str, Any]) -> Suite | None:
     """The tests in a ground truth, or None where it is something else."""
     try:
         tests = read_tests(truth, extra)
@@ -63,9 +63,12 @@ def tests_of(truth: Any, extra: Mapping[str, Any]) -> Suite | None:
     return tests if is_code else None
 
 
-def programs(tests: Suite) -> Iterator[str]:
-    """Yields responses: a program that leaves before the tests, one that equals everything, replaces builtins, replaces
-    the tests, reads them, and nearly writes what is expected."""
+def programs(truth: Any, extra: Mapping[str, Any]) -> Iterator[str]:
+    """Yields responses, where a ground truth has tests: a program that leaves before the tests, one that equals
+    everything, replaces builtins, replaces the tests, reads them, and nearly writes what is expected."""
+    tests = _tests(truth, extra)
+    if tests is None:
+        return
     if tests.kind == "stdin":
         given, expected = tests.cases[0]
         told = [f"print({'7' + expected!r})", f"print({expected!r})\nprint({expected!r})\nprint(7)"]
