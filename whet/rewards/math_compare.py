@@ -30,8 +30,16 @@ _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\
 
 
 def verify(truth: Any, answer: Any) -> bool:
-    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` in the place of its own."""
+    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` in the place of its own. A
+    truth that always holds, as `AB = BA` is read, equals only such an equation: math-verify reads no more of it."""
+    if _always_holds(truth) and not _always_holds(answer):
+        return False
     return bool(_grader.verify(truth, answer, timeout_seconds=None))
+
+
+def _always_holds(parsed: Any) -> bool:
+    equations = [each for each in (parsed if isinstance(parsed, list) else [parsed]) if isinstance(each, sympy.Eq)]
+    return any(each.free_symbols and each.doit() is sympy.true for each in equations)
 
 
 def numbers_equal(one: Any, other: Any, *_: object) -> bool:
