@@ -30,16 +30,8 @@ _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\
 
 
 def verify(truth: Any, answer: Any) -> bool:
-    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` in the place of its own. A
-    truth that always holds, as `AB = BA` is read, equals only such an equation: math-verify reads no more of it."""
-    if _always_holds(truth) and not _always_holds(answer):
-        return False
+    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` in the place of its own."""
     return bool(_grader.verify(truth, answer, timeout_seconds=None))
-
-
-def _always_holds(parsed: Any) -> bool:
-    equations = [each for each in (parsed if isinstance(parsed, list) else [parsed]) if isinstance(each, sympy.Eq)]
-    return any(each.free_symbols and each.doit() is sympy.true for each in equations)
 
 
 def numbers_equal(one: Any, other: Any, *_: object) -> bool:
@@ -71,7 +63,16 @@ def numbers_equal(one: Any, other: Any, *_: object) -> bool:
         return False
 
 
-_grader.sympy_numeric_eq = numbers_equal
+def solutions(*equation: Any) -> Any:
+    """The solutions of an equation for its symbols. Without one, as of `AB = BA`, whose letters commute for the parser,
+    it is equal to no other by its solutions.  Raises: ValueError then, which the grader reads so."""
+    found = sympy.solve(*equation)
+    if not found:
+        raise ValueError(f"{equation[0]} has no solutions to compare")
+    return found
+
+
+_grader.sympy_numeric_eq, _grader.solve = numbers_equal, solutions
 
 
 def _is(expression: Any, kind: type) -> bool:
