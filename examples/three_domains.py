@@ -23,7 +23,7 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.models.init import init_model
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.quickstart import clear
+from whet.trainers.quickstart import NUM_CHECKED, clear, stop_when_warm
 from whet.trainers.sft import train_sft
 
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789+-*=()_ "#:,\n'
@@ -117,11 +117,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/three_domains"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up-steps", type=int, default=310)
+    parser.add_argument("--warm-enough", type=float, default=0.3, help="mean probability of right sums that ends it")
     options, changes = parser.parse_known_args()
     run_dir = options.run_dir
     with closing(clear(run_dir)):
-        history = learn(run_dir, options.seed, options.warm_up_steps, changes)
+        history = learn(run_dir, options.seed, options.warm_enough, changes)
     plot(run_dir / "learning_curve.png", history)
     records = [record for record in history if "val/accuracy" in record]
     for name in ("sums", "code", "words"):
@@ -131,7 +131,7 @@ def main() -> int:
     return 0
 
 
-def learn(run_dir: Path, seed: int, warm_up_steps: int, changes: Sequence[str]) -> Sequence[Mapping[str, float]]:
+def learn(run_dir: Path, seed: int, warm_enough: float, changes: Sequence[str]) -> Sequence[Mapping[str, float]]:
     """Problems, model, warm-up and RL.  Returns the numbers of all steps."""
     examples = write_problems(run_dir, seed)
     init_model(
@@ -142,9 +142,10 @@ def learn(run_dir: Path, seed: int, warm_up_steps: int, changes: Sequence[str]) 
         "data.max_length": 96,
         "trainer.run_dir": str(run_dir / "sft"),
         "trainer.seed": seed,
-        "trainer.total_steps": warm_up_steps,
     }
-    train_sft(load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config, data=examples)
+    config = load_config(SFTConfig, "quickstart_sft", warm_up, given={"data"}).config
+    added = [row for row in examples if row["prompt"].endswith("=")][:NUM_CHECKED]  # what takes longest
+    train_sft(config, data=examples, callbacks=[stop_when_warm(config, added, warm_enough)])
     overrides = [
         f"model.path={export(run_dir / 'sft', run_dir / 'sft_model')}",
         f"data.train_files={run_dir}/train.jsonl",

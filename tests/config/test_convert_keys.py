@@ -102,6 +102,16 @@ def test_the_rollout_correction_of_verl(keys: str) -> None:
     assert len(asked) == (keys == "bypass_mode=True rollout_is=token")
 
 
+@pytest.mark.parametrize(
+    "bounds", ["rollout_is=token rollout_is_threshold=x", "rollout_rs=token_k1 rollout_rs_threshold=0"]
+)
+def test_bounds_of_verl_that_are_no_numbers_are_asked_for(bounds: str) -> None:
+    words = " ".join(f"algorithm.rollout_correction.{word}" for word in bounds.split())
+    found = convert(read(f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}", "verl"), "verl")
+    assert correction(found) == {}
+    assert [line for line in found.check if line.startswith("algorithm.rollout_correction.rollout_")]
+
+
 def test_several_rejections_of_verl_are_asked_for() -> None:
     prefix = "algorithm.rollout_correction."
     found = verl(**{f"{prefix}rollout_rs": "token_k1,seq_max_k3", f"{prefix}rollout_rs_threshold": 2.0})

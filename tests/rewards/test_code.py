@@ -136,6 +136,26 @@ def test_a_missing_pytest_is_an_error_and_no_wrong_answer() -> None:
     assert score(said, tests, python=sys.executable)["reward"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')",
+        "import io, sys\nsys.stdout = io.StringIO()",
+        "import sys\nsys.stdout.close()",
+    ],
+)
+def test_code_may_replace_its_standard_output(line: str) -> None:
+    assert score(f"{line}\n{SQUARE}", ["assert f(2) == 4", "assert f(3) == 9"])["reward"] == 1.0
+
+
+def test_statements_of_a_text_and_prose_before_a_function() -> None:
+    truth = {"assert_case": "assert f(math.ceil(1.5)) == 4", "test_imports": "import math"}
+    assert score(SQUARE, truth)["reward"] == 1.0
+    truth = {"test": "def check(c):\n    assert c(2) == 4", "entry_point": "f"}
+    prompt = {"prompt": "Complete this function.\n\ndef f(x):\n    pass\n"}
+    assert score(SQUARE, truth, prompt)["reward"] == 1.0
+
+
 def test_tests_of_a_function_are_for_python() -> None:
     fenced = "```javascript\nfunction f(x) { return x * x }\n```"
     assert compute_score(fenced, ["assert f(2) == 4"], sandbox="unisolated")["reward"] == 0.0

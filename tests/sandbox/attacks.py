@@ -232,7 +232,22 @@ CHEATS = {
 }  # fmt: skip
 
 # Code that puts its own names in the place of those that an assertion uses. Each must fail.
+# The candidate's end of the connection tells the tester what it likes.
+FORGES = "import sys, fractions\npeer = sys._getframe(2).f_locals['peer']\nplain = peer.pack\n"
+FRACTION = "b'cfractions\\nFraction\\n(N}X\\x06\\0\\0\\0__eq__(X\\x04\\0\\0\\0mineK\\x05tQstb0'"
 SHADOWS = {
+    "a class of the tester": (
+        FORGES + f"peer.objects[5] = lambda *a: True\npeer.pack = lambda value: {FRACTION} + plain(value)\n"
+        "def f(x): return fractions.Fraction(1)",
+        "assert f(3) == 9",
+    ),
+    "builtins of the tests": (
+        FORGES + "class Names(dict): pass\nzero = lambda *a: 0\n"
+        "def pack(value):\n    if len(value) == 3 and isinstance(value[1], dict) and 'f' in value[1]:\n"
+        "        value[1]['__builtins__'] = {'abs': zero, 'round': zero}\n    return plain(value)\n"
+        "peer.pack = pack\nf = lambda x: -1",
+        "assert abs(f(3) - 9) < 1e-6",
+    ),
     "abs": ("def f(x): return 0\ndef abs(x): return 0", "assert abs(f(2) - 4) < 1e-6"),
     "set": ("def f(x): return [0]\ndef set(x): return 0", "assert set(f(2)) == set([4])"),
     "sorted": ("def f(x): return []\ndef sorted(x): return 1", "assert sorted(f(2)) == sorted([1, 2])"),

@@ -35,14 +35,14 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_a_weak_reward_is_hacked_and_its_repair_is_learned(tmp_path: Path) -> None:
     """A model that lists digits is paid more by the weak reward while fewer held-out answers are the sum."""
-    done = run_example("hacked_reward", tmp_path / "hacked", "--steps", "60")
+    done = run_example("hacked_reward", tmp_path / "hacked", "--steps", "100")
     weak, repaired = (history(tmp_path / "hacked" / "rl" / name) for name in ("weak", "repaired"))
 
     def ends(records: list[dict[str, Any]]) -> tuple[float, float, float, float]:
         """The mean reward of the first and last five steps, the first and last held-out accuracy."""
         rewards = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
         checked = [record["val/accuracy"] for record in records if "val/accuracy" in record]
-        assert len(rewards) == 60 and len(checked) == 7
+        assert len(rewards) == 100 and len(checked) == 11
         return fmean(rewards[:5]), fmean(rewards[-5:]), checked[0], checked[-1]
 
     reward_before, reward_after, accuracy_before, accuracy_after = ends(weak)
@@ -63,9 +63,9 @@ def test_a_weak_reward_is_hacked_and_its_repair_is_learned(tmp_path: Path) -> No
 
 @needs_bubblewrap
 def test_one_model_learns_three_domains(tmp_path: Path) -> None:
-    run_example("three_domains", tmp_path / "domains", "trainer.total_steps=50", "trainer.val_freq=50")
+    run_example("three_domains", tmp_path / "domains", "trainer.total_steps=80", "trainer.val_freq=80")
     first, *_, last = [record for record in history(tmp_path / "domains" / "rl") if "val/accuracy" in record]
-    assert (first["step"], last["step"]) == (0, 50)
+    assert (first["step"], last["step"]) == (0, 80)
     for domain, gain in (("sums", 0.1), ("code", 0.15), ("words", 0.3)):
         assert last[f"val/{domain}/accuracy"] > first[f"val/{domain}/accuracy"] + gain, domain
     assert last["val/failures"] == 0

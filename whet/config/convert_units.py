@@ -69,12 +69,30 @@ def _verl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[
     """A threshold is the cap, or `low_high` the bounds outside which the weight is 0."""
     if key != row.theirs[0] or not value:
         return
-    low, is_masked, high = str(of.given.get(row.theirs[1], 2.0)).rpartition("_")
-    yield from _weight(value, bool(is_masked), float(low) if low else None, float(high))
+    bounds = _bounds(of, row, 2.0)
+    if bounds is None:
+        return
+    low, high = bounds
+    is_masked = low is not None
+    yield from _weight(value, is_masked, low, high)
     if of.given.get(row.theirs[2]) and is_masked:
         of.result.check.append(f"{row.theirs[2]}=True: icepop is not divided by its mean here")
     elif of.given.get(row.theirs[2]):
         yield row.ours[2], True
+
+
+def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, float] | None:
+    """The lower and the upper one of `low_high` or `high`; None, with a line to check, where they are no numbers."""
+    text = of.given.get(row.theirs[1], default)
+    low, _, high = str(text).rpartition("_")
+    try:
+        bounds = float(low) if low else None, float(high)
+    except ValueError:
+        bounds = None, 0.0
+    if bounds[1] > 0:
+        return bounds
+    of.result.check.append(f"{row.theirs[0]}: set {row.ours[0]} by hand, since {row.theirs[1]}={text} is no bound")
+    return None
 
 
 def _verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
@@ -82,14 +100,15 @@ def _verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tup
     if key != row.theirs[0] or not value:
         return
     level, _, form = value.rpartition("_")
-    low, _, high = str(of.given.get(row.theirs[1], "")).rpartition("_")
-    if "," in value or not high:
+    if "," in value or not of.given.get(row.theirs[1]):
         of.result.check.append(f"{key}={value}: set {ours[0]} to one of these, with the bounds {row.theirs[1]}")
         return
-    upper = float(high)
+    if (bounds := _bounds(of, row, None)) is None:
+        return
+    low, upper = bounds
     yield "algorithm.correction.rejection", "divergence"
     options = {"form": form, "level": level.replace("seq", "sequence")}
-    options |= {"low": math.log(float(low or 1 / upper)), "high": math.log(upper)} if form == "k1" else {"high": upper}
+    options |= {"low": math.log(low or 1 / upper), "high": math.log(upper)} if form == "k1" else {"high": upper}
     for name, each in options.items():
         yield f"algorithm.correction.rejection_options.{name}", each
 

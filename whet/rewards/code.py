@@ -315,10 +315,10 @@ def _names(tests: Suite) -> tuple[list[str], list[str], str]:
 def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Suite:
     entry = str(truth.get("fn_name") or truth.get("entry_point") or extra.get("entry_point") or "").replace("()", "")
     imports = str(truth.get("import_prefix") or "")
-    setup = "\n".join([imports, str(truth.get("test_setup_code") or ""), *(truth.get("test_imports") or ())])
+    setup = "\n".join([imports, str(truth.get("test_setup_code") or ""), *_statements(truth.get("test_imports"))])
     for key in ("assert_case", "test_list"):
         if key in truth:
-            return Suite("code", [*truth[key]], setup=setup, imports=imports)
+            return Suite("code", _statements(truth[key]), setup=setup, imports=imports)
     for key in ("test", "test_code", "pytest"):
         if key in truth:
             text = str(truth[key])
@@ -340,6 +340,11 @@ def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Sui
         cases = [{"args": _arguments(given), "expected": _value(expected)} for given, expected in pairs]
         return Suite("call", cases, entry if truth.get("fn_name") else _function(extra), imports=imports)
     return Suite("stdin", [(_text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)])
+
+
+def _statements(value: Any) -> list[str]:
+    """The statements of a text, of a list of texts, or none."""
+    return [value] if isinstance(value, str) else [] if value is None else [*value]
 
 
 def _function(extra: Mapping[str, Any]) -> str:
@@ -384,8 +389,18 @@ def _completed(source: str, tests: Suite) -> tuple[str, str]:
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="
     if not name or not prompt or re.search(defined, source, re.MULTILINE):
         found = re.search(r"^(?:def|class) ", prompt, re.MULTILINE)
-        return f"{imports}\n{prompt[: found.start()]}" if found and name else imports, source
+        head = prompt[: found.start()] if found and name else ""
+        return f"{imports}\n{head}" if _is_python(head) else imports, source
     return imports, f"{prompt}{source}"
+
+
+def _is_python(text: str) -> bool:
+    """Tells prose before a function from its imports."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _last(ran: Ran) -> str:

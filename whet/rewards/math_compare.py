@@ -63,7 +63,16 @@ def numbers_equal(one: Any, other: Any, *_: object) -> bool:
         return False
 
 
-_grader.sympy_numeric_eq = numbers_equal
+def solutions(*equation: Any) -> Any:
+    """The solutions of an equation for its symbols. Without one, as of `AB = BA`, whose letters commute for the parser,
+    it is equal to no other by its solutions.  Raises: ValueError then, which the grader reads so."""
+    found = sympy.solve(*equation)
+    if not found:
+        raise ValueError(f"{equation[0]} has no solutions to compare")
+    return found
+
+
+_grader.sympy_numeric_eq, _grader.solve = numbers_equal, solutions
 
 
 def _is(expression: Any, kind: type) -> bool:

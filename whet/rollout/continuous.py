@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
 CLOSE_SECONDS = 10.0
 HELP = {  # by the part that limits a run
-    "sampling": "more rollout ranks, or a higher rollout.max_batch_size; below 1 also a higher rollout.max_staleness",
+    "sampling": "more rollout ranks, a higher rollout.max_batch_size, or rollout.max_staleness=1 where it is below",
     "environments": "a pool for environments (cluster.placement)",
     "rewards": "a higher reward.num_workers, or a faster reward function",
     "training": "more ranks of the actor, a higher actor.max_tokens_per_micro_batch, or fewer actor.epochs",

@@ -30,7 +30,7 @@ class StopStrings:
         self._silent, self._size = special, len(tokenizer)
         self._can_end: dict[int, bool] = {}
 
-    def found(self, newest: int, response: torch.Tensor) -> str | None:
+    def found(self, newest: int, response: torch.Tensor | Sequence[int]) -> str | None:
         """The string that `newest`, the last token of `response` [T], completes: of several the first in the text."""
         if newest not in self._can_end:
             # Twice, because many tokenizers leave out the space before the first word.
@@ -39,10 +39,10 @@ class StopStrings:
         if not self._can_end[newest]:
             return None
         width = self._window
-        ids = response[-width:].tolist()
+        ids = _listed(response[-width:])
         while len(ids) == width and sum(map(self._has_text, ids)) < self._window:
             width *= 2
-            ids = response[-width:].tolist()
+            ids = _listed(response[-width:])
         text = self._decode(ids)
         places = [(text.find(string), string) for string in self.strings if string in text]
         return min(places, key=lambda place: place[0])[1] if places else None
@@ -52,3 +52,7 @@ class StopStrings:
 
     def _has_text(self, token: int) -> bool:
         return token < self._size and token not in self._silent
+
+
+def _listed(ids: torch.Tensor | Sequence[int]) -> list[int]:
+    return cast(list[int], ids.tolist()) if isinstance(ids, torch.Tensor) else list(ids)

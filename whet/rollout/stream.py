@@ -373,10 +373,10 @@ class FailureWatch:
             self._note(of_environment, len(trajectories))
 
     def _note(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
-        """Ends the run where more than half of the last `RECENT` batches, with this one, failed in the environment."""
+        """Ends the run where more than half of this batch, and of the last `RECENT` ones, failed in the environment."""
         self._recent.append((len(failures), total))
         failed, played = (sum(counts) for counts in zip(*self._recent, strict=True))
-        if failures and len(self._recent) == RECENT and failed > played / 2:
+        if len(failures) > total / 2 and len(self._recent) == RECENT and failed > played / 2:
             self._left = 1
             found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
             self._count(found, failures[0])

@@ -167,7 +167,7 @@ def test_an_address_that_wants_a_header(
         toolbox_of(config)
     answers(opened({"mcp": {**over_http["mcp"], "headers": {"Authorization": "Bearer $MCP_TOKEN", "X-Team": 3}}}))
     monkeypatch.setenv("MCP_TOKEN", "wr0ng")
-    other = {"mcp": {**over_http["mcp"], "headers": {"authorization": "Bearer $MCP_TOKEN"}}}
+    other = {"mcp": {**over_http["mcp"], "headers": {"authorization": "Bearer ${MCP_TOKEN}"}}}
     with pytest.raises(ToolError, match="does not start") as error:
         toolbox_of(EnvironmentConfig(tools=[other], tool_limits={"start_seconds": 10.0}))
     assert "wr0ng" not in str(error.value)
@@ -179,6 +179,10 @@ def test_an_address_that_wants_a_header(
         (
             {"headers": {"X-API-Key": "s3cret"}},
             r"\[0\]\.mcp\.headers\.X-API-Key holds a secret, .*: set one, and name it",
+        ),
+        (
+            {"headers": {"Authorization": "Bearer s3cret$HOME"}},
+            r"\[0\]\.mcp\.headers\.Authorization holds a secret, ",
         ),
         (
             {"headers": {"Cookie": "$NOT_SET_OF_A_TEST"}},

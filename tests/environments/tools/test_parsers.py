@@ -199,6 +199,8 @@ NOT_JSON, NOT_SO = "the call is not valid JSON", "the call is not in the format 
         # answers
         (f"<think>Maybe {ADD}, or {OTHER[:-1]}?</think>It is 3.", None, []),
         (f"[THINK]Maybe {ADD}[/THINK]It is 3.", None, []),
+        (f"<think>Maybe {ADD} then", None, []),
+        ('"name": "add" ' + '{"k" ' * 200 + ADD, None, []),  # not looked for behind so much that is broken
         ('The person: {"name": "Ada", "age": 36}', None, []),
         ('{"name": "Ada", "age": 36}', None, []),
         ('{"name": "Ada", "age":', None, []),

@@ -23,7 +23,7 @@ from whet.types import Prompt
 
 FORMS = "{command: [...], env: {...}}, {url: http://..., headers: {...}} or {python: path/file.py:server}"
 _SECRET = re.compile(r"auth|cookie|key|secret|token", re.IGNORECASE)  # in names of headers
-_VARIABLE = re.compile(r"\$(\w+)")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 T = TypeVar("T")
 
 
@@ -170,20 +170,20 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
 
 
 def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The headers of requests, with the values of the environment variables that they name as `$NAME`.
+    """The headers of requests, with the values of the environment variables that they name as `$NAME` or `${NAME}`.
 
     Raises: ConfigError for a variable that is not set, and for a secret in the config, which runs save."""
     found = {}
     for name, value in given.items():
         text = str(value)
-        if _SECRET.search(name) and not _VARIABLE.search(text):
+        if _SECRET.search(name) and not re.fullmatch(rf"(?:[A-Za-z]+ )?{_VARIABLE.pattern}", text):
             raise ConfigError(
                 f"{where}.{name} holds a secret, which the run would save; expected the environment variable that has "
                 "it, such as 'Bearer $MCP_TOKEN': set one, and name it"
             )
-        if unset := [each for each in _VARIABLE.findall(text) if each not in os.environ]:
+        if unset := [each for each in map("".join, _VARIABLE.findall(text)) if each not in os.environ]:
             raise ConfigError(f"{where}.{name} names the environment variable {unset[0]}, which is not set: set it")
-        found[name] = _VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
+        found[name] = _VARIABLE.sub(lambda variable: os.environ[variable[1] or variable[2]], text)
     return found
 
 

@@ -35,7 +35,8 @@ SIGNS: tuple[tuple[str, str | None], ...] = (
 )
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
 CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
-_THOUGHTS = re.compile(r"(?s).*(?:</think>|\[/THINK\]|<\|channel\|>analysis.*)")  # up to their end
+_THOUGHTS = re.compile(r"(?s).*(?:</think>|\[/THINK\]|<think>.*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)")
+MAX_BROKEN = 100  # places in a text at which JSON may break off before no more is looked for
 _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
 FORMS = {  # of calls, for a model that writes them in another way
@@ -222,10 +223,11 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
     names = "|".join(map(re.escape, schemas)) or ".*?"
     named = re.finditer(rf"""["'](?:name|function)["']\s*:\s*["'](?:{names})["']""", text)
     last, thoughts = max((each.start() for each in named), default=-1), _THOUGHTS.match(text)
-    start, position = 0, thoughts.end() if thoughts else 0
-    while found := re.compile(r"""\{(?=\s*["'])""").search(text, position):
+    start, position, broken = 0, thoughts.end() if thoughts else 0, 0
+    while broken < MAX_BROKEN and (found := re.compile(r"""\{(?=\s*["'])""").search(text, position)):
         position = found.start()
         value, end = _decoded(text, position)
+        broken += not end
         if end:
             is_known = not schemas or _name_in(value) in schemas or not text[:position].strip()
             is_meant, said = (

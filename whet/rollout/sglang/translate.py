@@ -97,7 +97,7 @@ class Sampled:
         """Ends the response where a token behind the `known` ones completes a stop string.  Returns the number of new
         tokens that are left."""
         request = self.request
-        response, earlier = torch.tensor([*request.sampled_ids, *self.token_ids]), len(request.sampled_ids)
+        response, earlier = [*request.sampled_ids, *self.token_ids], len(request.sampled_ids)
         for count, token in enumerate(self.token_ids[known:], known + 1):
             string = stops.found(token, response[: earlier + count])
             if string is not None and token not in request.params.stop_token_ids:

@@ -55,6 +55,7 @@ BASES = (
     set,
 )  # of types that are copied as these
 GLOBALS = {(kind.__module__, kind.__qualname__): kind for kind in COPIED}
+CHANGEABLE = {collections.Counter, fractions.Fraction}  # classes in Python, whose attributes can be set
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
@@ -101,8 +102,9 @@ class Reader(pickle.Unpickler):
         self.peer = peer
 
     def find_class(self, module: str, name: str) -> Any:
-        """A plain type."""
-        return GLOBALS[module, name]
+        """A plain type, or what makes one: of a class in Python a message could set attributes."""
+        kind = GLOBALS[module, name]
+        return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
     def persistent_load(self, pid: Any) -> Any:
         """An object of the other process, or one of this process that comes back."""
@@ -123,6 +125,9 @@ class Printed(io.BytesIO):
         self.seek(0)
         self.truncate()
         return text
+
+    def close(self) -> None:
+        """Stays open where the code replaces or closes its standard output."""
 
 
 class Peer:
