@@ -19,11 +19,11 @@ from benchmarks.workload import Answers
 TITLE = "Images"
 NOTE = """\
 A random Qwen2.5-VL whose prompts show an image each, of 16 to 100 tokens, new ones in every turn. Both sides begin with
-PNG files: decoding and the processor are in their times. Lengths of responses are forced as above. The step "large" has
-images of 512 to 1,024 pixels, and a cache of pixel values that holds half of a step's.
+PNG files: decoding and the processor are in their times. Lengths of responses are forced as above.
 `transformers.generate` gets one left-padded batch of the prompts, and repeats it for the responses of each. The last
 line says how long whet's step waited for pixel values, which threads prepare while it samples.
 """
+LARGE = '"Large" has images of 512 to 1,024 pixels, and a cache of pixel values that holds half of a step.'
 SIDES = (112, 168, 224, 280)  # pixels of the images, in patches of 14 of which 2 x 2 make a token
 LARGE_SIDES = {True: (512, 768, 1024), False: (512,)}  # whether it is thorough
 PIXEL_BYTES = 24  # of the processor's output: three colours, twice for a time of two frames, in float32
@@ -108,7 +108,7 @@ def write_images(folder: Path, count: int, sides: Sequence[int] = SIDES) -> list
 
 def report(results: Mapping[str, Any]) -> list[str]:
     """A table of the rollout, a table of the step, and what of it was waiting for pixel values."""
-    lines = []
+    lines = [LARGE, ""] if "large" in results["images"] else []
     for name, section in results["images"].items():
         answers = Answers(**section["answers"])
         records = {each: Record(**record) for each, record in section["records"].items()}

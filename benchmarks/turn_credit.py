@@ -15,10 +15,10 @@ NOTE = """\
 cards, each paid at once, and the number is the share of right cards in 256 held-out games. `grpo` pays every turn with
 the sum of its episode. `segment_reinforce` and `step_reinforce` pay a turn with its return, the second less the mean of
 the group: with gamma 0 what the turn itself earned, with gamma 1 all that came after it too. `gigpo` adds both: the
-episode, and the turns of a group that saw the same cards. `gae` has a critic, and reaches over the tokens of all turns,
-with the options of `sokoban_ppo`. All runs of a seed begin with one model, and none has the entropy bonus of the
-recipe, with which both runs of `segment_reinforce` ended below 0 (LOG.md).
+episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model, and none has the
+entropy bonus of the recipe, with which both runs of `segment_reinforce` ended below 0 (LOG.md).
 """
+OF_GAE = "`gae` has a critic, and reaches over the tokens of all turns, with the options of `sokoban_ppo`."
 ESTIMATORS = {
     "grpo": None,  # not those of the recipe
     "gigpo": "{gamma: 0.0}",
@@ -46,4 +46,5 @@ def changes(label: str) -> list[str]:
 
 def report(results: Mapping[str, Any]) -> list[str]:
     """A table."""
-    return games.table(results["turn_credit"], "estimator") if results["turn_credit"] else []
+    found = results["turn_credit"]
+    return [*([OF_GAE, ""] if "gae" in found else []), *games.table(found, "estimator")] if found else []

@@ -28,7 +28,7 @@ from xml.etree import ElementTree as ET
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "LOG.md"
 GATE = "gate"
-ELSEWHERE = re.compile("CUDA|accelerator|checkout")  # in the reason of a skipped test: not every machine can run it
+ACCELERATOR = re.compile("CUDA|accelerator")  # in the reason of a skipped test: no machine without one can run it
 HEADER = "| part | last whole run | commit |\n|---|---|---|\n"
 ROW = re.compile(r"^\| ([a-z-]+) \| ([\d-]+) \| ([0-9a-f]{7,40}) \|$", re.MULTILINE)
 
@@ -137,9 +137,9 @@ def run(part: Part, is_recorded: bool) -> int:
 
 
 def reasons_skipped(report: str) -> list[str]:
-    """Why tests of a JUnit report were skipped, but for those that need an accelerator or a checkout."""
+    """Why tests of a JUnit report were skipped, but for those that need an accelerator."""
     reasons = [each.get("message", "") for each in ET.fromstring(report).iter("skipped")]
-    return [reason for reason in reasons if not ELSEWHERE.search(reason)]
+    return [reason for reason in reasons if not ACCELERATOR.search(reason)]
 
 
 def _git(*words: str) -> str:

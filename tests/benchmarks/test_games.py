@@ -48,7 +48,8 @@ def test_medians_of_recipes_that_see(setting: Setting) -> None:
 def test_estimators_of_turns_are_runs_of_one_recipe(setting: Setting) -> None:
     found = json.loads(json.dumps({"turn_credit": turn_credit.run(setting)}))
     assert "segment_reinforce_gamma_1_4" in {path.name for path in setting.scratch.iterdir()}
-    lines = turn_credit.report(found)
+    told, _, *lines = turn_credit.report(found)
+    assert told == turn_credit.OF_GAE
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| `{label}`" for label in turn_credit.ESTIMATORS]
     assert lines[0].startswith("| estimator |") and lines[2].split(" | ")[4] == "0.500, 0.600, 0.900"
     configs = [

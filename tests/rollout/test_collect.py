@@ -24,7 +24,7 @@ from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 from whet.phases import watching
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.collect import BARE_TAG, Collector, Stage
+from whet.rollout.collect import BARE_TAG, Collector, Stage, _warn
 from whet.rollout.episode import Limits
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
@@ -422,6 +422,7 @@ def test_observations_have_images(
     row = {"prompt": "<image>?", "images": [encoded(picture(56))]}
     [prompt] = load_prompts(data, sighted, rows=[row], with_answers=False).items
     reader = MediaReader(MediaLimits(), sighted.vision, tmp_path / "media")
+    _warn.cache_clear()  # another test may have had the warning
     collector = Collector(
         Scripted(sighted, *"abcd"),
         sighted,

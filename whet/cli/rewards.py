@@ -93,12 +93,8 @@ def check_reward(
     takes_truth = entry.accepts_any_option or bool({*entry.parameters, *entry.options} & WHOLE)
     reads_truth = takes_truth and any(row.truth is not None and row.truth != "" for row in used)
     workers = 4 if all(row.programs for row in used) else 1  # programs run side by side
-    limits: Mapping[str, Any] = {
-        "timeout_seconds": timeout,
-        "correct_threshold": threshold,
-        "num_workers": workers,
-    }
-    with long_phase("checking"), RewardPool(function, kwargs=options, **limits) as pool:
+    limits: Mapping[str, Any] = {"timeout_seconds": timeout, "correct_threshold": threshold}
+    with long_phase("checking"), RewardPool(function, num_workers=workers, kwargs=options, **limits) as pool:
         report = check(pool, used, reads_truth=reads_truth)
     _print_report(report, len(used), reads_truth)
     if report.findings:

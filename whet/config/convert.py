@@ -17,7 +17,7 @@ from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
 from whet.config.render import value_lines
 from whet.config.schema import TrainConfig
-from whet.errors import ConfigError, RegistryError, WhetError
+from whet.errors import ConfigError, RegistryError
 
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
 _SWITCH = re.compile(r"\.enabled?$").search
@@ -263,17 +263,16 @@ class Conversion:
 
         values, origins = self.result.values, self.result.origins
         registries = {"adv_estimator": (ADV_ESTIMATORS, "adv_options"), "policy_loss": (POLICY_LOSSES, "loss_options")}
-        for key, (registry, options) in registries.items():
-            key, options = f"algorithm.{key}", f"algorithm.{options}"
-            try:
-                registry[values[key]] if key in values else None
-            except WhetError:
-                dropped = [key, *(each for each in values if each.startswith(f"{options}."))]
-                given = [origins[each] for each in dropped[1:] if not origins[each].startswith("default")]
-                asked = f", and {options} to its {', '.join(given)}" if given else ""
-                self.result.check.append(f"{origins[key]}={values[key]}: set {key} as path/file.py:function{asked}")
-                for each in dropped:
-                    del values[each], origins[each]
+        for name, (registry, of_function) in registries.items():
+            key, options = f"algorithm.{name}", f"algorithm.{of_function}"
+            if key not in values or values[key] in registry:
+                continue
+            dropped = [key, *(each for each in values if each.startswith(f"{options}."))]
+            given = [origins[each] for each in dropped[1:] if not origins[each].startswith("default")]
+            asked = f", and {options} to its {', '.join(given)}" if given else ""
+            self.result.check.append(f"{origins[key]}={values[key]}: set {key} as path/file.py:function{asked}")
+            for each in dropped:
+                del values[each], origins[each]
 
     def _drop(self, key: str, why: str) -> None:
         if key in self.result.values:

@@ -255,6 +255,8 @@ def _size_of(before: str, text: str) -> int | None:
     if text.startswith(before):
         return len(before)
     letters = "".join(before.split())
+    if not letters:
+        return 0
     if not "".join(text.split()).startswith(letters):
         return None
     places = [place for place, letter in enumerate(text) if not letter.isspace()]

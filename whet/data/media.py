@@ -174,11 +174,11 @@ class MediaReader:
         low, high = self.limits.min_pixels, self.limits.max_pixels
         found = self.vision.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
         if found.tokens is not None and found.tokens.count > MAX_TOKENS:
-            raise DataError(
-                f"it becomes {found.tokens.count:,} tokens, expected at most {MAX_TOKENS:,}; lower "
-                + ("data.max_pixels" if low is None else f"min_pixels={low} (data.min_pixels)")
-                + (" or data.max_frames" if media.kind == "video" else "")
-            )
+            is_enlarged = low is not None and header.height * header.width < low
+            limit = f"min_pixels={low} (data.min_pixels)" if is_enlarged else f"max_pixels={high} (data.max_pixels)"
+            frames = " or data.max_frames" if media.kind == "video" else ""
+            expected = f"expected at most {MAX_TOKENS:,}; lower {limit}{frames}"
+            raise DataError(f"it becomes {found.tokens.count:,} tokens, {expected}")
         return found
 
     def _frame_header(self, frame: Encoded) -> Header:

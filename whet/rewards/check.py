@@ -383,14 +383,7 @@ HOSTILE: Mapping[str, tuple[str, Sequence[str]]] = {
     "constants": ("a constant of a language, not an answer", ("true", "True", "None", "null", "\\boxed{None}")),
     "huge": (HUGE, ("a" * 200_000, "\n" * 100_000, " " * 100_000)),
 }  # fmt: skip
-UNRELATED = {
-    "any text",
-    "malformed",
-    "length",
-    "repetition",
-    "injection",
-    "confidence",
-    *HOSTILE,
-}  # not made of the row
+# Those that are not made of the row.
+UNRELATED = {"any text", "malformed", "length", "repetition", "injection", "confidence", *HOSTILE}
 ANSWERLESS = {"empty", "far miss", *UNRELATED}  # not even nearly right, so that no graded rule pays for them
 UNITS = ("a", " ", "1", "\\boxed{", "<think>", "word ", "\n", "(", string.ascii_letters, "a, ", "= ", "$")

@@ -21,7 +21,8 @@ _LETTER = (
     r"(?!['\u2019.-]\w|[)\]*_]*\s*(?:or|and|,|/|&)\s*[(\[*_]*[A-Z]\b)"
 )
 _STATED = re.compile(
-    rf"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|letter))\b[*_\s]*(?:is|:|=)[\s*_:$\"']*(?:(?:the\s+)?(?:option|choice)\s+)?)[(\[*_]*?{_LETTER}"
+    r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|letter))\b[*_\s]*(?:is|:|=)[\s*_:$\"']*"
+    rf"(?:(?:the\s+)?(?:option|choice)\s+)?)[(\[*_]*?{_LETTER}"
 )
 _ALONE = re.compile(r"[\s$*_\"'(\[]*([A-Za-z])[\s$*_\"')\].:]*")  # all of a response
 _LONE = re.compile(rf"(?<![\w'\u2019.-]){_LETTER}")

@@ -174,9 +174,7 @@ def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> t
     source. A fence in a list is indented: its lines lose the indentation of the fence, as in CommonMark."""
     text = text.rpartition("</think>")[2]
     found = [
-        (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{1,{len(space)}}}", "", block, flags=re.MULTILINE))
-        if space
-        else (FENCED_AS.get(tag.lower(), tag.lower()), block)
+        (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{0,{len(space)}}}", "", block, flags=re.MULTILINE))
         for space, _, tag, block in _FENCE.findall(text)
     ]
     named = [each for each in found if (each[0] == language if language else each[0] in known)]

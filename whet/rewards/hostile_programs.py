@@ -73,9 +73,8 @@ def programs(truth: Any, extra: Mapping[str, Any]) -> Iterator[str]:
         given, expected = tests.cases[0]
         told = [f"print({'7' + expected!r})", f"print({expected!r})\nprint({expected!r})\nprint(7)"]
         told += [LEAVES, "print(True)\nprint('passed')", f"{READS}\nprint(found())\nprint(7)"]
-        told += (
-            ["import sys\nsys.stdout.write(sys.stdin.read() + '7')"] if given.strip() + "7" != expected.strip() else []
-        )
+        if given.strip() + "7" != expected.strip():
+            told.append("import sys\nsys.stdout.write(sys.stdin.read() + '7')")
     else:
         told = [LEAVES, _defined(tests, f"{WRONG}") + "import sys\nsys.exit(0)\n"]
         told += [EQUALS_ALL + _defined(tests, "Any()"), SHADOWS + _defined(tests, f"{WRONG}")]

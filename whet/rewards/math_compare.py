@@ -22,7 +22,7 @@ _grader.TIMEOUT_WARNING_SHOWN = True  # without its deadline, which needs the ma
 MIN_DIGITS, MAX_DIGITS = 6, 12  # of a decimal that stands for a number without a finite decimal
 _BASE = re.compile(r"(?<![\w\\])(\d[\dA-Z]*)_\{?(\d+)\}?")
 _SET, _TUPLE = re.compile(r"\\\{.*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
-_CLOCK = re.compile(r"(?:[01]?\d|2[0-4]):[0-5]\d")
+_CLOCK = re.compile(r"0?((?:1?\d|2[0-4]):[0-5]\d)(?!\d)")
 _LESS, _GREATER = r"<=?|≤|\\leq?(?![a-z])|\\leqslant|\\lt(?![a-z])", r">=?|≥|\\geq?(?![a-z])|\\geqslant|\\gt(?![a-z])"
 _ORDER = re.compile(rf"\s?({_LESS}|{_GREATER})\s?")
 _STRICT = ("<", ">", "\\lt", "\\gt")
@@ -106,8 +106,9 @@ def differs(one: str, other: str) -> bool:
     """Tells whether two answers, as keys of a vote, differ in what parsing loses: the bases of numbers (`101_2`),
     braces for parentheses, or a time of the day, which is no quotient."""
     kinds = [(_SET.fullmatch(each) is not None, _TUPLE.fullmatch(each) is not None) for each in (one, other)]
-    is_time = one != other and (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other))
-    return bool(is_time) or _BASE.findall(one) != _BASE.findall(other) or {*kinds} == {(True, False), (False, True)}
+    times = [(found := _CLOCK.match(each)) and found[1] for each in (one, other)]
+    is_time = times[0] != times[1] and any(map(_CLOCK.fullmatch, (one, other)))
+    return is_time or _BASE.findall(one) != _BASE.findall(other) or {*kinds} == {(True, False), (False, True)}
 
 
 def as_interval(inequality: str) -> str | None:

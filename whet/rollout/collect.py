@@ -48,7 +48,7 @@ class TemplateCodec:
     ) -> None:
         """`tools` have their parser; `chat_template_kwargs` tell them to the model. `reader` is that of images and
         videos, None for a model of text."""
-        self.tools, self.reader, self._warned = tools, reader, reader is None
+        self.tools, self.reader = tools, reader
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
 
@@ -62,13 +62,15 @@ class TemplateCodec:
         """The observation with its images and videos measured, and a content part for each.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
             raise DataError("a task for a sub-agent has images or videos; expected text: describe them")
-        if not observation.media and not has_parts(observation.messages):
-            if not self._warned and has_tag(observation.messages):  # perhaps text of somebody else
-                log.warning(BARE_TAG)
-                self._warned = True
-            return observation
+        if observation.media or has_parts(observation.messages):
+            return self._with_media(observation)
+        if self.reader is not None and has_tag(observation.messages):  # perhaps text of somebody else
+            _warn(BARE_TAG)
+        return observation
+
+    def _with_media(self, observation: Observation) -> Observation:
         if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
-            _warn_of_text()
+            _warn("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
             return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
             raise DataError("the observation has images or videos, but the model reads only text; leave them out")
@@ -100,9 +102,9 @@ class TemplateCodec:
 
 
 @cache
-def _warn_of_text() -> None:
+def _warn(text: str) -> None:
     """Warns once in a process."""
-    log.warning("a tool gave an image, but the model reads only text: it reads [image] in its place")
+    log.warning("%s", text)
 
 
 def _as_text(message: Message) -> Message:

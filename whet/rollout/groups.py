@@ -180,10 +180,8 @@ class Stream:
     @property
     def _most_admitted(self) -> float:
         """Groups in the queue, dropped ones included: behind them a group would wait for too many steps."""
-        if self._most_read == math.inf:
-            return math.inf
         ahead = math.floor(self.max_staleness * self.batch_size) - self.batch_size * len(self.untrained)
-        return min(self._most_read + ahead, self._most_read * (self.last_step + 1 - self.next_step))
+        return min(self._most_read + ahead, self._most_read * max(1, self.last_step + 1 - self.next_step))
 
     @property
     def _live(self) -> int:

@@ -347,8 +347,8 @@ class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
 
     A batch is bad where all of its trajectories failed, or more than half in the environment or its tools. As long as
-    there was no other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, and the
-    last `RECENT` batches together where more than half of their trajectories failed in the environment or its tools."""
+    there was no other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one
+    where more than half of the trajectories of it and of the last `RECENT` batches failed in the environment."""
 
     def __init__(self) -> None:
         self._left = 1
@@ -360,26 +360,13 @@ class FailureWatch:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in ("environment", "tool")]
-        if failures and len(failures) == len(trajectories):
-            found = f"all {len(trajectories)} trajectories failed, so there is nothing to learn from"
-            self._count(found, failures[0])
-        elif len(of_environment) > len(trajectories) / 2:
-            found = f"{len(of_environment)} of {len(trajectories)} trajectories, more than half, failed"
-            self._count(found, of_environment[0])
+        if trajectories:
+            self._recent.append((len(of_environment), len(trajectories)))
+        if failures and (len(failures) == len(trajectories) or len(of_environment) > len(trajectories) / 2):
+            self._count(failures, of_environment, len(trajectories))
         elif trajectories:
             self._left = PATIENCE
             self._warn(failures, len(trajectories))
-        if trajectories:
-            self._note(of_environment, len(trajectories))
-
-    def _note(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
-        """Ends the run where more than half of this batch, and of the last `RECENT` ones, failed in the environment."""
-        self._recent.append((len(failures), total))
-        failed, played = (sum(counts) for counts in zip(*self._recent, strict=True))
-        if len(failures) > total / 2 and len(self._recent) == RECENT and failed > played / 2:
-            self._left = 1
-            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
-            self._count(found, failures[0])
 
     def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
         for uid, failure in failures:
@@ -391,10 +378,21 @@ class FailureWatch:
                     *(len(failures), total, failure.source, failure.message, uid, failure.source),
                 )
 
-    def _count(self, found: str, first: tuple[str, Failure]) -> None:
+    def _count(
+        self, failures: Sequence[tuple[str, Failure]], of_environment: Sequence[tuple[str, Failure]], total: int
+    ) -> None:
         """Counts a bad batch, and ends the run with the last that it may have."""
-        uid, failure = first
         self._left -= 1
+        is_most = len(of_environment) > total / 2
+        failed, played = map(sum, zip(*self._recent, strict=True))
+        uid, failure = (of_environment if is_most else failures)[0]
+        if is_most and len(self._recent) == RECENT and failed > played / 2:
+            self._left = 0
+            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
+        elif len(failures) == total:
+            found = f"all {total} trajectories failed, so there is nothing to learn from"
+        else:
+            found = f"{len(of_environment)} of {total} trajectories, more than half, failed"
         found = f"{found}: trajectory {uid} in the {failure.source}: {failure.message}"
         if self._left == 0:
             raise ERRORS.get(failure.source, EngineError)(f"{found}. Fix the {failure.source}, then start again")
