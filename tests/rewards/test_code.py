@@ -322,6 +322,8 @@ def test_annotations_are_evaluated_as_in_any_file() -> None:
         ("def sum(a, b): return a + b", "assert sum(2, 3) == 5", 1.0),  # MBPP has tests of functions with such names
         ("def sum(a, b): return a + b", "assert set([sum(2, 3)]) == set([5])", 1.0),
         ("def sum(a, b): return a * b", "assert sum(2, 3) == 5", 0.0),
+        ("def sum(a, b): return a + b", "assert sum(2, 3) == int('5')", 1.0),
+        ("def sum(a, b): return 0\ndef int(x): return 0", "assert sum(2, 3) == int('5')", 0.0),
         ("def sum(a, b): return a + b\ndef abs(x): return 0", "assert abs(sum(2, 3) - 6) < 1", 0.0),
         ("x = 9\ndef abs(x): return 0", "assert abs(x - 4) < 1", 0.0),
         ("def f(x): return x\ndef g(x): return abs(x)\ndef abs(x): return 4", "assert g(f(2)) == 4", 1.0),  # its own

@@ -293,7 +293,8 @@ def _names(tests: Suite) -> tuple[list[str], list[str], str]:
     """Names that tests in Python import; modules that they use, imported or not; the one builtin that the code may
     replace, because they are tests of it.
 
-    `assert sum(1, 2) == 5` is a test of `sum`, as it has no other name; `assert abs(f(2)) < 1` is none of `abs`."""
+    `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name;
+    `assert abs(f(2)) < 1` is none of `abs`."""
     try:
         tree = ast.parse("\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else "")
     except SyntaxError:
@@ -305,7 +306,10 @@ def _names(tests: Suite) -> tuple[list[str], list[str], str]:
     bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}
     through = {each.value.id for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)}
     modules = {*_MODULES.split()} & through
-    called = [each.func.id for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
+    asserted = [each.test for each in nodes if isinstance(each, ast.Assert)]
+    tested = [each.left if isinstance(each, ast.Compare) else each for each in asserted]
+    found = [node for each in tested for node in ast.walk(each)] or nodes
+    called = [each.func.id for each in found if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
     others = {each.id for each in names} - bound - modules - {*vars(builtins)}
     return sorted(imported), sorted(modules), tests.defines or "".join(called[-1:] if not others else [])
 
