@@ -37,8 +37,11 @@ from whet.rollout.protocol import (
     Sleeps,
     generate,
 )
+from whet.rollout.servers import engine as engine_module
 from whet.rollout.servers.engine import OnNewWeights, ServerEngine
 from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.parts import Part, in_parts
+from whet.rollout.servers.weights import Weights
 from whet.types import Media
 
 log = logging.getLogger(__name__)
@@ -433,6 +436,58 @@ def check_broken_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
     suite.assert_same(generate(engine, made), before, ROUNDING)
 
 
+@contextmanager
+def in_small_parts(engine: ServerEngine, part_bytes: int = 2**17) -> Iterator[list[Part]]:
+    """The engine sends weights in parts of about so many bytes; yields those that it sends."""
+    sent = list[Part]()
+
+    def parts(weights: Weights, readers: int, folder: str | None) -> Iterator[list[Part]]:
+        for part in in_parts(weights, readers, folder, part_bytes):
+            sent.append(part[0])
+            yield part
+
+    before, engine_module.in_parts, engine.weight_transfer = engine_module.in_parts, parts, "ipc"
+    try:
+        yield sent
+    finally:
+        engine_module.in_parts, engine.weight_transfer = before, "file"
+
+
+def check_parts(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """Weights that come in parts change running requests as those of one file do. Where they break off behind the
+    first part nothing is sampled, and the next ones mend it. A server without a copy for restarts needs none."""
+    made = suite.requests(groups=1)
+    before = generate(engine, made)
+    with in_small_parts(engine) as sent:
+        check_load(engine, model)
+        assert len(sent) > 3 and engine._kept and engine._kept.version == 2
+        all_weights = named(model, 2.0)
+        in_a_layer = max(place for place, (name, _) in enumerate(all_weights) if "k_proj" in name)
+        missing = next(name for name, _ in all_weights if "up_proj" in name)
+
+        def broken() -> Any:
+            yield from all_weights[: in_a_layer + 1]
+            raise OSError("the link broke")
+
+        with pytest.raises(OSError, match="the link broke"):
+            engine.load(broken(), version=7)
+        engine.submit(made[0])
+        with pytest.raises(WeightSyncError, match="nothing is sampled until all weights of a version came"):
+            engine.poll(1.0)
+        with pytest.raises(WeightSyncError, match="version 8 of the weights does not fit"):
+            engine.load([each for each in all_weights if each[0] != missing], version=8)
+        engine.abort([made[0].uid])
+        engine._restarts, kept = 0, engine._restarts
+        engine.load(named(model), version=9)
+        assert not engine._kept
+        engine._restarts = kept
+        drain(engine)
+    found = generate(engine, made)
+    assert {each.versions for each in found} == {((9, len(each.token_ids)),) for each in found}
+    as_before = [replace(each, versions=now.versions) for each, now in zip(before, found, strict=True)]
+    suite.assert_same(found, as_before, ROUNDING)
+
+
 def check_twenty_updates(engine: ServerEngine, model: PreTrainedModel) -> None:
     """Log-probs after each are the model's own, that of a tied head too; memory stays."""
     suite.check_twenty_updates(engine, model, server_bytes)
@@ -452,6 +507,7 @@ CHECKS: tuple[Check, ...] = (
         check_kept_cache,
         check_deadline,
         check_weights,
+        check_parts,
         check_twenty_updates,
         suite.check_adapter,
     ),

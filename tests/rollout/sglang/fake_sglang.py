@@ -5,18 +5,21 @@ The first token of a prompt says what happens: see the constants."""
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[3] / "whet" / "rollout" / "servers" / "inside"))
 from fake_http import TOKEN_SECONDS, JsonHandler, serve
+from whet_parts import weights_in
 
+UPDATES = ("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update")
 QUICK, SLOW, REFUSED, ENDS = range(3, 7)
 
 
@@ -28,6 +31,7 @@ class State:
     aborted: set[str] = set()  # noqa: RUF012
     paused = False
     version = "0"
+    is_updating = False
 
 
 class Handler(JsonHandler):
@@ -50,12 +54,18 @@ class Handler(JsonHandler):
                 State.paused = False
             elif self.path == "/abort_request":  # of all whose names begin so
                 State.aborted |= {name for name in State.sent if name.startswith(body["rid"])}
-            elif self.path == "/update_weights_from_disk":
-                with safe_open(next(Path(body["model_path"]).glob("*.safetensors")), "pt") as file:
-                    if not file.get_tensor("model.norm.weight").any():
-                        self.answer({"success": False, "message": "zeros"}, 400)
-                        return
-                State.version = body["weight_version"]
+            elif (self.path == "/begin_weight_update") == State.is_updating and self.path in UPDATES:
+                self.answer({"success": False, "message": "a weight-update session is already open"}, 400)
+                return
+            elif self.path in ("/begin_weight_update", "/end_weight_update"):
+                State.is_updating = self.path == "/begin_weight_update"
+            elif self.path == "/update_weights_from_tensor":
+                weights = dict(weights_in(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))))
+                if "model.norm.weight" in weights and not weights["model.norm.weight"].any():
+                    self.answer({"success": False, "message": "zeros"}, 400)
+                    return
+            elif self.path == "/update_weight_version":
+                State.version = body["new_version"]
             State.lock.notify_all()
         self.answer({})
 

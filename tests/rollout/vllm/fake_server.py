@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[3] / "whet" / "rollout" / "servers" / "inside"))
 from fake_http import TOKEN_SECONDS, JsonHandler, serve
+from whet_parts import weights_in
 
+UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 QUICK, SLOW, STUCK, REFUSED, GARBAGE, ENDS, KILLED, TOO_FEW, CUT = range(3, 12)
 
 
@@ -29,6 +30,7 @@ class State:
     requests: dict[str, dict[str, Any]] = {}  # by id, as the server names it  # noqa: RUF012
     paused = False
     version = "default"
+    is_updating = False
     calls: list[str] = []  # noqa: RUF012
 
 
@@ -63,13 +65,22 @@ class Handler(JsonHandler):
                 for name in body["request_ids"]:
                     if name in State.requests:
                         State.requests[name]["aborted"] = True
+            elif (self.path == "/start_weight_update") == State.is_updating and self.path in UPDATES:
+                self.answer({"error": "start_weight_update called while a weight update is already active"}, 500)
+                return
+            elif self.path == "/start_weight_update":
+                State.is_updating = True
             elif self.path == "/update_weights":
-                with safe_open(body["update_info"]["path"], "pt") as file:
-                    if "refused" in set(file.keys()):
-                        self.answer({"error": "no such weight"}, 500)
-                        return
+                names = [name for name, _ in weights_in(body["update_info"]["part"])]
+                State.calls[-1] += " " + " ".join(names)
+                if "refused" in names:
+                    State.is_updating = False
+                    self.answer({"error": "no such weight"}, 500)
+                    return
             elif self.path == "/finish_weight_update":
-                State.version = body["weight_version"]
+                State.version, State.is_updating = body["weight_version"], False
+            elif self.path == "/collective_rpc" and body["method"] == "abandon_update":
+                State.is_updating = False
             elif self.path == "/update_weight_version":
                 State.version = body["new_version"]
             elif self.path in ("/v1/load_lora_adapter", "/collective_rpc"):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ from whet.rollout.protocol import (
     SamplingParams,
     generate,
 )
+from whet.rollout.servers import engine as servers_engine
 from whet.rollout.servers.environment import Environment, find_environment
+from whet.rollout.servers.parts import in_parts
 from whet.rollout.servers.process import free_port
 from whet.rollout.servers.words import end_of
 from whet.rollout.vllm import engine as engine_module, server as server_module
@@ -383,6 +386,75 @@ def test_weights_through_a_folder(start: Start, tmp_path: Path, monkeypatch: pyt
     assert len(on_disk) == (not adapter) and not list(tmp_path.glob("*.safetensors")) + list(tmp_path.glob("whet-*"))
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 16 bytes and more."""
+    monkeypatch.setattr(servers_engine, "in_parts", partial(in_parts, part_bytes=16))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_weights_in_parts(start: Start) -> None:
+    """The server samples until the first part is there, and each is read before the next one comes."""
+    engine, calls = start(weight_transfer="ipc"), list[list[str]]()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, size in {"a": 2, "b": 3, "c": 4, "d": 1}.items():
+            calls.append([each for each in engine.call("GET", "/calls") if "pause" in each or "update_weights" in each])
+            yield name, torch.full((size,), 7.0)
+
+    engine.load(weights(), version=1)
+    pause = "/pause?mode=keep&clear_cache=true"
+    assert calls == [[], [], [pause, "/update_weights a b"], [pause, "/update_weights a b", "/update_weights c"]]
+    assert engine.call("GET", "/calls")[-3:] == ["/update_weights d", "/finish_weight_update", "/resume"]
+    assert generate(engine, [request(fake.QUICK)])[0].versions == ((1, 5),)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("weight_transfer", ["file", "ipc"])
+def test_a_server_that_is_lost_while_weights_arrive(start: Start, weight_transfer: str) -> None:
+    """All weights are read nevertheless, as their sender waits for it, and the next server gets them from the copy."""
+    engine, read = start(weight_transfer=weight_transfer, restarts=1), list[str]()
+    engine.load([("a", torch.ones(4))], version=1)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abcd":
+            if name == "c":
+                engine.server.process.kill()
+                engine.server.process.wait()
+            yield name, torch.ones(4)
+            read.append(name)
+
+    engine.load(weights(), version=2)
+    assert read == [*"abcd"] and engine.version == 2
+    with pytest.raises(LostReplicaError, match="ended with code -9"):
+        engine.poll(0.0)
+    engine.restart()
+    engine.rejoin()
+    assert "/update_weights a b c d" in engine.call("GET", "/calls")
+    assert generate(engine, [request(fake.QUICK)])[0].versions == ((2, 5),)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_update_that_broke_off_is_forgotten(start: Start) -> None:
+    engine = start(weight_transfer="ipc")
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(4)
+        raise OSError("the link broke")
+
+    for version in (1, 2):
+        with pytest.raises(OSError, match="the link broke"):
+            engine.load(broken(), version)
+        with pytest.raises(WeightSyncError, match=f"version {version} of the weights did not arrive whole"):
+            generate(engine, [request(fake.QUICK)])
+        engine.abort(["0"])
+    with pytest.raises(WeightSyncError, match="no such weight"):
+        engine.load([("refused", torch.ones(4))], version=3)
+    engine.load([("a", torch.ones(4))], version=4)
+    assert engine.poll(0.0)[0].completion.finish_reason == "abort"
+    assert generate(engine, [request(fake.QUICK)])[0].versions == ((4, 5),)
+
+
 def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:
     """The error names what to set, and a folder is limited too."""
     script = (
@@ -414,7 +486,7 @@ def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
         clears = "false" if keeps else "true"
         assert calls[-5:] == [
             f"/pause?mode=keep&clear_cache={clears}",
-            *("/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"),
+            *("/start_weight_update", "/update_weights a", "/finish_weight_update", "/resume"),
         ]
 
 
@@ -715,7 +787,10 @@ def test_a_plan_has_weights_and_cache_of_its_own(train_config: Callable[..., Tra
     options["rollout.engine.options"]["restarts"] = 0
     without = plan_memory(setup(train_config({"rollout.engine.name": "vllm", **options})))
     assert {kept, sent} & {item.name for item in without.items} == {sent}
-    del options["rollout.engine.options"]["restarts"]
+    options["rollout.engine.options"]["weight_transfer"] = "ipc"  # in parts, and none is kept
+    in_parts = plan_memory(setup(train_config({"rollout.engine.name": "vllm", **options})))
+    assert not {kept, sent} & {item.name for item in in_parts.items}
+    del options["rollout.engine.options"]["weight_transfer"], options["rollout.engine.options"]["restarts"]
     options["rollout.engine.options"]["adapter"] = True
     adapted = plan_memory(setup(train_config({"rollout.engine.name": "vllm", "model.lora.rank": 4, **options})))
     assert not {kept, sent} & {item.name for item in adapted.items}

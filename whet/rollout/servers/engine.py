@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,10 +30,11 @@ from whet.rollout.episode import joined
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
-from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.environment import Package, find_environment, longest
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
+from whet.rollout.servers.parts import KeptWeights, Part, WeightTransfer, in_parts
 from whet.rollout.servers.process import Server, free_port
-from whet.rollout.servers.weights import Kept, as_in_checkpoints, kept, weights_file
+from whet.rollout.servers.weights import as_in_checkpoints
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.types import Failure, Media
 
@@ -61,16 +63,19 @@ class ServerEngine(ServerWords):
         self,
         dtype: torch.dtype,
         max_batch_size: int,
+        num_devices: int,
         model: ModelConfig,
         *,
         on_new_weights: OnNewWeights,
+        weight_transfer: WeightTransfer,
         weights_dir: str | None,
         start_seconds: float,
         answer_seconds: float,
         restarts: int,
     ) -> None:
         assert model.path is not None
-        self.dtype, self.on_new_weights, self.weights_dir = dtype, on_new_weights, weights_dir
+        self.dtype, self.num_devices, self.on_new_weights = dtype, num_devices, on_new_weights
+        self.weight_transfer, self.weights_dir = weight_transfer, weights_dir
         self.version = FIRST_VERSION
         self.base, _ = split_adapters(model.path)  # adapters come by `load`
         self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
@@ -89,7 +94,7 @@ class ServerEngine(ServerWords):
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
         self._restarts = restarts  # that are left
         self._loss: LostReplicaError | None = None  # why the server is lost
-        self._weights: Kept | None = None
+        self._kept = KeptWeights(weights_dir)
 
     def launch(
         self,
@@ -152,7 +157,8 @@ class ServerEngine(ServerWords):
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
         longest = max(decoding.lengths.prompts)
         in_memory = not (options.get("adapter") or options["weights_dir"])
-        copies = in_memory * (1 + bool(options["restarts"]))  # both until the new ones are there
+        is_whole_file, is_kept = options["weight_transfer"] == "file", bool(options["restarts"])
+        copies = in_memory * (is_kept + (is_whole_file or is_kept))  # old ones until the new ones are there
         return RolloutBytes(cache, cache, True, rows, longest, smaller, copies)
 
     # -- the contract of rollout engines
@@ -222,23 +228,27 @@ class ServerEngine(ServerWords):
 
     def load(self, weights: Weights, version: int) -> None:
         """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
-        file = weights_file(as_in_checkpoints(weights, self._outline), self.weights_dir)
-        self._keep(kept(file, version))
-        self.unless_lost(self._send_weights)
+        whole, is_file = as_in_checkpoints(weights, self._outline), self.weight_transfer == "file"
+        coming = self._kept.writing(whole, version) if is_file or self._restarts else iter(whole)
+        if not is_file:
+            parts = in_parts(coming, self.num_devices, self.weights_dir)
+            self.unless_lost(lambda: self._send(parts, version))
+        for _ in coming:
+            pass  # what no server took: their sender waits until all are read
+        if is_file:
+            self.unless_lost(self._send_kept)
         self.version = version
         if not self._restarts and self._loss is None:
-            self._keep(None)
+            self._kept.drop()
 
-    def _keep(self, weights: Kept | None) -> None:
-        """Holds weights until newer ones come."""
-        if self._weights is not None:
-            self._weights.files.close()
-        self._weights = weights
+    def _send_kept(self) -> None:
+        self._send(iter([[self._kept.part] * self.num_devices]), self._kept.version)
 
-    def _send_weights(self) -> None:
-        assert self._weights is not None
-        with self.between_two_steps(self._weights.version):
-            self.update(self._weights.path, self._weights.version)
+    def _send(self, parts: Iterator[list[Part]], version: int) -> None:
+        """Sends weights to the server, which samples until the first part is there."""
+        first = list(islice(parts, 1))
+        with self.between_two_steps(version):
+            self.update(chain(first, parts), version)
 
     def restart(self) -> None:
         """Starts another server in the place of one that is lost.  Raises: EngineError."""
@@ -251,8 +261,8 @@ class ServerEngine(ServerWords):
     def rejoin(self) -> None:
         """Fills the new server with the newest weights.  Raises: EngineError, WeightSyncError."""
         self._coming, self._loss = None, None
-        if self._weights is not None:
-            self.unless_lost(self._send_weights)
+        if self._kept:
+            self.unless_lost(self._send_kept)
         if self._paused:
             self.unless_lost(self._stop)
 
@@ -320,7 +330,7 @@ class ServerEngine(ServerWords):
     def close(self) -> None:
         self._live.clear()
         self.server.close()
-        self._keep(None)
+        self._kept.drop()
 
     def check(self, request: Request) -> None:
         """Raises: EngineError for a request that can never be sampled."""
@@ -483,14 +493,3 @@ def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
     paths = base, model.tokenizer_path or base
     first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
     return first, second
-
-
-def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
-    """The longest sequence that a server is to take.  Raises: ConfigError for one that the model cannot have."""
-    length = server.get(option, positions)
-    if not isinstance(length, int) or not 0 < length <= positions:
-        raise ConfigError(
-            f"rollout.engine.options.server.{option}={length!r}; expected 1 to {positions}, the positions of the "
-            "model: lower it, or leave it out"
-        )
-    return length

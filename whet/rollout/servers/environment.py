@@ -8,11 +8,12 @@ import difflib
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from whet.errors import CHECKOUT, ConfigError
 
@@ -102,3 +103,14 @@ def _engine_arguments(folder: Path, package: Package) -> frozenset[str]:
     found = [node for node in nodes if isinstance(node, ast.ClassDef) and fnmatch(node.name, classes)]
     fields = (each.target for node in found for each in node.body if isinstance(each, ast.AnnAssign))
     return frozenset(field.id for field in fields if isinstance(field, ast.Name))
+
+
+def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
+    """The longest sequence that a server is to take.  Raises: ConfigError for one that the model cannot have."""
+    length = server.get(option, positions)
+    if not isinstance(length, int) or not 0 < length <= positions:
+        raise ConfigError(
+            f"rollout.engine.options.server.{option}={length!r}; expected 1 to {positions}, the positions of the "
+            "model: lower it, or leave it out"
+        )
+    return length

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -46,28 +46,49 @@ class Adapter:
     version: int
 
 
+class WeightsFile:
+    """A safetensors file, in memory or in a folder, that is written weight by weight. It has no name that could remain
+    after a crash: it is a descriptor of this process, and the kernel frees it with the last process that has it open.
+
+    Raises: WeightSyncError, in all methods, where there is no room."""
+
+    def __init__(self, folder: str | None = None, header_bytes: int = HEADER_BYTES) -> None:
+        self._folder, self._header_bytes = folder, header_bytes
+        self._file, self._header, self._end = _opened(folder), dict[str, object](), 0
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """Writes a weight."""
+        octets = octets_of(weight).to("cpu").numpy()
+        _write(self._file, octets.data, self._header_bytes + self._end, self._folder)
+        place = [self._end, self._end + len(octets)]
+        self._header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": place}
+        self._end += len(octets)
+
+    def finish(self) -> None:
+        """Writes the header, behind which the weights lie: the file is whole."""
+        text = json.dumps(self._header).encode().ljust(self._header_bytes - 8)
+        _write(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0, self._folder)
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        with suppress(OSError):
+            os.close(self._file)
+
+
+def octets_of(weight: torch.Tensor) -> torch.Tensor:
+    """The bytes of a weight, in a row."""
+    return weight.detach().contiguous().flatten().view(torch.uint8)
+
+
 @contextmanager
 def weights_file(weights: Weights, folder: str | None = None, *, header_bytes: int = HEADER_BYTES) -> Iterator[str]:
-    """Writes weights as they come, in memory or in a folder, and yields the path of the file. It has no name that could
-    remain after a crash: it is a descriptor of this process, and the kernel frees it with the last process that has it
-    open.
-
-    Raises: what `weights` raises; WeightSyncError where there is no room for them."""
-    file = _opened(folder)
-    try:
-        header, end = dict[str, object](), 0
+    """Writes weights into a file as they come, and yields its path.  Raises: as WeightsFile; what `weights` raises."""
+    with closing(WeightsFile(folder, header_bytes)) as file:
         for name, weight in weights:
-            octets = weight.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-            _write(file, octets.data, header_bytes + end, folder)
-            place = [end, end + len(octets)]
-            header[name] = {"dtype": DTYPES[weight.dtype], "shape": list(weight.shape), "data_offsets": place}
-            end += len(octets)
-        text = json.dumps(header).encode().ljust(header_bytes - 8)
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text), 0, folder)
-        yield f"/proc/{os.getpid()}/fd/{file}"
-    finally:
-        with suppress(OSError):
-            os.close(file)
+            file.add(name, weight)
+        file.finish()
+        yield file.path
 
 
 def _opened(folder: str | None) -> int:
@@ -120,26 +141,12 @@ def adapter_folder(adapter: Adapter, place: str | None = None) -> Iterator[str]:
 
 
 def _split(weights: Weights, model: PreTrainedModel) -> Weights:
-    for _, group in groupby(weights, key=_layer):
+    for _, group in groupby(weights, key=layer_of):
         whole = {name: weight.clone() for name, weight in group}  # a weight may be a view that the next one overwrites
         yield from revert_weight_conversion(model, whole).items()
 
 
-def _layer(named: tuple[str, torch.Tensor]) -> str:
+def layer_of(named: tuple[str, torch.Tensor]) -> str:
+    """The name of a weight's layer, or of the weight where it belongs to none."""
     found = LAYER.match(named[0])
     return named[0] if found is None else found.group()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Weights in a file, as long as `files` is open."""
-
-    path: str
-    version: int
-    files: ExitStack
-
-
-def kept(opened: AbstractContextManager[str], version: int) -> Kept:
-    """Holds weights that are written to a file.  Raises: whatever writing them raises."""
-    files = ExitStack()
-    return Kept(files.enter_context(opened), version, files)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.servers.parts import Part
 from whet.types import FinishReason, Versions
 
 NEVER_SENT = Completion((), (), "abort", ())
@@ -73,8 +74,10 @@ class ServerWords(ABC):
         """The number of tokens that unfinished requests have."""
 
     @abstractmethod
-    def update(self, path: str, version: int) -> None:
-        """Loads all weights from a safetensors file, while the server is on hold.  Raises: HttpError."""
+    def update(self, parts: Iterable[list[Part]], version: int) -> None:
+        """Loads all weights, part by part, each as every device of the server is told of it, while the server is on
+        hold. An earlier update may have broken off.
+        Raises: HttpError; whatever `parts` raises."""
 
     @abstractmethod
     def sleep(self) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `sglang`: requests to an SGLang server of its own, and weights through shared memory."""
+"""The rollout engine `sglang`: requests to an SGLang server of its own, and weights in the memory of its machine."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import base64
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine, where_found
 from whet.rollout.servers.environment import Package
+from whet.rollout.servers.parts import Part, WeightTransfer
 from whet.rollout.servers.words import Live
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
@@ -65,6 +66,8 @@ class SGLangEngine(ServerEngine):
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
+    weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
+        accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
     server: further arguments of SGLang's server by name, such as context_length.
     """
@@ -87,14 +90,17 @@ class SGLangEngine(ServerEngine):
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
         restarts: Number = 3,
+        weight_transfer: WeightTransfer = "file",
         weights_dir: str | None = None,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             dtype,
             max_batch_size,
+            num_devices,
             model,
             on_new_weights=on_new_weights,
+            weight_transfer=weight_transfer,
             weights_dir=weights_dir,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
@@ -131,6 +137,7 @@ class SGLangEngine(ServerEngine):
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     def prepare(self) -> None:
+        self._is_updating = False
         self._streams.clear()
 
     async def sample(self, live: Live) -> Completion:
@@ -218,11 +225,18 @@ class SGLangEngine(ServerEngine):
                 f"{next(iter(wanted))}; trainer and rollout were built from different models: let both load model.path"
             )
 
-    def update(self, path: str, version: int) -> None:
-        with tempfile.TemporaryDirectory(prefix="whet-sglang-weights-") as folder:
-            (Path(folder) / "model.safetensors").symlink_to(path)
-            body = {"model_path": folder, "flush_cache": False, "weight_version": str(version)}
-            self.call("POST", "/update_weights_from_disk", body)
+    def update(self, parts: Iterable[list[Part]], version: int) -> None:
+        if self._is_updating:
+            self.call("POST", "/end_weight_update", {})
+        self.call("POST", "/begin_weight_update", {})
+        self._is_updating = True
+        for part in parts:
+            told = [base64.b64encode(pickle.dumps(each)).decode() for each in part]
+            body = {"serialized_named_tensors": told, "load_format": "whet", "flush_cache": False}
+            self.call("POST", "/update_weights_from_tensor", body)
+        self.call("POST", "/end_weight_update", {})
+        self._is_updating = False
+        self.call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def sleep(self) -> None:
         self.unless_lost(lambda: self.call("POST", "/release_memory_occupation", {}))

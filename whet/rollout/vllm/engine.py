@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `vllm`: requests to a vLLM server of its own, and weights through shared memory."""
+"""The rollout engine `vllm`: requests to a vLLM server of its own, and weights in the memory of its machine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from whet.rollout.protocol import Completion, Weights
 from whet.rollout.servers.engine import ServerEngine, where_found
 from whet.rollout.servers.environment import Package
 from whet.rollout.servers.media import config_overrides
+from whet.rollout.servers.parts import Part, WeightTransfer
 from whet.rollout.servers.weights import Adapter, adapter_folder
 from whet.rollout.servers.words import Live
 from whet.rollout.vllm.server import command, environment
@@ -62,6 +63,8 @@ class VLLMEngine(ServerEngine):
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
+    weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
+        accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
@@ -86,14 +89,17 @@ class VLLMEngine(ServerEngine):
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
         restarts: Number = 3,
+        weight_transfer: WeightTransfer = "file",
         weights_dir: str | None = None,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             dtype,
             max_batch_size,
+            num_devices,
             model,
             on_new_weights=on_new_weights,
+            weight_transfer=weight_transfer,
             weights_dir=weights_dir,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
@@ -133,7 +139,7 @@ class VLLMEngine(ServerEngine):
             _for_adapter(model)
 
     def prepare(self) -> None:
-        self._is_adapter_known = False
+        self._is_adapter_known = self._is_updating = False
         self.call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
     async def sample(self, live: Live) -> Completion:
@@ -183,11 +189,16 @@ class VLLMEngine(ServerEngine):
         tokens: int = self.call("GET", "/whet/requests?count")["tokens"]
         return tokens
 
-    def update(self, path: str, version: int) -> None:
+    def update(self, parts: Iterable[list[Part]], version: int) -> None:
+        if self._is_updating:
+            self.call("POST", "/collective_rpc", {"method": "abandon_update"})
+        self._is_updating = True
         self.call("POST", "/start_weight_update")
-        self.call("POST", "/update_weights", {"update_info": {"path": path}})
+        for part in parts:
+            told = [{"part": each} for each in part]  # one by rank; all read the same file
+            self.call("POST", "/update_weights", {"update_info": told[0] if "path" in part[0] else told})
         self.call("POST", "/finish_weight_update", {"weight_version": str(version)})
-        self._has_adapter = False
+        self._is_updating = self._has_adapter = False
 
     def load(self, weights: Weights, version: int) -> None:
         """Fills the server's model, without an adapter from now on.  Raises: as ServerEngine.load."""

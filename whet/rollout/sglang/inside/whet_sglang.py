@@ -9,6 +9,7 @@ spawns import this file too, as their main module, so the additions are in all o
 - Versions: every piece of a streamed answer tells the weight versions of its tokens, not only the last one.
 - Images and videos: pixel values are read from files in shared memory, positions come with the request. Tokens of
   patches are never sampled; log-probs are those among all tokens. Features stay until the tower's weights change.
+- Weights: /update_weights_from_tensor takes whet's parts, which say where tensors lie.
 - Progress: /server_info tells how many tokens of each unfinished request were sent.
 """
 
@@ -33,9 +34,11 @@ from sglang.srt.managers.schedule_batch import (
     Req,
 )
 from sglang.srt.managers.scheduler_components import output_streamer
+from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
+from whet_parts import weights_in
 
 PATCHES = json.loads(os.environ.get("WHET_PATCHES", "[]"))  # token ids; none where the model reads text alone
 GOLDEN, FIRST, SECOND = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -203,19 +206,35 @@ def image_features(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
     return features
 
 
-def _keep_features() -> None:
-    plain, towers = WeightUpdater.update_weights_from_disk, dict[int, list[int]]()
+def _load_parts() -> None:
+    """Takes weights in whet's parts; features stay where the tower is the same behind an update."""
+    plain_load, plain_end = WeightUpdater.update_weights_from_tensor, WeightUpdater.end_weight_update
+    tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
 
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done = plain(self, *args, **kwargs)
+    def load(self: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+        if load_format != "whet":
+            return plain_load(self, named_tensors, load_format)
+        if (why := weight_updater._unsupported_derived_weight_cache_error(self.get_model())) is not None:
+            return False, why
+        self._assert_weight_cache_inactive("update_weights_from_tensor")
+        try:
+            self.get_model().load_weights(weights_in(named_tensors))
+        except Exception as error:  # any kind: what is raised here ends the server
+            if self.tp_rank:  # whose answer nobody reads
+                raise
+            return False, f"{type(error).__name__}: {error}"
+        return True, "loaded"
+
+    def end(self: Any, **options: Any) -> None:
+        nonlocal tower
+        plain_end(self, **options)
         weights = [weight for name, weight in self.get_model().named_parameters() if name.startswith("visual.")]
-        tower = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
-        if tower != towers.get(0) and mm_schedule.embedding_cache is not None:
+        new = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
+        if new != tower and mm_schedule.embedding_cache is not None:
             mm_schedule.embedding_cache.clear()
-        towers[0] = tower
-        return done
+        tower = new
 
-    WeightUpdater.update_weights_from_disk = update
+    WeightUpdater.update_weights_from_tensor, WeightUpdater.end_weight_update = load, end
 
 
 def _never_sample() -> None:
@@ -235,9 +254,9 @@ Req._check_token_based_finish = ends
 _give_seeds()
 _tell_versions()
 _tell_progress()
+_load_parts()
 if PATCHES:
     _read_media()
-    _keep_features()
     _never_sample()
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Additions to the worker of vLLM 0.32 (--worker-extension-cls), loaded in its process; nothing of whet is imported.
 
-- Weights: a transfer back end that loads a safetensors file into the live model. On a CPU linear layers compute with
+- Weights: a transfer back end that loads them part by part into the live model. On a CPU linear layers compute with
   their own parameters: vLLM packs a copy of them once, which later weights would not reach.
 - Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
   with a random number that is a function of the request's key and the token's place in the response, as in
@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
+from whet_parts import weights_in
 
 GREEDY = 1e-5  # temperatures below are greedy, as in vLLM
 MASK = 2**64 - 1
@@ -51,6 +53,13 @@ class Extension:
         """Puts another adapter in the place of the only one; without `load_inplace` vLLM would keep the old one."""
         self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
 
+    def abandon_update(self) -> None:
+        """Forgets an update whose weights did not all come, and those of them that wait for the rest of their layer."""
+        self._weight_update_active = False
+        for layer in LAYERWISE_INFO.values():
+            layer.loaded_weights.clear()
+            layer.load_numel = 0
+
     def num_encoded(self) -> int:
         """The number of images and videos that the tower has encoded."""
         return FEATURES.num_encoded
@@ -61,42 +70,44 @@ class Extension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """An empty start: the file of an update is all that a transfer needs."""
+    """An empty start: the parts of an update are all that a transfer needs."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The file of one update."""
+    """A part of an update."""
 
-    path: str = ""
+    part: dict[str, Any] = field(default_factory=dict)
 
 
-class FileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads weights under their checkpoint names from a safetensors file."""
+class PartTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads weights under their checkpoint names, part by part."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    _came: set[str] | None  # names of the model that an update has filled; None where the model does not tell
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Does nothing."""
 
     def start_weight_update(self) -> None:
         """Begins an update; an accelerator's kernels may want weights in another layout, which vLLM itself restores."""
+        self._came = set()
         if not current_platform.is_cpu():
             initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
     def receive_weights(self, info: UpdateInfo) -> None:
-        """Loads all weights of the file.  Raises: ValueError where one of the model's is not among them."""
-        with safe_open(info.path, "pt") as file:
-            names = list(file.keys())
-            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)
-        own = {name for name, weight in self.model.named_parameters() if weight.numel()}
-        if loaded is not None and (missing := sorted(own - loaded)):
-            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
+        """Loads the weights of a part."""
+        loaded = self.model.load_weights(weights_in(info.part))
+        self._came = None if loaded is None or self._came is None else self._came | loaded
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update: puts weights into the layout that the kernels want."""
+        """Ends an update: puts weights into the layout that the kernels want.  Raises: ValueError where one of the
+        model's did not come."""
+        own = {name for name, weight in self.model.named_parameters() if weight.numel()}
+        if self._came is not None and (missing := sorted(own - self._came)):
+            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
         if current_platform.is_cpu():
             _pack_experts(self.model)
         else:
@@ -318,7 +329,7 @@ def _with_pixels(item: Any) -> Any:
 
 
 if "whet" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("whet", FileTransfer)
+    WeightTransferEngineFactory.register_engine("whet", PartTransfer)
     _plain_products()
     _key_the_sampler()
     _read_media()
