@@ -51,6 +51,8 @@ MIDDLE_SECONDS = 300.0  # within which something has happened in mid-answer
 CPU = torch.device("cpu")
 SERVER = "server"  # the name of the process that answers, among those of a server
 SMALL = {"kv_cache_bytes": 2**26, "threads": 1}
+RULES: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.3}
+RULES |= {"bad_words": ((5, 6), (8,))}
 Start = Callable[..., Any]
 Check = Callable[[ServerEngine, PreTrainedModel], None]
 COUNTS: dict[str, Callable[[ServerEngine], list[int]]] = {  # tokens of each unfinished request, as the server says
@@ -184,6 +186,17 @@ def check_native_tokens(engine: ServerEngine, model: PreTrainedModel, **params: 
 def check_company(engine: ServerEngine, model: PreTrainedModel) -> None:
     """A request alone and among others."""
     suite.check_company_does_not_matter(engine, suite.requests(groups=16, n=8, longest=40), ROUNDING)
+
+
+def check_mixed(engine: ServerEngine) -> None:
+    """Requests of different sampling in one batch give what they give alone."""
+    mixed = [
+        replace(made, uid=f"{number}:{made.uid}")
+        for number, params in enumerate(suite.SAMPLING)
+        for made in suite.requests(groups=2, n=2, **params)
+    ]
+    alone = [generate(engine, suite.requests(groups=2, n=2, **params)) for params in suite.SAMPLING]
+    suite.assert_same(generate(engine, mixed), [each for part in alone for each in part], ROUNDING)
 
 
 def check_streams(engine: ServerEngine, model: PreTrainedModel) -> None:

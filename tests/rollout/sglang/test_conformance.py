@@ -19,7 +19,7 @@ from whet.rollout.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAMPLING: tuple[dict[str, Any], ...] = (
-    *suite.SAMPLING[:5],
+    *suite.SAMPLING,
     {"temperature": 0.7, "top_k": 6},
     {"min_p": 0.05, "top_k": 9, "top_p": 0.9},
 )
@@ -48,6 +48,27 @@ def test_log_probs_and_tokens(engine: SGLangEngine, model: PreTrainedModel, para
     suite.check_log_probs(engine, model, suite.requests(**params))
     suite.check_choices(engine, model, suite.requests(seed=1, **params))
     servers.check_native_tokens(engine, model, **params)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}], ids=str)
+def test_the_likeliest_tokens(engine: SGLangEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
+    servers.reset(engine, model)
+    suite.check_likeliest(engine, model, suite.requests(**params), servers.ROUNDING)
+
+
+def test_different_sampling_in_one_batch(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    servers.reset(engine, model)
+    servers.check_mixed(engine)
+
+
+def test_rules_are_kept(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    servers.reset(engine, model)
+    suite.check_rules(engine, suite.requests(longest=60, stop_token_ids=(), **suite.SAMPLING[6]))
+
+
+def test_an_aborted_request_under_rules(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    servers.reset(engine, model)
+    servers.check_abort(engine, model, groups=2, **servers.RULES)
 
 
 @pytest.mark.parametrize("length", [1, 3])

@@ -17,7 +17,7 @@ import server_conformance as servers
 
 from whet.errors import EngineError
 from whet.models.load import load_tokenizer
-from whet.rollout.protocol import SamplingParams, generate
+from whet.rollout.protocol import SamplingParams
 from whet.rollout.vllm.engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -55,13 +55,7 @@ def test_the_likeliest_tokens(engine: VLLMEngine, model: PreTrainedModel, params
 
 
 def test_different_sampling_in_one_batch(engine: VLLMEngine) -> None:
-    mixed = [
-        replace(made, uid=f"{number}:{made.uid}")
-        for number, params in enumerate(suite.SAMPLING)
-        for made in suite.requests(groups=2, n=2, **params)
-    ]
-    alone = [generate(engine, suite.requests(groups=2, n=2, **params)) for params in suite.SAMPLING]
-    suite.assert_same(generate(engine, mixed), [each for part in alone for each in part], servers.ROUNDING)
+    servers.check_mixed(engine)
 
 
 def test_rules_are_kept(engine: VLLMEngine) -> None:
@@ -79,8 +73,7 @@ def test_stop_strings(engine: VLLMEngine, model: PreTrainedModel, length: int) -
 
 
 def test_an_aborted_request_under_rules(engine: VLLMEngine, model: PreTrainedModel) -> None:
-    rules = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.3, "bad_words": ((5, 6), (8,))}
-    servers.check_abort(engine, model, groups=2, **rules)
+    servers.check_abort(engine, model, groups=2, **servers.RULES)
 
 
 def test_what_vllm_would_change_is_refused(engine: VLLMEngine) -> None:

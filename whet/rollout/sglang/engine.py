@@ -9,7 +9,6 @@ import pickle
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -41,19 +40,12 @@ PACKAGE = Package(
     why="whose insides whet builds on",
     arguments=("srt/arg_groups/fields/*.py", "*"),
 )
-OFF: dict[str, tuple[object, ...]] = {  # what SGLang's log-probs would follow, and the values that change nothing
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "bad_words": ((), []),
-    "allowed_token_ids": (None,),
-}
 
 
 @register_rollout("sglang")
 class SGLangEngine(ServerEngine):
     """SGLang, in a server process from an environment of its own (`make sglang`); float32 requests give the same tokens
-    in any company. Penalties, bad words and allowed tokens are refused.
+    in any company.
 
     python: interpreter of the environment; unset: $WHET_SGLANG_PYTHON, else .venv-sglang of the checkout.
     kv_cache_bytes: memory for keys and values.
@@ -132,7 +124,6 @@ class SGLangEngine(ServerEngine):
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
         self._load_tokenizer, self._stops = cache(load), dict[tuple[str, ...], StopStrings]()
         patches = () if self.vision is None else self.vision.forbidden
-        self._never = {(token_id,) for token_id in patches}  # sampled by the server
         variables = environment(threads or torch.get_num_threads(), device, num_devices, patches)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
@@ -155,7 +146,8 @@ class SGLangEngine(ServerEngine):
                 if (new := sampled.add(piece)) and live.request.streams:
                     versions, place = last_versions(sampled.versions, new), len(sampled.token_ids) - new
                     tokens, log_probs = tuple(sampled.token_ids[place:]), tuple(sampled.log_probs[place:])
-                    self.stream(live, place, Completion(tokens, log_probs, "abort", versions))
+                    found = Completion(tokens, log_probs, "abort", versions, likeliest=tuple(sampled.likeliest[place:]))
+                    self.stream(live, place, found)
                 if sampled.is_cut and piece["meta_info"]["finish_reason"] is None:
                     abort = {"rid": name}
                     await self.server.client.answer("POST", "/abort_request", abort, seconds=self._answer_seconds)
@@ -245,25 +237,13 @@ class SGLangEngine(ServerEngine):
         self.unless_lost(lambda: self.call("POST", "/resume_memory_occupation", {}))
 
     def check(self, request: Request) -> None:
-        words = tuple(word for word in request.params.bad_words if word not in self._never)
-        super().check(replace(request, params=replace(request.params, bad_words=words)))
-        if count := request.params.num_likeliest:
-            raise EngineError(
-                f"request {request.uid}: num_likeliest={count}, and SGLang gives the log-prob of the sampled token "
-                "alone; set it to 0, or use the engine native, hf or vllm"
-            )
+        super().check(request)
         strings = request.params.stop
         if strings and strings not in self._stops:
             self._stops[strings] = StopStrings(strings, self._load_tokenizer())
 
     @classmethod
     def refused(cls, sampling: Sampling) -> str | None:
-        for name, values in OFF.items():
-            if (value := getattr(sampling, name)) not in values:
-                return (
-                    f"{name}={value!r:.60} is not for SGLang, whose log-probs would be those after it; expected "
-                    f"{values[-1]!r}: turn it off, or use the engine native or vllm"
-                )
         return None
 
 

@@ -12,7 +12,7 @@ import torch
 
 from whet.errors import EngineError
 from whet.models.positions import next_position
-from whet.rollout.protocol import Completion, Request
+from whet.rollout.protocol import Completion, Likeliest, Request
 from whet.rollout.servers.media import Shown, positions_of
 from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason, Versions, last_versions
@@ -40,8 +40,21 @@ def body_of(request: Request, name: str, version: int, media: Sequence[Shown] = 
             "stop_token_ids": list(params.stop_token_ids),
             "no_stop_trim": True,
             "sampling_seed": _seed(request),
+            "custom_params": _rules(request),
         },
+        "top_logprobs_num": params.num_likeliest,
     }
+
+
+def _rules(request: Request) -> dict[str, str] | None:
+    """The changes of the choice, for `constrained` of inside/whet_sglang.py; None without any."""
+    params = request.params
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    if penalties == (1.0, 0.0, 0.0) and not params.bad_words and params.allowed_token_ids is None:
+        return None
+    rules = dict(zip(("repetition", "presence", "frequency"), penalties, strict=True))
+    lists = {"allowed": params.allowed_token_ids, "bad_words": params.bad_words}
+    return {"whet": json.dumps({**rules, **lists, "prompt": len(request.prompt_ids)})}  # SGLang takes no nested lists
 
 
 def _shown(request: Request, media: Sequence[Shown]) -> str:
@@ -74,6 +87,7 @@ class Sampled:
     stops: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    likeliest: list[Likeliest] = field(default_factory=list)
     versions: Versions = ()
     reason: dict[str, Any] | None = None
     is_cut: bool = False  # a stop string ended it, which the server does not know
@@ -88,6 +102,8 @@ class Sampled:
         if new:
             self.token_ids += piece["output_ids"][-new:]
             self.log_probs += [each[0] for each in about["output_token_logprobs"][-new:]]
+            for place in about["output_top_logprobs"][-new:] if self.request.params.num_likeliest else ():
+                self.likeliest.append(tuple((token, log_prob) for log_prob, token, *_ in place))
             self.versions = tuple(
                 (int(span["version"]), span["end"] - span["start"]) for span in about["weight_versions"]
             )
@@ -101,7 +117,7 @@ class Sampled:
         for count, token in enumerate(self.token_ids[known:], known + 1):
             string = stops.found(token, response[: earlier + count])
             if string is not None and token not in request.params.stop_token_ids:
-                del self.token_ids[count:], self.log_probs[count:]
+                del self.token_ids[count:], self.log_probs[count:], self.likeliest[count:]
                 self.versions = last_versions(self.versions[::-1], count)[::-1]
                 self.reason, self.is_cut = {"type": "stop", "matched": string}, True
                 break
@@ -120,4 +136,5 @@ class Sampled:
         if reason["type"] == "abort" and reason.get("status_code"):
             raise EngineError(f"SGLang gave up request {self.request.uid}: {reason.get('message')}")
         stop = reason.get("matched") if isinstance(reason.get("matched"), str) else None
-        return Completion(tuple(tokens), tuple(self.log_probs), REASONS[reason["type"]], self.versions, stop)
+        told = tuple(self.log_probs), REASONS[reason["type"]], self.versions, stop
+        return Completion(tuple(tokens), *told, tuple(self.likeliest))

@@ -5,6 +5,7 @@ spawns import this file too, as their main module, so the additions are in all o
 - Sampling: a token is drawn with a random number that is a function of the request's key and the token's place, as in
   whet/rollout/sampling.py. SGLang hands seed and position of the token to its draw, which it otherwise does only with
   kernels for deterministic inference; the client takes the prompt's length off the seed.
+- Rules: allowed tokens, bad words and penalties come with the request, and log-probs are those before them.
 - Ends: a response ends at its stop_token_ids alone, not at those of the folder's configuration too.
 - Versions: every piece of a streamed answer tells the weight versions of its tokens, not only the last one.
 - Images and videos: pixel values are read from files in shared memory, positions come with the request. Tokens of
@@ -19,6 +20,8 @@ import json
 import os
 import random
 import sys
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -41,6 +44,7 @@ from sglang.srt.utils.weight_versions import compute_weight_version_spans
 from whet_parts import weights_in
 
 PATCHES = json.loads(os.environ.get("WHET_PATCHES", "[]"))  # token ids; none where the model reads text alone
+_parsed = lru_cache(1024)(json.loads)
 GOLDEN, FIRST, SECOND = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -237,15 +241,55 @@ def _load_parts() -> None:
     WeightUpdater.update_weights_from_tensor, WeightUpdater.end_weight_update = load, end
 
 
-def _never_sample() -> None:
-    plain = sampler.Sampler.forward
+def constrained(logits: torch.Tensor, reqs: Sequence[Any]) -> torch.Tensor | None:
+    """The logits that tokens are drawn from; None where they are those of the model: allowed tokens, bad words and
+    penalties as in whet/rollout/constraints.py, and no tokens of patches.   [S, V] -> [S, V]"""
+    rules = [(row, req, _rules(req)) for row, req in enumerate(reqs)] if len(reqs) == len(logits) else []
+    if not PATCHES and not any(found for _, _, found in rules):
+        return None
+    logits = logits.index_fill(-1, torch.tensor(PATCHES, dtype=torch.int64, device=logits.device), -torch.inf)
+    for row, req, found in rules:
+        if found:
+            tokens = [*req.origin_input_ids_unpadded, *req.output_ids]
+            _constrain(logits[row], tokens[: found["prompt"]], tokens[found["prompt"] :], found)
+    return logits
+
+
+def _rules(req: Any) -> dict[str, Any]:
+    rules: dict[str, Any] = _parsed((req.sampling_params.custom_params or {}).get("whet", "{}"))
+    return rules
+
+
+def _constrain(logits: torch.Tensor, prompt: list[int], sampled: list[int], rules: dict[str, Any]) -> None:
+    """Changes a row in place.   [V]"""
+    if rules["allowed"] is not None:
+        allowed = torch.tensor(rules["allowed"], device=logits.device)
+        logits.copy_(torch.full_like(logits, -torch.inf).index_copy(0, allowed, logits[allowed]))
+    for *start, last in rules["bad_words"]:
+        if sampled[len(sampled) - len(start) :] == start:
+            logits[last] = -torch.inf
+    seen = torch.tensor([*{*prompt, *sampled}], device=logits.device)
+    values = logits[seen]
+    logits[seen] = torch.where(values > 0, values / rules["repetition"], values * rules["repetition"])
+    tokens, times = torch.tensor(sampled, dtype=torch.int64, device=logits.device).unique(return_counts=True)
+    logits[tokens] -= rules["frequency"] * times + rules["presence"]
+
+
+def _apply_rules() -> None:
+    plain_run, plain, running = scheduler.Scheduler.run_batch, sampler.Sampler.forward, list[Any]()
+
+    def run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        running[:] = batch.reqs
+        return plain_run(self, batch, *args, **kwargs)
 
     def forward(self: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
         logits = out.next_token_logits
-        out.next_token_logits = logits.index_fill(-1, torch.tensor(PATCHES, device=logits.device), -torch.inf)
+        if (changed := constrained(logits, running)) is None:
+            return plain(self, out, *args, **kwargs)
+        out.next_token_logits = changed
         return plain(self, out, *args, **{**kwargs, "logprob_logits": logits})
 
-    sampler.Sampler.forward = forward
+    scheduler.Scheduler.run_batch, sampler.Sampler.forward = run_batch, forward
 
 
 sampler.multinomial_with_seed = draw_logs
@@ -255,9 +299,9 @@ _give_seeds()
 _tell_versions()
 _tell_progress()
 _load_parts()
+_apply_rules()
 if PATCHES:
     _read_media()
-    _never_sample()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
