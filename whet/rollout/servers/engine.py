@@ -12,7 +12,6 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,7 +33,7 @@ from whet.rollout.servers.environment import Package, find_environment, longest
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
 from whet.rollout.servers.parts import KeptWeights, Part, WeightTransfer, in_parts
 from whet.rollout.servers.process import Server, free_port
-from whet.rollout.servers.weights import as_in_checkpoints
+from whet.rollout.servers.weights import MisfitError, as_in_checkpoints, fitting
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.types import Failure, Media
 
@@ -228,7 +227,16 @@ class ServerEngine(ServerWords):
 
     def load(self, weights: Weights, version: int) -> None:
         """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
-        whole, is_file = as_in_checkpoints(weights, self._outline), self.weight_transfer == "file"
+        try:
+            self._load(weights, version)
+        except MisfitError:
+            self._coming = version
+            raise
+
+    def _load(self, weights: Weights, version: int) -> None:
+        whose = f"version {version} of the weights does not fit {self.package.title}'s model"
+        whole = as_in_checkpoints(fitting(weights, self._outline, whose), self._outline)
+        is_file = self.weight_transfer == "file"
         coming = self._kept.writing(whole, version) if is_file or self._restarts else iter(whole)
         if not is_file:
             parts = in_parts(coming, self.num_devices, self.weights_dir)
@@ -486,10 +494,3 @@ def _empty_is_fine() -> Iterator[None]:
         yield
     except queue.Empty:
         return
-
-
-def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
-    """The model's folder as an absolute path (the server runs elsewhere), or its hub name; the tokenizer's too."""
-    paths = base, model.tokenizer_path or base
-    first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
-    return first, second

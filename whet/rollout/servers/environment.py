@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from whet.config.schema import ModelConfig
 from whet.errors import CHECKOUT, ConfigError
 
 SECONDS = 60.0  # for an interpreter to say what it has
@@ -114,3 +115,10 @@ def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
             "model: lower it, or leave it out"
         )
     return length
+
+
+def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
+    """The model's folder as an absolute path (the server runs elsewhere), or its hub name; the tokenizer's too."""
+    paths = base, model.tokenizer_path or base
+    first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
+    return first, second

@@ -16,15 +16,15 @@ import torch
 
 from whet.config.schema import ModelConfig
 from whet.devices import HOST
-from whet.errors import ConfigError, EngineError, WeightSyncError
+from whet.errors import ConfigError, EngineError
 from whet.models.attention import token_bytes
 from whet.models.load import load_tokenizer
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
-from whet.rollout.protocol import Completion, Request, Weights
-from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine, where_found
-from whet.rollout.servers.environment import Package
+from whet.rollout.protocol import Completion, Request
+from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine
+from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.parts import Part, WeightTransfer
 from whet.rollout.servers.words import Live
 from whet.rollout.sglang.server import command, environment
@@ -194,28 +194,6 @@ class SGLangEngine(ServerEngine):
 
     def count(self) -> int:
         return sum(len(sampled.token_ids) for _, sampled in list(self._streams.values()))
-
-    def load(self, weights: Weights, version: int) -> None:
-        """Fills the server's model, which would not miss weights that do not come.  Raises: as ServerEngine.load."""
-        super().load(self._whole(weights, version), version)
-
-    def _whole(self, weights: Weights, version: int) -> Weights:
-        wanted = {name: weight.shape for name, weight in self._outline.named_parameters()}
-        for name, weight in weights:
-            if wanted.pop(name, None) != weight.shape:
-                self._coming = version
-                raise WeightSyncError(
-                    f"version {version} of the weights does not fit SGLang's model: {name} of shape "
-                    f"{tuple(weight.shape)} is none of its weights; trainer and rollout were built from different "
-                    "models: let both load model.path"
-                )
-            yield name, weight
-        if wanted:
-            self._coming = version
-            raise WeightSyncError(
-                f"version {version} of the weights does not fit SGLang's model: {len(wanted)} did not come, such as "
-                f"{next(iter(wanted))}; trainer and rollout were built from different models: let both load model.path"
-            )
 
     def update(self, parts: Iterable[list[Part]], version: int) -> None:
         if self._is_updating:

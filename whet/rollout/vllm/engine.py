@@ -21,8 +21,8 @@ from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Weights
-from whet.rollout.servers.engine import ServerEngine, where_found
-from whet.rollout.servers.environment import Package
+from whet.rollout.servers.engine import ServerEngine
+from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.media import config_overrides
 from whet.rollout.servers.parts import Part, WeightTransfer
 from whet.rollout.servers.weights import Adapter, adapter_folder
