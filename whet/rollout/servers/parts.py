@@ -71,7 +71,7 @@ def in_parts(
         left = iter(layer)
         first = next(left)
         some = _up_to(part_bytes, chain([chain([first], left)], layers))
-        with _on_accelerator(some, readers) if first[1].device.type == "cuda" else weights_file(some, folder) as part:
+        with _on_accelerator(some, readers) if first[1].is_cuda else weights_file(some, folder) as part:
             yield [{"path": part}] * readers if isinstance(part, str) else part
 
 

@@ -25,7 +25,7 @@ from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
-from whet.rollout.servers.parts import Part, WeightTransfer
+from whet.rollout.servers.parts import Part
 from whet.rollout.servers.words import Live
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
@@ -82,7 +82,7 @@ class SGLangEngine(ServerEngine):
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
         restarts: Number = 3,
-        weight_transfer: WeightTransfer = "file",
+        weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
         server: dict[str, Any] | None = None,
     ) -> None:

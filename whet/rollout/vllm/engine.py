@@ -24,7 +24,7 @@ from whet.rollout.protocol import Completion, Weights
 from whet.rollout.servers.engine import ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.media import config_overrides
-from whet.rollout.servers.parts import Part, WeightTransfer
+from whet.rollout.servers.parts import Part
 from whet.rollout.servers.weights import Adapter, adapter_folder
 from whet.rollout.servers.words import Live
 from whet.rollout.vllm.server import command, environment
@@ -89,7 +89,7 @@ class VLLMEngine(ServerEngine):
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
         restarts: Number = 3,
-        weight_transfer: WeightTransfer = "file",
+        weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
         server: dict[str, Any] | None = None,
     ) -> None:
