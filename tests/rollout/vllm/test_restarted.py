@@ -36,6 +36,7 @@ def start(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     fields = "max_model_len: int = 1\n    gpu_memory_utilization: float = 0.9\n    model: str = ''"
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"class EngineArgs:\n    {fields}\n")
+    monkeypatch.setattr("whet.rollout.servers.engine.fitting", lambda weights, *_: weights)  # the server takes any
     with starting(VLLMEngine, engine_module, FAKE, tmp_path / "vllm", model_folder, monkeypatch) as start:
         yield start
 
