@@ -473,7 +473,7 @@ def check_parts(engine: ServerEngine, model: PreTrainedModel) -> None:
     before = generate(engine, made)
     with in_small_parts(engine) as sent:
         check_load(engine, model)
-        assert len(sent) > 3 and engine._kept and engine._kept.version == 2
+        assert len(sent) > 3 and engine._kept.file is not None and engine._kept.version == 2
         all_weights = named(model, 2.0)
         in_a_layer = max(place for place, (name, _) in enumerate(all_weights) if "k_proj" in name)
         missing = next(name for name, _ in all_weights if "up_proj" in name)
@@ -492,7 +492,7 @@ def check_parts(engine: ServerEngine, model: PreTrainedModel) -> None:
         engine.abort([made[0].uid])
         engine._restarts, kept = 0, engine._restarts
         engine.load(named(model), version=9)
-        assert not engine._kept
+        assert engine._kept.file is None
         engine._restarts = kept
         drain(engine)
     found = generate(engine, made)

@@ -199,8 +199,9 @@ def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
     steps, metrics, lost = result(train_config(settings), additions, races)
     assert struck and set(ways) == {"broadcast"} and len(ways) >= 2 + 1 + 2  # two ranks, one, and two again
     assert (steps, metrics, lost) == (*undisturbed[ahead][:2], 1)
+    call = "(receive|serve)" if ahead else "receive"  # a run ahead has both calls open, and may hear of either first
     assert re.search(
-        r"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 died in (receive|serve)", caplog.text
+        rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 died in {call}", caplog.text
     )
     assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification as RewardModel
 from transformers.utils.logging import set_tqdm_hook
 
-from whet.errors import ModelError
+from whet.errors import ModelError, WeightSyncError
 from whet.keyed import key
 from whet.models import attention, experts
 from whet.models.folder import check_weights, reading, require_model, split_adapters
@@ -115,6 +115,33 @@ def check_complete(model: PreTrainedModel, path: str | Path, missing: Collection
         raise ModelError(
             f"{path} lacks {len(missing)} weights of {type(model).__name__}, such as {min(missing)}: they would be "
             "random; fetch the folder again, or name one whose weights fit its config.json"
+        )
+
+
+class MisfitError(WeightSyncError):
+    """Weights of another model."""
+
+
+def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights for a rollout's model as they come; `model` may be on meta.
+
+    Raises: MisfitError for one that the model lacks or has in another shape, and at the end where some did not come;
+    what `weights` raises."""
+    own = dict(model.named_parameters())
+    left = dict.fromkeys(own)
+    for name, weight in weights:
+        if name not in own or own[name].shape != weight.shape:
+            has = f"{name} of {list(own[name].shape)}" if name in own else f"no {name}"
+            raise MisfitError(
+                f"{name} of {list(weight.shape)} came for a rollout whose model has {has}: trainer and rollout were "
+                "built from different models; let both load model.path"
+            )
+        left.pop(name, None)
+        yield name, weight
+    if left:
+        raise MisfitError(
+            f"{len(left)} of {len(own)} weights did not come, such as {next(iter(left))}: the training engine did not "
+            "name all weights of the model"
         )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.errors import EngineError, WeightSyncError
+from whet.models.load import fitting
 from whet.models.lora import plain_copy
 from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
@@ -365,18 +366,5 @@ class InProcessEngine(ABC, Generic[L]):
 @torch.no_grad()
 def _fill(module: nn.Module, weights: Weights) -> None:
     own = dict(module.named_parameters())
-    left = dict.fromkeys(own)
-    for name, weight in weights:
-        if name not in own or own[name].shape != weight.shape:
-            has = f"{name} of {list(own[name].shape)}" if name in own else f"no {name}"
-            raise WeightSyncError(
-                f"{name} of {list(weight.shape)} came for a rollout whose model has {has}: trainer and rollout were "
-                "built from different models; let both load model.path"
-            )
+    for name, weight in fitting(weights, module):
         own[name].copy_(weight)
-        left.pop(name, None)
-    if left:
-        raise WeightSyncError(
-            f"{len(left)} of {len(own)} weights did not come, such as {next(iter(left))}: the training engine did not "
-            "name all weights of the model"
-        )

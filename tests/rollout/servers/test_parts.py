@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,62 +112,21 @@ def test_what_breaks_off_raises_what_broke() -> None:
         next(told)
 
 
-def test_handles_name_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sender tells is what torch's own function wants to rebuild the tensor, on the device of the same
-    identifier, whatever its number is, with a handle for each reader. Here the memory is the host's, and torch's own
-    functions for handles are replaced, which need CUDA: the test above has the real ones."""
-    memory, calls, collected = dict[bytes, torch.Tensor](), list[dict[str, Any]](), list[bool]()
-    uuids = ["first", "second"]
-    signature = inspect.signature(reductions.rebuild_cuda_tensor)
-    assert list(signature.parameters)[parts.SHARED] == "storage_handle"
+def test_weights_lie_one_behind_the_other() -> None:
+    """Each begins at a multiple of 16 bytes, where a view of any dtype may begin, and is read as it was."""
+    octets, places = parts.packed(weights())
+    assert len(octets) == 64 and [place[3:] for place in places] == [[0, 12], [16, 26], [32, 40], [48, 60]]
+    found = whet_parts.unpacked(octets, json.loads(json.dumps(places)))
+    assert {name: [str(weight.dtype), weight.tolist()] for name, weight in found} == VALUES
 
-    def reduce(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        handle = bytes([0, 255, len(memory)])
-        memory[handle] = tensor
-        shape = torch.Tensor, tensor.shape, tensor.stride(), 0, torch.TypedStorage, torch.uint8, 7
-        return reductions.rebuild_cuda_tensor, (*shape, handle, len(tensor), 0, False, b"\x01", 2, b"", True)
 
-    def rebuild(*arguments: Any) -> torch.Tensor:
-        calls.append(signature.bind(*arguments).arguments)
-        return memory[calls[-1]["storage_handle"]]
+def test_a_handle_begins_where_torch_wants_it() -> None:
+    """`rebuild_cuda_tensor` takes what says where the memory is behind what the tensor is like."""
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[parts.SHARED] == "storage_handle"
 
-    class Device:
-        """The module of a kind of devices."""
 
-        @staticmethod
-        def get_device_properties(index: object) -> SimpleNamespace:
-            """The second device of the sender is the reader's first."""
-            return SimpleNamespace(uuid=uuids[index] if isinstance(index, int) else "first")
-
-        @staticmethod
-        def ipc_collect() -> None:
-            """Memory that all readers have let go of is freed."""
-            collected.append(True)
-
-        @staticmethod
-        def synchronize(device: object) -> None:
-            """Nothing is under way."""
-
-    monkeypatch.setattr(parts, "reduce_tensor", reduce)
-    monkeypatch.setattr(parts.torch, "get_device_module", lambda _: Device)
-    monkeypatch.setattr(whet_parts.torch.cuda, "device_count", lambda: len(uuids))
-    monkeypatch.setattr(whet_parts.torch.cuda, "get_device_properties", Device.get_device_properties)
-    monkeypatch.setattr(whet_parts.torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    with parts._on_accelerator(weights(), 2) as both:
-        told = json.loads(json.dumps(both))
-        for each in told:
-            found = {name: [str(weight.dtype), weight.tolist()] for name, weight in whet_parts.weights_in(each)}
-            assert found == VALUES and [place[3:] for place in each["places"]] == [
-                [0, 12],
-                [16, 26],
-                [32, 40],
-                [48, 60],
-            ]
-    assert [call["storage_handle"] for call in calls] == [b"\x00\xff\x00", b"\x00\xff\x01"] and collected
-    for call in calls:
-        assert call["storage_device"] == 0 and call["tensor_size"] == (64,) and call["dtype"] == torch.uint8
-        assert (call["storage_size_bytes"], call["ref_counter_handle"], call["event_handle"]) == (64, b"\x01", b"")
-    uuids[:] = ["third"]
-    with pytest.raises(ValueError, match=r"lie on the accelerator first, and this server sees \['third'\]"):
-        list(whet_parts.weights_in(told[0]))
+def test_an_accelerator_that_a_server_does_not_see() -> None:
+    """Here it sees none, or another one."""
+    told = {"places": [], "memory": {"device": "that of the trainer"}}
+    with pytest.raises(ValueError, match="lie on the accelerator that of the trainer, and this server sees"):
+        list(whet_parts.weights_in(told))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, Sam
 from whet.rollout.servers.environment import find_environment
 from whet.rollout.sglang import engine as engine_module, server as server_module
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
+from whet.rollout.sglang.translate import body_of
 from whet.trainers.build import begin
 
 FAKE = str(Path(__file__).with_name("fake_sglang.py"))
@@ -160,8 +162,8 @@ def test_a_stop_string_ends_a_response_that_the_server_would_go_on_with(start: S
 def test_weights_that_do_not_fit(start: Start, model_folder: Path) -> None:
     engine, whole = start(), weights(model_folder)
     for wrong, message in (
-        (whole[:-1], "1 did not come, such as"),
-        ([*whole, ("extra", torch.ones(2))], r"extra of shape \(2,\) is none of its weights"),
+        (whole[:-1], f"1 of {len(whole)} weights did not come, such as"),
+        ([*whole, ("extra", torch.ones(2))], r"extra of \[2\] came for a rollout whose model has no extra"),
         (weights(model_folder, 0.0), "zeros"),
     ):
         with pytest.raises(WeightSyncError, match=message):
@@ -170,6 +172,21 @@ def test_weights_that_do_not_fit(start: Start, model_folder: Path) -> None:
             engine.poll(0.0)
     engine.load(whole, version=3)
     assert generate(engine, [request(fake.QUICK)])[0].versions == ((3, 5),)
+
+
+def test_what_changes_a_choice_is_sent_where_anything_does() -> None:
+    """The tokens of patches are no reason: the server never samples them."""
+
+    def sent(**params: Any) -> Any:
+        made = Request("1", (3, 4), SamplingParams(4, **params), key=1, sampled_ids=(5,))
+        found = body_of(made, "name", 0, (), (7, 8))["sampling_params"]["custom_params"]
+        return found and json.loads(found["whet"])
+
+    plain = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "allowed": None, "bad_words": [], "prompt": 2}
+    assert sent() is None and sent(bad_words=((7,), (8,))) is None
+    assert sent(bad_words=((7,), (7, 9), (5,))) == {**plain, "bad_words": [[7, 9], [5]]}
+    assert sent(presence_penalty=0.5, bad_words=((8,),)) == {**plain, "presence": 0.5}
+    assert sent(allowed_token_ids=(3, 4)) == {**plain, "allowed": [3, 4]}
 
 
 def test_failures(start: Start) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.folder import split_adapters
-from whet.models.load import outline
+from whet.models.load import MisfitError, fitting, outline
 from whet.models.vision.base import Vision
 from whet.models.vision.load import load_vision
 from whet.models.vision.qwen import QwenVision
@@ -31,9 +31,9 @@ from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, 
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Package, find_environment, longest
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
-from whet.rollout.servers.parts import KeptWeights, Part, WeightTransfer, in_parts
+from whet.rollout.servers.parts import KeptWeights, Part, in_parts
 from whet.rollout.servers.process import Server, free_port
-from whet.rollout.servers.weights import MisfitError, as_in_checkpoints, fitting
+from whet.rollout.servers.weights import as_in_checkpoints
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.types import Failure, Media
 
@@ -66,7 +66,7 @@ class ServerEngine(ServerWords):
         model: ModelConfig,
         *,
         on_new_weights: OnNewWeights,
-        weight_transfer: WeightTransfer,
+        weight_transfer: Literal["file", "ipc"],
         weights_dir: str | None,
         start_seconds: float,
         answer_seconds: float,
@@ -229,20 +229,21 @@ class ServerEngine(ServerWords):
         """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
         try:
             self._load(weights, version)
-        except MisfitError:
+        except MisfitError as error:
             self._coming = version
-            raise
+            raise WeightSyncError(
+                f"version {version} of the weights does not fit {self.package.title}'s model: {error}"
+            ) from error
 
     def _load(self, weights: Weights, version: int) -> None:
-        whose = f"version {version} of the weights does not fit {self.package.title}'s model"
-        whole = as_in_checkpoints(fitting(weights, self._outline, whose), self._outline)
+        whole = as_in_checkpoints(fitting(weights, self._outline), self._outline)
         is_file = self.weight_transfer == "file"
         coming = self._kept.writing(whole, version) if is_file or self._restarts else iter(whole)
         if not is_file:
             parts = in_parts(coming, self.num_devices, self.weights_dir)
             self.unless_lost(lambda: self._send(parts, version))
         for _ in coming:
-            pass  # what no server took: their sender waits until all are read
+            pass  # into the file, or what a lost server did not take: the sender waits until all are read
         if is_file:
             self.unless_lost(self._send_kept)
         self.version = version
@@ -269,7 +270,7 @@ class ServerEngine(ServerWords):
     def rejoin(self) -> None:
         """Fills the new server with the newest weights.  Raises: EngineError, WeightSyncError."""
         self._coming, self._loss = None, None
-        if self._kept:
+        if self._kept.file is not None:
             self.unless_lost(self._send_kept)
         if self._paused:
             self.unless_lost(self._stop)

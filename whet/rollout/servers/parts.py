@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
@@ -17,26 +17,22 @@ from whet.rollout.servers.weights import Weights, WeightsFile, layer_of, octets_
 PART_BYTES = 2**27  # after which a part ends
 ALIGNED = 16  # bytes, for views of any dtype
 SHARED = 7  # of the arguments that rebuild a tensor: those from here on say where its memory is
-WeightTransfer = Literal["file", "ipc"]
 Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whet_parts.py
 
 
 class KeptWeights:
-    """The newest weights in a file, for a server that reads them as a whole or starts again. False while there are
-    none; `folder` as for WeightsFile."""
+    """The newest weights in a file, for a server that reads them as a whole or starts again; `folder` as for
+    WeightsFile."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder, self.version = folder, -1
-        self._file: WeightsFile | None = None
-
-    def __bool__(self) -> bool:
-        return self._file is not None
+        self.file: WeightsFile | None = None  # None where none are kept
 
     @property
     def part(self) -> Part:
         """Returns them as a single part."""
-        assert self._file is not None
-        return {"path": self._file.path}
+        assert self.file is not None
+        return {"path": self.file.path}
 
     def writing(self, weights: Weights, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come; behind the last one they are kept in the place of older ones.
@@ -50,13 +46,13 @@ class KeptWeights:
             file.finish()
             unfinished.pop_all()
         self.drop()
-        self._file, self.version = file, version
+        self.file, self.version = file, version
 
     def drop(self) -> None:
         """Keeps them no longer."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        if self.file is not None:
+            self.file.close()
+        self.file = None
 
 
 def in_parts(
@@ -88,22 +84,26 @@ def _up_to(part_bytes: int, layers: Iterable[Weights]) -> Weights:
 
 @contextmanager
 def _on_accelerator(weights: Weights, readers: int) -> Iterator[list[Part]]:
-    """Copies weights one behind the other, and yields for each reader a handle of the memory and the places of the
-    weights in it. The memory is freed when all readers have let go of it."""
-    copies, places, end = list[torch.Tensor](), list[list[Any]](), 0
-    for name, weight in weights:  # each may be a view that the next one overwrites
-        octets = octets_of(weight)
-        places.append([name, str(weight.dtype).removeprefix("torch."), list(weight.shape), end, end + len(octets)])
-        copies.append(pad(octets, (0, -len(octets) % ALIGNED)))
-        end += len(copies[-1])
-    whole = torch.cat(copies)
-    del copies, octets, weight
+    """Copies weights, and yields for each reader a handle of the memory and the places of the weights in it. The memory
+    is freed when all readers have let go of it."""
+    whole, places = packed(weights)
     device = torch.get_device_module(whole.device)
     device.synchronize(whole.device)
     uuid = str(device.get_device_properties(whole.device).uuid)
     yield [{"places": places, "memory": _handle(whole, uuid)} for _ in range(readers)]
     del whole
     device.ipc_collect()
+
+
+def packed(weights: Weights) -> tuple[torch.Tensor, list[list[Any]]]:
+    """The bytes of weights one behind the other, and of each its name, dtype, shape, start and end."""
+    copies, places, end = list[torch.Tensor](), list[list[Any]](), 0
+    for name, weight in weights:  # each may be a view that the next one overwrites
+        octets = octets_of(weight)
+        places.append([name, str(weight.dtype).removeprefix("torch."), list(weight.shape), end, end + len(octets)])
+        copies.append(pad(octets, (0, -len(octets) % ALIGNED)))
+        end += len(copies[-1])
+    return torch.cat(copies), places
 
 
 def _handle(whole: torch.Tensor, uuid: str) -> dict[str, Any]:

@@ -37,10 +37,6 @@ LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number o
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class MisfitError(WeightSyncError):
-    """Weights of another model."""
-
-
 @dataclass(frozen=True)
 class Adapter:
     """An adapter, as its folder has it."""
@@ -123,20 +119,6 @@ def _write(file: int, octets: memoryview, offset: int, folder: str | None) -> No
             octets, offset = octets[written:], offset + written
     except OSError as error:
         raise _no_room(folder, offset, error) from error
-
-
-def fitting(weights: Weights, model: PreTrainedModel, whose: str) -> Weights:
-    """The weights as they come; servers would not miss all that do not come. `model` may be on meta.
-
-    Raises: MisfitError, which begins with `whose`, where they are not those of the model."""
-    wanted = {name: weight.shape for name, weight in model.named_parameters()}
-    instead = "trainer and rollout were built from different models: let both load model.path"
-    for name, weight in weights:
-        if wanted.pop(name, None) != weight.shape:
-            raise MisfitError(f"{whose}: {name} of shape {tuple(weight.shape)} is none of its weights; {instead}")
-        yield name, weight
-    if wanted:
-        raise MisfitError(f"{whose}: {len(wanted)} did not come, such as {next(iter(wanted))}; {instead}")
 
 
 def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:

@@ -75,8 +75,8 @@ class ServerWords(ABC):
 
     @abstractmethod
     def update(self, parts: Iterable[list[Part]], version: int) -> None:
-        """Loads all weights, part by part, each as every device of the server is told of it, while the server is on
-        hold. An earlier update may have broken off.
+        """Loads all weights, part by part, while the server is on hold. A part is a list: what each device of the
+        server is to be told of it. An earlier update may have broken off.
         Raises: HttpError; whatever `parts` raises."""
 
     @abstractmethod

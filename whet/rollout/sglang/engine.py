@@ -123,8 +123,8 @@ class SGLangEngine(ServerEngine):
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
         self._load_tokenizer, self._stops = cache(load), dict[tuple[str, ...], StopStrings]()
-        patches = () if self.vision is None else self.vision.forbidden
-        variables = environment(threads or torch.get_num_threads(), device, num_devices, patches)
+        self._never = () if self.vision is None else self.vision.forbidden
+        variables = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
 
     def prepare(self) -> None:
@@ -139,7 +139,7 @@ class SGLangEngine(ServerEngine):
             files.callback(self._streams.pop, name, None)
             opened = self._media.opened(live.request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if live.request.media else []
-            body = body_of(live.rest, name, self.version, media)
+            body = body_of(live.rest, name, self.version, media, self._never)
             async for piece in self.server.client.events("/generate", body):
                 if sampled.is_cut:
                     continue  # until the abort has ended it

@@ -21,8 +21,9 @@ GOLDEN = 0x9E3779B97F4A7C15  # by which the number of a place is multiplied in a
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def body_of(request: Request, name: str, version: int, media: Sequence[Shown] = ()) -> dict[str, Any]:
-    """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
+def body_of(request: Request, name: str, version: int, media: Sequence[Shown], never: Sequence[int]) -> dict[str, Any]:
+    """The body of a call for `request`, which the server is to call `name`, under weights of `version`. It never
+    samples the tokens `never`, whatever is asked for."""
     params, sampled = request.params, len(request.sampled_ids)
     return {
         "rid": name,
@@ -40,20 +41,21 @@ def body_of(request: Request, name: str, version: int, media: Sequence[Shown] = 
             "stop_token_ids": list(params.stop_token_ids),
             "no_stop_trim": True,
             "sampling_seed": _seed(request),
-            "custom_params": _rules(request),
+            "custom_params": _rules(request, never),
         },
         "top_logprobs_num": params.num_likeliest,
     }
 
 
-def _rules(request: Request) -> dict[str, str] | None:
+def _rules(request: Request, never: Sequence[int]) -> dict[str, str] | None:
     """The changes of the choice, for `constrained` of inside/whet_sglang.py; None without any."""
     params = request.params
+    bad_words = [word for word in params.bad_words if len(word) > 1 or word[0] not in never]
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    if penalties == (1.0, 0.0, 0.0) and not params.bad_words and params.allowed_token_ids is None:
+    if penalties == (1.0, 0.0, 0.0) and not bad_words and params.allowed_token_ids is None:
         return None
     rules = dict(zip(("repetition", "presence", "frequency"), penalties, strict=True))
-    lists = {"allowed": params.allowed_token_ids, "bad_words": params.bad_words}
+    lists = {"allowed": params.allowed_token_ids, "bad_words": bad_words}
     return {"whet": json.dumps({**rules, **lists, "prompt": len(request.prompt_ids)})}  # SGLang takes no nested lists
 
 

@@ -20,10 +20,14 @@ def weights_in(part: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118  # a file is no mapping
                 yield name, file.get_tensor(name)
         return
-    octets = _opened(part["memory"])
-    for name, dtype, shape, start, end in part["places"]:
-        yield name, octets[start:end].view(getattr(torch, dtype)).view(shape)
+    yield from unpacked(_opened(part["memory"]), part["places"])
     torch.accelerator.synchronize()
+
+
+def unpacked(octets: torch.Tensor, places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a tensor of bytes, as views of it."""
+    for name, dtype, shape, start, end in places:
+        yield name, octets[start:end].view(getattr(torch, dtype)).view(shape)
 
 
 def _opened(memory: dict[str, Any]) -> torch.Tensor:

@@ -177,12 +177,6 @@ def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessor
     )
 
 
-def _one_by_one(grid: torch.Tensor) -> torch.Tensor:
-    """The grid of each time: a tower would let those of one video attend to each other.   [1, 3] -> [T, 3]"""
-    times, height, width = grid[0].tolist()
-    return torch.tensor([[1, height, width]] * times)
-
-
 def _runs(places: list[int]) -> list[list[int]]:
     """Places in runs without gaps."""
     return [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
@@ -268,11 +262,13 @@ def _constrain(logits: torch.Tensor, prompt: list[int], sampled: list[int], rule
     for *start, last in rules["bad_words"]:
         if sampled[len(sampled) - len(start) :] == start:
             logits[last] = -torch.inf
-    seen = torch.tensor([*{*prompt, *sampled}], device=logits.device)
-    values = logits[seen]
-    logits[seen] = torch.where(values > 0, values / rules["repetition"], values * rules["repetition"])
-    tokens, times = torch.tensor(sampled, dtype=torch.int64, device=logits.device).unique(return_counts=True)
-    logits[tokens] -= rules["frequency"] * times + rules["presence"]
+    if rules["repetition"] != 1:
+        seen = torch.tensor([*{*prompt, *sampled}], device=logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / rules["repetition"], values * rules["repetition"])
+    if rules["frequency"] or rules["presence"]:
+        tokens, times = torch.tensor(sampled, dtype=torch.int64, device=logits.device).unique(return_counts=True)
+        logits[tokens] -= rules["frequency"] * times + rules["presence"]
 
 
 def _apply_rules() -> None:
