@@ -32,7 +32,7 @@ from whet.config import load_config
 from whet.config.checks import check_context, problems
 from whet.config.schema import DataConfig, EnvironmentConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
 from whet.data.chat import encode_continuation
-from whet.data.load import Loaded, load_pairs, load_prompts
+from whet.data.load import Loaded, load_examples, load_prompts
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
@@ -195,7 +195,7 @@ def test_models_that_are_no_reward_models(qwen25_folder: Path) -> None:
 )
 def test_what_is_wrong_with_a_pair(situation: str, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(WhetError) as raised:
-        load_pairs(PreferenceDataConfig(), tokenizer, rows=[row])
+        load_examples(PreferenceDataConfig(), tokenizer, rows=[row])
     wrong(situation, str(raised.value))
 
 

@@ -159,5 +159,5 @@ def test_examples_come_from_several_sources_too(tokenizer: PreTrainedTokenizerBa
     with pytest.raises(DataError, match=r"^c.jsonl: row 3: field 'response' is missing"):
         only = SupervisedDataConfig(train_files=[{"path": "c.jsonl", "prompt_key": "q", "filter": {"ok": 3}}])
         load_examples(only, tokenizer)
-    with pytest.raises(DataError, match=r"mine.py:Own: returns prompts, but `whet sft` needs rows"):
+    with pytest.raises(DataError, match=r"mine.py:Own: returns prompts, but examples and pairs are made from rows"):
         load_examples(SupervisedDataConfig(train_files=[{"path": "mine.py:Own", "options": {"size": 2}}]), tokenizer)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.data.seeing import IMAGE, encoded, picture
 from whet.config.schema import DataConfig, PreferenceDataConfig, SupervisedDataConfig
 from whet.config.sources import read_sources
-from whet.data.load import load_examples, load_pairs, load_prompts
+from whet.data.load import load_examples, load_prompts
 from whet.data.media import MediaLimits, MediaReader, image, images
 from whet.errors import DataError
 from whet.types import Message, Prompt
@@ -264,7 +264,7 @@ def test_pairs_with_media_are_refused(sighted: PreTrainedTokenizerBase) -> None:
         {"prompt": user({"type": "image", "image": WIDE}), "chosen": "a", "rejected": "b"},
     ):
         with pytest.raises(DataError, match=r"row 0: .*, but preference pairs have only text"):
-            load_pairs(data, sighted, rows=[row])
+            load_examples(data, sighted, rows=[row])
 
 
 BIG = encoded(picture(112, 112))  # 16 tokens

@@ -19,6 +19,7 @@ from whet.planning import speed
 from whet.planning.speed import training_flops
 from whet.protocol import DataProto
 from whet.tracking import profile
+from whet.trainers import workers
 from whet.trainers.build import setup
 from whet.trainers.sft import SFTRun, to_batch, train_sft
 
@@ -48,10 +49,12 @@ def test_operations_are_those_that_torch_counts(qwen25_folder: Path) -> None:
         tokens = torch.full((1, LENGTH), 5)
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.sum().backward()
     # torch counts all pairs of tokens and a head for the last one; here pairs are those that attention sees
-    assert training_flops(planned, batch_of(1), 1) == pytest.approx(counter.get_total_flops(), rel=0.06)
-    assert training_flops(planned, batch_of(3), 1) == 3 * training_flops(planned, batch_of(1), 1)
+    assert training_flops(planned.outlines["actor"], batch_of(1)) == pytest.approx(counter.get_total_flops(), rel=0.06)
+    assert training_flops(planned.outlines["actor"], batch_of(3)) == 3 * training_flops(
+        planned.outlines["actor"], batch_of(1)
+    )
     planned.outlines["actor"].config.num_experts = 4  # of which nothing says how many a token is sent to
-    assert training_flops(planned, batch_of(1), 1) == 0.0
+    assert training_flops(planned.outlines["actor"], batch_of(1)) == 0.0
 
 
 def test_a_mixture_of_experts_counts_those_that_a_token_is_sent_to(tmp_path: Path) -> None:
@@ -79,37 +82,55 @@ def test_a_mixture_of_experts_counts_those_that_a_token_is_sent_to(tmp_path: Pat
     assert model.num_weights > 2 * 16 * 144  # all experts
     # 33 tokens, one of them the prompt: pairs of tokens 1/2 + 32 * (1 + 32/2); in attention 2 layers of 8 numbers.
     forward = 2 * (1792 * 33 + 800 * 32) + 4 * 16 * (0.5 + 32 * 17)
-    assert training_flops(planned, batch_of(1), 1) == 3 * forward
+    assert training_flops(planned.outlines["actor"], batch_of(1)) == 3 * forward
 
 
-def test_roles_epochs_and_adapters_count(
+def test_an_adapter_and_a_critic_count_what_they_compute(
     train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "_forward_flops", lambda model, rows: 100.0 if model.head_weights else 10.0)
-    gae = {"algorithm.adv_estimator": "gae", "actor.epochs": 2, "critic.epochs": 3, "critic.warmup_steps": 1}
-    planned = setup(train_config(gae))
-    assert training_flops(planned, batch_of(1), 1) == 3 * 3 * 10  # the critic alone, while it warms up
-    assert training_flops(planned, batch_of(1), 2) == 2 * 3 * 100 + 3 * 3 * 10
-    adapted = setup(train_config({"model.lora.rank": 2}))
-    assert training_flops(adapted, batch_of(1), 1) == 2 * 100  # no gradients of the weights
+    planned = setup(train_config({"algorithm.adv_estimator": "gae"})).outlines
+    assert training_flops(planned["actor"], batch_of(1)) == 3 * 100
+    assert training_flops(planned["critic"], batch_of(1)) == 3 * 10
+    adapted = setup(train_config({"model.lora.rank": 2})).outlines
+    assert training_flops(adapted["actor"], batch_of(1)) == 2 * 100  # no gradients of the weights
 
 
 def test_a_run_logs_the_share_of_the_peak(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
     config = config_of(model_folder, **{"trainer.run_dir": str(tmp_path / "run")})
-    counted: list[float] = []
-    count = SFTRun.count_flops
-    monkeypatch.setattr(SFTRun, "count_flops", lambda run, batch: (count(run, batch), counted.append(run.flops)))
+    monkeypatch.setattr(workers, "training_flops", lambda model, batch: 1e6 * len(batch))
     monkeypatch.setattr(profile, "peak_flops", lambda: 1e12)
     train_sft(config, data=rows)
     lines = [json.loads(line) for line in (tmp_path / "run/timings.jsonl").open()]
-    assert [line["perf/mfu"] for line in lines] == [
-        flops / line["time/update"] / 1e12 for line, flops in zip(lines, counted, strict=True)
-    ]
-    assert len(counted) == 2 and min(counted) > 0
+    assert [line["perf/mfu"] for line in lines] == [2e6 / line["time/update"] / 1e12 for line in lines]
+    assert [line["system/driver/mfu"] for line in lines] == [line["perf/mfu"] for line in lines]
+    assert len(lines) == 2
     monkeypatch.setattr(profile, "peak_flops", lambda: 0.0)  # not known
     train_sft(config_of(model_folder, **{"trainer.run_dir": str(tmp_path / "again")}), data=rows)
-    assert "perf/mfu" not in (tmp_path / "again/timings.jsonl").read_text()
+    assert "mfu" not in (tmp_path / "again/timings.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_has_its_own_share(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "peak_flops", profile.peak_flops)  # put back after the engine's file changed it
+    engine = tmp_path / "known.py"
+    engine.write_text(
+        "from whet.engines.single import SingleEngine\n"
+        "from whet.tracking import profile\n\n"
+        "profile.peak_flops = lambda: 1e12  # in the process that trains\n\n\n"
+        "class Known(SingleEngine):\n"
+        '    """Trains on an accelerator whose peak is known."""\n'
+    )
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
+    two = {"cluster.processes": 2, "engine.name": f"{engine}:Known", "trainer.run_dir": str(tmp_path / "run")}
+    train_sft(config_of(model_folder, **two), data=rows)
+    for line in map(json.loads, (tmp_path / "run/timings.jsonl").open()):
+        first, second = line["system/main_0/mfu"], line["system/main_1/mfu"]
+        assert first > 0 and second > 0
+        assert line["perf/mfu"] == pytest.approx((first + second) / 2)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from whet.controller.worker import Placement, WorkerSpec
 from whet.errors import LostReplicaError
 from whet.tracking import profile
 from whet.trainers import measured
-from whet.trainers.measured import MeasuredWorker, use_of_ranks
+from whet.trainers.measured import MeasuredWorker, asked_of_trained, shares_of_peak, use_of_ranks
 
 POOLS = {"train": PoolConfig(processes=2, roles=["actor"]), "sample": PoolConfig(processes=1, roles=["rollout"])}
 
@@ -57,6 +57,20 @@ def test_every_pool_is_asked_once_and_nothing_waits_for_a_rank_that_is_lost(monk
     assert use_of_ranks(roles, here) == {
         "system/train_0/accelerator_gib": 30.0,
         "system/sample_0/accelerator_gib": 30.0,
+    }
+
+
+def test_shares_of_the_peak_by_process_and_in_all() -> None:
+    answers = {"actor": [6e12, 2e12], "critic": [2e12, 2e12], "ref": [1e12]}
+    roles: Any = {role: SimpleNamespace(call={"f": found}.__getitem__) for role, found in answers.items()}
+    remote = ClusterConfig(placement={"train": PoolConfig(processes=2, roles=["actor", "critic", "rollout"])})
+    assert asked_of_trained(roles, remote, "f") == {"train_0": [6e12, 2e12], "train_1": [2e12, 2e12]}
+    here: Any = {"actor": SimpleNamespace(call={"f": [3.0]}.__getitem__)}
+    assert asked_of_trained(here, ClusterConfig(), "f") == {"driver": [3.0]}
+    assert shares_of_peak({"train_0": 8e12, "train_1": 4e12}, {"train_0": 4e12, "train_1": 2e12}, 4.0) == {
+        "system/train_0/mfu": 0.5,
+        "system/train_1/mfu": 0.5,
+        "perf/mfu": 0.5,
     }
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig, SupervisedDataConfig
+from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
 from whet.data.preferences import PreferencePair, build_pairs
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
 MAX_ITEMS = 20_000_000  # an iterable with more rows is taken for an endless one
 T = TypeVar("T", Prompt, SupervisedExample, PreferencePair)
-DataT = TypeVar("DataT", DataConfig, SupervisedDataConfig, PreferenceDataConfig)
+DataT = TypeVar("DataT", DataConfig, ExamplesDataConfig)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def load_prompts(
 
 
 def load_examples(
-    data: SupervisedDataConfig,
+    data: ExamplesDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     key: str = TRAIN,
     *,
@@ -104,47 +104,23 @@ def load_examples(
     where: Mapping[str, Any] | None = None,
     seed: int = 0,
     media_folder: Path | None = None,
-) -> Loaded[SupervisedExample]:
-    """Loads the examples of `whet sft`, with their loss masks.  Arguments and errors: as `load_prompts`."""
+) -> Loaded[Any]:
+    """Loads the examples of `whet sft`, with their loss masks, or the pairs of `whet train-reward`.  Arguments and
+    errors: as `load_prompts`."""
 
-    def build(own: SupervisedDataConfig, read: _Read, first: int) -> Sequence[SupervisedExample]:
-        _check_rows(read, "sft")
+    def build(own: Any, read: _Read, first: int) -> Sequence[Any]:
+        if read.prompts:
+            raise DataError("returns prompts, but examples and pairs are made from rows; return mappings instead")
         prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
-        return build_examples(read.rows, prompt_format, own, numbers=read.numbers)
-
-    return _load(data, tokenizer, key, rows, argument, where, seed, build)
-
-
-def load_pairs(
-    data: PreferenceDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    key: str = TRAIN,
-    *,
-    rows: Iterable[Any] | None = None,
-    argument: str = "data",
-    where: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    media_folder: Path | None = None,
-) -> Loaded[PreferencePair]:
-    """Loads the pairs of `whet train-reward`.  Arguments and errors: as `load_prompts`."""
-
-    def build(own: PreferenceDataConfig, read: _Read, first: int) -> Sequence[PreferencePair]:
-        _check_rows(read, "train-reward")
-        return build_pairs(read.rows, PromptFormat.of(tokenizer, own), own, numbers=read.numbers)
+        make = build_pairs if isinstance(own, PreferenceDataConfig) else build_examples
+        return make(read.rows, prompt_format, own, numbers=read.numbers)
 
     return _load(data, tokenizer, key, rows, argument, where, seed, build)
 
 
 def loader_of(data: DataConfig | ExamplesDataConfig) -> Callable[..., Loaded[Any]]:
     """The function that loads the rows of a data section."""
-    if isinstance(data, PreferenceDataConfig):
-        return load_pairs
-    return load_examples if isinstance(data, SupervisedDataConfig) else load_prompts
-
-
-def _check_rows(read: _Read, command: str) -> None:
-    if read.prompts:
-        raise DataError(f"returns prompts, but `whet {command}` needs rows; return mappings instead")
+    return load_prompts if isinstance(data, DataConfig) else load_examples
 
 
 @phase("reading data")

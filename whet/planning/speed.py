@@ -92,22 +92,17 @@ def plan_speed(
     return Speed({"prompt": prompts, "response": round(response) * len(rows)}, seconds, validation)
 
 
-def training_flops(setup: Setup, batch: DataProto, step: int) -> float:
-    """Operations of forward and backward passes in all epochs of a step's update, recomputation left out; 0.0 for a
-    mixture of experts whose config does not say to how many a token is sent."""
-    config, outlines = setup.config, setup.outlines
-    if any(number and not used for number, used in (outlines[role].experts for role in setup.objectives)):
+def training_flops(model: Outline, batch: DataProto) -> float:
+    """Operations of the forward and backward pass of an update on a batch, recomputation left out; 0.0 for a mixture of
+    experts whose config does not say to how many a token is sent."""
+    number, used = model.experts
+    if number and not used:
         return 0.0
     mask, width = batch["attention_mask"], batch["response_mask"].shape[1]
     lengths = zip(mask[:, :-width].sum(1).tolist(), mask[:, -width:].sum(1).tolist(), strict=True)
     prompts = batch["uid"].tolist() if "uid" in batch else range(len(batch))
     rows = [RowLength(prompt, *each) for prompt, each in zip(prompts, lengths, strict=True)]
-    epochs = dict.fromkeys(setup.objectives, 1)
-    if isinstance(config, TrainConfig):
-        warms_up = "critic" in epochs and step <= config.critic.warmup_steps
-        epochs = {"actor": 0 if warms_up else config.actor.epochs, "critic": config.critic.epochs}
-    passes = {role: epochs[role] * (2 if outlines[role].is_adapted else 3) for role in setup.objectives}
-    return sum(number * _forward_flops(outlines[role], rows) for role, number in passes.items())
+    return (2 if model.is_adapted else 3) * _forward_flops(model, rows)
 
 
 def _update(model: Outline, rows: list[RowLength], rates: Rates) -> float:

@@ -28,7 +28,6 @@ from whet.models.load import load_config
 from whet.phases import phase
 from whet.planning.fit import check_fits
 from whet.planning.memory import Setup
-from whet.planning.speed import training_flops
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
 from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
@@ -36,7 +35,7 @@ from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Trackers
-from whet.trainers.measured import use_of_ranks
+from whet.trainers.measured import asked_of_trained, shares_of_peak, use_of_ranks
 from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
@@ -67,7 +66,7 @@ class Frame:
     is_good: bool = True  # no update was skipped since the last that was not
     history: list[dict[str, float]] = field(init=False)  # what the run has logged so far, with `step`
     meter: SystemMeter = field(default_factory=SystemMeter)
-    flops: float = 0.0  # of the update of the step just done, where the peak of its accelerators is known
+    flops: dict[str, float] = field(default_factory=dict)  # of the step's updates by process, where peaks are known
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
 
     def __post_init__(self) -> None:
@@ -180,10 +179,11 @@ class Frame:
         """Tells whether what happens every so many steps (0: only at the end) follows the step just done."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
-    def count_flops(self, batch: DataProto) -> None:
-        """Counts the operations of the update that was taken on a batch."""
-        if self._peak_flops and self.opened.setup is not None:
-            self.flops = training_flops(self.opened.setup, batch, self.step)
+    def count_flops(self) -> None:
+        """Asks the ranks for the operations of the step's updates, where the peaks of their accelerators are known."""
+        if self._peak_flops:
+            asked = asked_of_trained(self.roles, self.config.cluster, "update_flops")
+            self.flops = {name: sum(numbers) for name, numbers in asked.items()}
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Hands a step's numbers to the trackers."""
@@ -195,8 +195,8 @@ class Frame:
         seconds = timings.get("time/step", 0.0)
         if seconds > 0 and self.tokens_metric in numbers:
             timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
-        if self.flops and step > 0 and "time/update" in timings:
-            timings["perf/mfu"] = self.flops / timings["time/update"] / self._peak_flops
+        if any(self.flops.values()) and step > 0 and "time/update" in timings:
+            timings |= shares_of_peak(self.flops, self._peak_flops, timings["time/update"])
         timings |= self.meter.measure()
         if not self.config.cluster.stays_here:
             timings |= use_of_ranks(self.roles, self.config.cluster)
@@ -245,12 +245,10 @@ class Frame:
                 stack.callback(group.close)
 
     @cached_property
-    def _peak_flops(self) -> float:
-        """The peak of all accelerators that train, in operations a second; 0.0 where that of one is not known."""
-        pool_of = self.config.cluster.pool_of
-        pools = {pool_of(role): self.roles[role] for role in checkpoint.TRAINED_ROLES if role in self.roles}
-        peaks = [peak for group in pools.values() for peak in group.peak_flops()]
-        return sum(peaks) if all(peaks) else 0.0
+    def _peak_flops(self) -> dict[str, float]:
+        """The peaks of the accelerators that train, in operations a second by process; empty where one is not known."""
+        asked = asked_of_trained(self.roles, self.config.cluster, "peak_flops")
+        return {name: max(each) for name, each in asked.items()} if all(map(all, asked.values())) else {}
 
     def _check_weights(self) -> None:
         """Raises: EngineError where a weight is NaN or infinite."""

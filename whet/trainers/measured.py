@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that tell what they use of their machine, and the question to all of them."""
+"""Ranks that tell what they use of their machine, and the questions to all of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import concurrent.futures
 from collections.abc import Mapping
 
 from whet import devices
+from whet.checkpoints.checkpoint import TRAINED_ROLES
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import register
 from whet.controller.worker import Placement, Worker
@@ -52,3 +53,19 @@ def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> di
         if reply in done and reply.exception() is None
         for name, value in reply.result().items()
     }
+
+
+def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, method: str) -> dict[str, list[float]]:
+    """What the ranks of trained roles answer to a call, by process: a number for each of these roles in it."""
+    found: dict[str, list[float]] = {}
+    for role in filter(roles.__contains__, TRAINED_ROLES):
+        for rank, number in enumerate(roles[role].call(method)):
+            name = "driver" if cluster.stays_here else f"{cluster.pool_of(role)}_{rank}"
+            found.setdefault(name, []).append(number)
+    return found
+
+
+def shares_of_peak(flops: Mapping[str, float], peaks: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """The metrics `perf/mfu` and `system/.../mfu`, from operations in `seconds` and peaks a second by process."""
+    each = {f"system/{name}/mfu": number / seconds / peaks[name] for name, number in flops.items()}
+    return each | {"perf/mfu": sum(flops.values()) / seconds / sum(peaks.values())}

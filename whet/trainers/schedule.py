@@ -58,7 +58,7 @@ class Schedule(Generic[F]):
         """Counts the step, then validates, logs, checks the run's health and saves, each where it is due."""
         run, trainer = self._run, self._run.config.trainer
         run.step += 1
-        run.count_flops(batch)
+        run.count_flops()
         is_saved = run.is_due(trainer.save_freq)
         is_validated = run.validates and run.is_due(trainer.val_freq)
         if is_validated and run.samples_apart and not is_saved:

@@ -15,7 +15,7 @@ import torch
 from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
-from whet.data.load import VAL, loader_of
+from whet.data.load import VAL, load_examples
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
@@ -181,12 +181,12 @@ def _train(
     kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Sequence[Callable[[R], None]], dry_run: bool
 ) -> R:
     tokenizer = tokenizer_of(config)
-    seed, load = config.trainer.seed, loader_of(config.data)
+    seed = config.trainer.seed
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
-    loaded = load(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
+    loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
     val_examples = ()
     if config.data.val_files or val_data is not None:
-        val_examples = load(
+        val_examples = load_examples(
             config.data, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=folder
         ).items
     examples, shuffle = loaded.items, config.data.shuffle

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
+from whet.planning.outline import Outline
+from whet.planning.speed import training_flops
 from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.tracking import profile
@@ -75,6 +78,7 @@ class TrainWorker(EngineWorker):
         self.settings = settings
         self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
         self._outlets: dict[Way, Outlet] = {}
+        self._flops, self._outline = 0.0, cache(partial(Outline, settings))  # operations since they were last asked for
         self.start: dict[str, Any] | None = None
         if settings.lora is not None:
             self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
@@ -82,12 +86,20 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
+        if profile.peak_flops():  # ranks that share rows are taken to share their work evenly
+            self._flops += training_flops(self._outline(), batch) * self.dp_size / self.world_size
         return self.engine.update(narrowed(batch, objective), objective)
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
         """The peak of this rank's accelerator in operations a second."""
         return profile.peak_flops()
+
+    @register(concurrent=True)
+    def update_flops(self) -> float:
+        """The operations of this rank's updates since the last call; 0.0 where the peak is not known."""
+        found, self._flops = self._flops, 0.0
+        return found
 
     @register(Dispatch.ONE_TO_ALL)
     def has_finite_weights(self) -> bool:

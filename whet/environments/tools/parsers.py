@@ -295,7 +295,7 @@ def _is_object_of_call(value: Any) -> bool:
 
 
 def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
-    """The JSON value at `start`, with literal line breaks in its strings or without, and its end; (None, start) without
+    """The JSON value at `start`, with literal line breaks in its strings or without, and its end; (None, 0) without
     one, or with `whole` where other text follows it."""
     while start < len(text) and text[start].isspace():
         start += 1
