@@ -34,7 +34,7 @@ class Scene:
             is_due=lambda every: self.is_due if every == 1 else self.run.step == 3,
             log=lambda step, metrics: self.lines.append((step, metrics.reduce())),
             check_health=lambda batch, metrics: None,
-            count_flops=lambda batch: None,
+            count_flops=lambda: None,
             save=lambda: None,
         )
 
