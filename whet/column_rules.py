@@ -14,7 +14,7 @@ from whet.errors import DataError
 
 ObjectArray = npt.NDArray[np.object_]
 Names = str | Iterable[str]
-Rows = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
+RowIndex = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 Column = torch.Tensor | ObjectArray
 V = TypeVar("V")
 
@@ -78,7 +78,7 @@ def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
     return array
 
 
-def row_numbers(index: Rows, rows: int) -> slice | npt.NDArray[np.int64]:
+def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
     """Converts `index` to a slice with step > 0, which tensors support, or to valid row numbers.
 
     Raises: DataError for an invalid index; IndexError for a row that does not exist.

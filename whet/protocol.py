@@ -15,7 +15,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from whet import column_rules as rules, keyed, serialization
-from whet.column_rules import Column, Names, ObjectArray, Rows
+from whet.column_rules import Column, Names, ObjectArray, RowIndex
 from whet.errors import DataError
 
 _AUTO_PADDING = "auto_padding"  # in meta_info
@@ -167,8 +167,8 @@ class DataProto:
     @overload
     def __getitem__(self, index: int) -> DataProtoItem: ...
     @overload
-    def __getitem__(self, index: Rows) -> Self: ...
-    def __getitem__(self, index: str | int | Rows) -> Any:
+    def __getitem__(self, index: RowIndex) -> Self: ...
+    def __getitem__(self, index: str | int | RowIndex) -> Any:
         """A column by name; one row (DataProtoItem) by int; a DataProto by slice, row numbers or a mask [B].
 
         A one-row DataProto is `data[i : i + 1]`. Raises: IndexError for a row that is not there.
@@ -310,7 +310,7 @@ class DataProto:
         }
         return self._assemble({**repeated.columns(), **split}, self.meta_info, len(repeated))
 
-    def reorder(self, indices: Rows) -> Self:
+    def reorder(self, indices: RowIndex) -> Self:
         """Reorders the rows: row i of the result is row `indices[i]`; the indices are a permutation."""
         rows = np.arange(len(self))
         order = rows[rules.row_numbers(indices, len(self))]

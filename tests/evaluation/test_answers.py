@@ -100,12 +100,12 @@ def test_what_is_no_file_of_answers(tmp_path: Path) -> None:
         read_answers(tmp_path)
     file = tmp_path / "rows.jsonl"
     file.write_text("")
-    with pytest.raises(DataError, match="has no answers"):
+    with pytest.raises(DataError, match="has no responses"):
         read_answers(file)
     file.write_text('{"index": 0, "prompt": "1+1=", "ground_truth": "2", "data_source": "a", "failure": null}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: no accuracy, reward; expected answers as"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no accuracy, reward; expected responses as"):
         read_answers(file)
     for field, value in (("index", [0]), ("index", "0"), ("accuracy", "right"), ("reward", {}), ("parts", 5)):
         file.write_text(json.dumps(answers(0)[0] | {field: value}))
-        with pytest.raises(DataError, match=rf"rows\.jsonl:1: {field} is .*; expected answers as"):
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: {field} is .*; expected responses as"):
             read_answers(file)

@@ -109,7 +109,7 @@ def test_tokens_of_two_versions_are_not_kept(model: PreTrainedModel) -> None:
     while not engine.poll(0.0):
         pass
     _, prefixes = engine._require_cache()
-    assert prefixes.share((3,) * 20) == ([], 0)
+    assert prefixes.kept_part((3,) * 20) == ([], 0)
 
 
 def test_images_are_part_of_a_prefix(model: PreTrainedModel) -> None:
@@ -120,14 +120,14 @@ def test_images_are_part_of_a_prefix(model: PreTrainedModel) -> None:
     prefixes.keep(seen, blocks)  # two whole blocks, and 8 tokens of the third
     cache.release(blocks)
     assert cache.num_free == total - 3
-    assert prefixes.share((*range(15), "digest", *range(16, 40))) == ([], 0)
-    assert prefixes.share(text) == (blocks[:1], 16)  # the image comes after it
-    assert prefixes.share(seen[:32]) == (blocks[:1], 16)  # its last token has to be computed
-    assert prefixes.share(seen[:33]) == (blocks[:2], 32)
-    assert prefixes.share((*seen[:39], 7, 8)) == (blocks[:2], 32)  # another token in the third
-    assert prefixes.share(seen[:40]) == (blocks[:2], 32)  # the eighth is the last of this prompt
-    assert prefixes.share((*seen, 7, 8)) == (blocks, 40)
-    assert prefixes.share((*seen, 9)) == (blocks[:2], 32)  # who asked first fills the third
+    assert prefixes.kept_part((*range(15), "digest", *range(16, 40))) == ([], 0)
+    assert prefixes.kept_part(text) == (blocks[:1], 16)  # the image comes after it
+    assert prefixes.kept_part(seen[:32]) == (blocks[:1], 16)  # its last token has to be computed
+    assert prefixes.kept_part(seen[:33]) == (blocks[:2], 32)
+    assert prefixes.kept_part((*seen[:39], 7, 8)) == (blocks[:2], 32)  # another token in the third
+    assert prefixes.kept_part(seen[:40]) == (blocks[:2], 32)  # the eighth is the last of this prompt
+    assert prefixes.kept_part((*seen, 7, 8)) == (blocks, 40)
+    assert prefixes.kept_part((*seen, 9)) == (blocks[:2], 32)  # who asked first fills the third
     prefixes.free(total)
     assert cache.num_free == total - 3  # shared by the calls
     cache.release([blocks[0]] * 7 + [blocks[1]] * 5 + [blocks[2]])

@@ -123,7 +123,7 @@ def _show_fit(console: Console, made: Forecast) -> None:
             console.print(Text(text, style="green" if room.fits else "red"))
     if not made.fits:
         console.print("settings that reduce it, largest saving first:")
-        for line in advice(list(made.changes), max(made.rooms, key=lambda room: room.share).free or 0):
+        for line in advice(list(made.changes), max(made.rooms, key=lambda room: room.used).free or 0):
             console.print(line)
     limit = made.setup.config.trainer.save_limit
     fits = "" if made.fits_on_disk else ": lower trainer.save_limit, or choose another trainer.run_dir"

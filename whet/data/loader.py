@@ -16,9 +16,9 @@ from whet.errors import DataError
 from whet.keyed import key
 from whet.types import Group, Prompt
 
-Rows: TypeAlias = NDArray[np.int64]  # row numbers
+RowNumbers: TypeAlias = NDArray[np.int64]  # row numbers
 T = TypeVar("T")
-Order: TypeAlias = Callable[[int], Rows]  # from an epoch to its row numbers
+Order: TypeAlias = Callable[[int], RowNumbers]  # from an epoch to its row numbers
 
 
 def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator:
@@ -26,12 +26,12 @@ def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator
     return np.random.Generator(np.random.PCG64(key(seed, purpose, *names)))
 
 
-def in_order(count: int, epoch: int) -> Rows:
+def in_order(count: int, epoch: int) -> RowNumbers:
     """The rows in the order of the data."""
     return np.arange(count)
 
 
-def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> Rows:
+def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> RowNumbers:
     """The rows in a random order, a function of (seed, epoch, names)."""
     return generator(seed, "shuffle", epoch, *names).permutation(count)
 
@@ -55,7 +55,7 @@ def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[fl
         )
     first = np.cumsum([0, *counts])
 
-    def order(epoch: int) -> Rows:
+    def order(epoch: int) -> RowNumbers:
         turns = np.repeat(np.arange(len(counts)), drawn)
         turns = turns[generator(seed, "mixture", epoch).permutation(total)]
         rows = np.empty(total, dtype=np.int64)
@@ -205,7 +205,7 @@ def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
     )
 
 
-def checked_rows(given: object, count: int, name: str) -> Rows:
+def checked_rows(given: object, count: int, name: str) -> RowNumbers:
     """Checks the row numbers that a user's sampler returned.  Raises: DataError."""
     rows = np.asarray(given)
     if rows.ndim != 1 or not len(rows) or not np.issubdtype(rows.dtype, np.integer):
@@ -216,7 +216,7 @@ def checked_rows(given: object, count: int, name: str) -> Rows:
     return rows.astype(np.int64)
 
 
-def _passes(order: Order, count: int, first: int, n: int) -> Rows:
+def _passes(order: Order, count: int, first: int, n: int) -> RowNumbers:
     """The draws first, ..., first + n - 1 of an entry that repeats its order, pass after pass."""
     rows = [order(number) for number in range(first // count, (first + n - 1) // count + 1)]
     return np.concatenate(rows)[first % count :][:n]
@@ -232,7 +232,7 @@ def _rounded(weights: Sequence[float], total: int) -> list[int]:
     return whole
 
 
-def _times_before(rows: Rows) -> Rows:
+def _times_before(rows: RowNumbers) -> RowNumbers:
     """Counts the earlier occurrences of each row: [3, 5, 3, 3] -> [0, 0, 1, 2]."""
     places = np.argsort(rows, kind="stable")
     ordered, counting = rows[places], np.arange(len(rows))

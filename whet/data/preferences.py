@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes preference pairs from rows: the token ids of two answers to one prompt, of which the first is the better."""
+"""Makes preference pairs from rows: the token ids of two responses to one prompt, of which the first is the better."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from whet.data.load import Loaded
 from whet.data.loader import (
     Order,
     PromptLoader,
-    Rows,
+    RowNumbers,
     Sampler,
     SamplerLoader,
     checked_rows,
@@ -69,7 +69,7 @@ def make_loader(
     def made(part: Sequence[Prompt], draws: int, **epoch: int) -> Any:
         return _call(entry, name, {"prompts": part, "seed": seed, "total_draws": draws, **epoch}, options)
 
-    def order(part: Sequence[Prompt], draws: int, epoch: int) -> Rows:
+    def order(part: Sequence[Prompt], draws: int, epoch: int) -> RowNumbers:
         rows = checked_rows(made(part, max(1, draws), epoch=epoch), len(part), name)
         if weights is not None and len(rows) != len(part):
             found = f"{len(rows)} of the {len(part)} rows of an entry"
@@ -105,7 +105,7 @@ def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Se
     return MixedLoader(loaders, data.mix, data.train_batch_size)
 
 
-def _own_order(count: int, seed: int, kind: int | str, shuffle: bool, epoch: int) -> Rows:
+def _own_order(count: int, seed: int, kind: int | str, shuffle: bool, epoch: int) -> RowNumbers:
     return shuffled(count, seed, epoch, kind) if shuffle else in_order(count, epoch)
 
 
@@ -125,13 +125,13 @@ def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:
 
 
 @register_sampler("shuffle")
-def shuffle(prompts: Sequence[Prompt], epoch: int, seed: int) -> Rows:
+def shuffle(prompts: Sequence[Prompt], epoch: int, seed: int) -> RowNumbers:
     """Draws each prompt once an epoch, in a new order each epoch."""
     return shuffled(len(prompts), seed, epoch)
 
 
 @register_sampler("sequential")
-def sequential(prompts: Sequence[Prompt]) -> Rows:
+def sequential(prompts: Sequence[Prompt]) -> RowNumbers:
     """Draws each prompt once an epoch, in the order of the data."""
     return in_order(len(prompts), 0)
 
@@ -146,7 +146,7 @@ def curriculum(
     difficulty_key: str,
     spread: NonNegative = 0.1,
     hardest_first: bool = False,
-) -> Rows:
+) -> RowNumbers:
     """Draws from easy to hard over the steps of the run, by the field that `difficulty_key` names.
 
     Draw t of T has the key t / T + `spread` * u, with u uniform in (0, 1); the draws sorted by key go through the

@@ -35,7 +35,7 @@ FIELDS = {"index", "data_source", "prompt", "ground_truth", "reward", "accuracy"
 
 
 def read_answers(path: Path) -> list[Record]:
-    """Reads a file of answers, or that in the folder of an evaluation.  Raises: DataError."""
+    """Reads an answers.jsonl, or that in the folder of an evaluation.  Raises: DataError."""
     if path.is_dir():
         if not (path / NAME).exists():
             hint = f"`whet eval` with output={path} writes it"
@@ -45,14 +45,14 @@ def read_answers(path: Path) -> list[Record]:
         path = path / NAME
     rows = read_rows(path)
     if not rows:
-        raise DataError(f"{path} has no answers")
+        raise DataError(f"{path} has no responses")
     for number, row in enumerate(rows, start=1):
         missing = FIELDS - row.keys()
         wrong = [name for name, kind in KINDS.items() if not isinstance(row.get(name), kind)]
         if missing or wrong:
             found = f"no {', '.join(sorted(missing))}" if missing else f"{wrong[0]} is {row.get(wrong[0])!r:.50}"
             raise DataError(
-                f"{path}:{number}: {found}; expected answers as `whet eval` or the validation of a run writes them"
+                f"{path}:{number}: {found}; expected responses as `whet eval` or the validation of a run writes them"
             )
     return rows
 

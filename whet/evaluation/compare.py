@@ -117,7 +117,7 @@ def _score(row: Record, metric: str) -> float:
     numbers = {**row.get("parts", {}), "accuracy": row["accuracy"], "reward": row["reward"]}
     if numbers.get(metric) is None:
         raise DataError(
-            f"answer {row.get('uid')} has no number {metric!r}; its numbers are {', '.join(sorted(numbers))}"
+            f"response {row.get('uid')} has no number {metric!r}; its numbers are {', '.join(sorted(numbers))}"
         )
     return float(numbers[metric])
 

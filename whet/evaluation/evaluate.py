@@ -112,7 +112,7 @@ def evaluate(
         done = {row["index"] for row in answers}
         left = [prompt for prompt in prompts if prompt.index not in done]
         size = max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // n)  # prompts between two writes
-        started.enter_context(phase("answers"))
+        started.enter_context(phase("responses"))
         for chunk in (left[start : start + size] for start in range(0, len(left), size)):
             groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
             rows = [readable(trajectory, tokenizer) for group in groups for trajectory in group.trajectories]

@@ -42,7 +42,7 @@ class Room:
         return self.free is None or self.needed <= self.free
 
     @property
-    def share(self) -> float:
+    def used(self) -> float:
         """The needed bytes as a fraction of the free ones."""
         return 0.0 if self.free is None else self.needed / max(1, self.free)
 
@@ -97,7 +97,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
         is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
         if is_large or (setup.device is not None and bound > setup.device.bytes / 2):
             found = rooms(setup)
-            room = max(found, key=lambda each: each.share)
+            room = max(found, key=lambda each: each.used)
             if room.free is not None and room.tensors > room.free:
                 raise ConfigError(_too_much_memory(setup, room, replan))
             if room.free is not None and room.needed > 0.8 * room.free:

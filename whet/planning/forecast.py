@@ -120,7 +120,7 @@ def forecast(
     if not lengths and any(each.vision is not None for each in setup.outlines.values()):
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
-    room = max(found, key=lambda each: each.share)
+    room = max(found, key=lambda each: each.used)
     advised = (
         []
         if room.fits

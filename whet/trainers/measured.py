@@ -56,7 +56,7 @@ def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> di
 
 
 def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, method: str) -> dict[str, list[float]]:
-    """What the ranks of trained roles answer to a call, by process: a number for each of these roles in it."""
+    """Answers of the ranks of trained roles to a call, by process: a number for each of these roles in it."""
     found: dict[str, list[float]] = {}
     for role in filter(roles.__contains__, TRAINED_ROLES):
         for rank, number in enumerate(roles[role].call(method)):

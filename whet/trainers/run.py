@@ -193,14 +193,14 @@ class Run(Frame):
         self.has_gap = True
         log.warning(
             "step %d: the training reward is %.0f %% of its range above the held-out accuracy, %.0f %% more than at "
-            "first: the reward may pay for something else than right answers. Read rollouts/jumps_%06d.jsonl (the "
-            "held-out answers whose reward grew most) and the best paid ones in rollouts/, and try `whet check-reward` "
+            "first: the reward may pay for something else than right responses. Read rollouts/jumps_%06d.jsonl (the "
+            "held-out responses whose reward grew most) and the best paid ones in rollouts/, and try `whet check-reward` "
             "(not said again)",
             *(step, 100 * gap, 100 * growth, step),
         )
 
     def _write_jumps(self, path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the answers whose reward grew most since the validation before."""
+        """Writes the responses whose reward grew most since the validation before."""
         earlier = [each for each in sorted(path.parent.glob("validation_*.jsonl")) if each.name < path.name]
         if not earlier:
             return

@@ -62,7 +62,7 @@ FREE = (
 )
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
-Rows = Sequence[Prompt] | Sequence[SupervisedExample] | Sequence[PreferencePair]
+Items = Sequence[Prompt] | Sequence[SupervisedExample] | Sequence[PreferencePair]
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
 
 
 def digests(
-    config: TrainConfig | ExamplesConfig, train: Rows, val: Rows, reward: Callable[..., Any] | None = None
+    config: TrainConfig | ExamplesConfig, train: Items, val: Items, reward: Callable[..., Any] | None = None
 ) -> dict[str, str]:
     """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
     import, by key, and of a reward function that was given as an object, as far as its source is known."""
@@ -289,7 +289,7 @@ def _of(content: bytes) -> str:
     return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
 
 
-def _of_rows(rows: Rows) -> str:
+def _of_rows(rows: Items) -> str:
     """Digest of all that a step reads of them; of an object that is not plain only the type counts."""
     found = hashlib.sha256()
     for row in rows:

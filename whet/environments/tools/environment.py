@@ -13,7 +13,7 @@ from whet.config.tools import ToolLimits
 from whet.environments.protocol import Answer, Environment, Observation
 from whet.environments.running import EnvironmentSpec, Running
 from whet.environments.tools.schema import ToolSchema
-from whet.environments.tools.sources import BadCallError, Part, Session, Source, open_source
+from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource, open_source
 from whet.errors import ToolError, describe
 from whet.types import Failure, Media, Message, Prompt
 
@@ -51,7 +51,7 @@ class ToolSpec:
 class ToolEnvironment:
     """The environment of an episode with tools."""
 
-    def __init__(self, inner: Running, sources: Sequence[Source], limits: ToolLimits, role: Role = "tool") -> None:
+    def __init__(self, inner: Running, sources: Sequence[ToolSource], limits: ToolLimits, role: Role = "tool") -> None:
         self._inner, self._sources, self._limits, self._role = inner, sources, limits, role
         self._sessions: list[Session] = []
         self._by_tool: dict[str, Session] = {}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from whet.data.media import image, images
 from whet.environments.tools.schema import ToolSchema
-from whet.environments.tools.sources import BadCallError, Part, Session, Source
+from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource
 from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
 from whet.registry import load_target
 from whet.types import Prompt
@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 T = TypeVar("T")
 
 
-class McpSource(Source):
+class McpSource(ToolSource):
     """The tools of an MCP server. `known` are its schemas where it was asked before."""
 
     def __init__(

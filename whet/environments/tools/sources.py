@@ -46,7 +46,7 @@ class Session(ABC):
         """Releases it."""
 
 
-class Source(ABC):
+class ToolSource(ABC):
     """An entry of `environment.tools`."""
 
     @property
@@ -59,7 +59,7 @@ class Source(ABC):
         """A session for the episode of a prompt."""
 
 
-def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSchema] | None = None) -> Source:
+def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSchema] | None = None) -> ToolSource:
     """The source of an entry. An MCP server is asked for its tools within `seconds`, unless they are `known`.
 
     Raises: ConfigError, ToolError."""
@@ -77,7 +77,7 @@ def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSche
     return ClassSource(target, resolved, where) if inspect.isclass(target) else FunctionSource(target, resolved, where)
 
 
-class FunctionSource(Source):
+class FunctionSource(ToolSource):
     """A function: parameters before `*` are for the model, those after it options of the config."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
@@ -92,7 +92,7 @@ class FunctionSource(Source):
         return PythonSession(self._tool)
 
 
-class ClassSource(Source):
+class ClassSource(ToolSource):
     """A class with an object for each episode: its public methods are tools, except `close`, which ends it, and
     `shown`, which gets the images and videos that the model has read, before the calls of a turn. The constructor may
     take `prompt`; its other parameters are options of the config. A class method `prepare` gets the options, once

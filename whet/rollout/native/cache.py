@@ -67,7 +67,7 @@ class BlockCache:
             self._owners[block] = 1
         return taken
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def add_owner(self, blocks: Sequence[int]) -> None:
         """Adds an owner to each block."""
         for block in blocks:
             self._owners[block] += 1
@@ -101,11 +101,11 @@ class Prefixes:
         new = zip(_prefixes(identity), blocks, strict=False)
         for prefix, block in reversed([*new]):  # the end of a sequence is let go before its beginning
             if prefix not in self._blocks:
-                self.cache.share([block])
+                self.cache.add_owner([block])
                 self._blocks[prefix] = block
             self._blocks.move_to_end(prefix)
 
-    def share(self, identity: Identity) -> tuple[list[int], int]:
+    def kept_part(self, identity: Identity) -> tuple[list[int], int]:
         """Returns the blocks of the longest part of a prompt that is kept, with an owner more, and the number of its
         tokens. The prompt's last token is not in it: the logits after that are needed. A block that is not full goes to
         the caller, who fills it, and is kept no longer."""
@@ -117,7 +117,7 @@ class Prefixes:
                 last = [self._blocks.pop((before, tokens[:kept]))] if kept else []
                 break
             found.append(self._blocks[before, tokens])
-        self.cache.share(found)
+        self.cache.add_owner(found)
         return found + last, num_tokens
 
     def free(self, count: int) -> None:

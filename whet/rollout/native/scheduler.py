@@ -119,7 +119,7 @@ class Scheduler:
             prompt = live.prompt
             # All of a prompt is computed while some request has not started, later only its full, shared blocks.
             computed = prompt.token_ids if prompt.waiting else prompt.token_ids[: prompt.num_full * BLOCK_SIZE]
-            found, num_found = ([], 0) if prompt.blocks else self.prefixes.share(prompt.identity[: len(computed)])
+            found, num_found = ([], 0) if prompt.blocks else self.prefixes.kept_part(prompt.identity[: len(computed)])
             first = 0 if prompt.blocks else blocks_for(len(computed)) - len(found)
             length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
             own = blocks_for(length) - prompt.num_full
@@ -135,7 +135,7 @@ class Scheduler:
                 prompt.uncomputed = computed[num_found:]
                 if live.request.keeps_cache:  # for prompts behind it that begin as it does, in the same prefill too
                     self.prefixes.keep(prompt.identity[: prompt.num_full * BLOCK_SIZE], prompt.full_blocks)
-            self.cache.share(prompt.full_blocks)
+            self.cache.add_owner(prompt.full_blocks)
             live.blocks = prompt.full_blocks + self.cache.take(own)
             self.running[live.request.uid] = live
             prompt.running += 1

@@ -41,7 +41,7 @@ FIRST_VERSION = 0  # of the weights that the server itself loaded
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
-SETTLE_SECONDS = 0.002  # between two looks at answers that are on their way
+POLL_SECONDS = 0.002  # between two looks at answers that are on their way
 LOST = (OSError, EOFError)  # connections that broke
 SENDS = 3  # of a request whose connection broke while the server is well
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
@@ -425,7 +425,7 @@ class ServerEngine(ServerWords):
             self.end([live.name for live in sent])
             again = time.monotonic() + ABORT_SECONDS
             while in_server(sent) and time.monotonic() < again:
-                time.sleep(SETTLE_SECONDS)
+                time.sleep(POLL_SECONDS)
             if time.monotonic() > until:
                 raise self.server.failure(f"did not abort {len(sent)} requests within {self._answer_seconds:g} s")
 

@@ -23,7 +23,7 @@ from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
-from whet.rollout.servers.engine import FIRST_VERSION, SETTLE_SECONDS, ServerEngine
+from whet.rollout.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.parts import Part
 from whet.rollout.servers.words import Live
@@ -164,11 +164,11 @@ class SGLangEngine(ServerEngine):
         knows nothing of requests that come meanwhile, and could not abort them."""
         self.open(False)
         self.call("POST", "/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
-        self._settle()
+        self._read_all()
         if not keep_cache:
             self.call("POST", "/flush_cache")
 
-    def _settle(self) -> None:
+    def _read_all(self) -> None:
         """Waits until all tokens that were sampled before a pause are here."""
         states = self.call("GET", "/server_info")["internal_states"]  # answered behind the pause
         sent = {name: count for state in states for name, count in state["whet_sent"].items()}
@@ -177,7 +177,7 @@ class SGLangEngine(ServerEngine):
             if time.monotonic() > until:
                 raise self.server.failure(f"did not send sampled tokens within {self._answer_seconds:g} s")
             self.server.check()
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _count_of(self, name: str) -> float:
         found = self._streams.get(name)
