@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 from whet import devices
+from whet.config import SFTConfig, load_config
 from whet.config.cluster import ClusterConfig, PoolConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import Placement, WorkerSpec
@@ -20,6 +24,7 @@ from whet.errors import LostReplicaError
 from whet.tracking import profile
 from whet.trainers import measured
 from whet.trainers.measured import MeasuredWorker, asked_of_trained, shares_of_peak, use_of_ranks
+from whet.trainers.sft import train_sft
 
 POOLS = {"train": PoolConfig(processes=2, roles=["actor"]), "sample": PoolConfig(processes=1, roles=["rollout"])}
 
@@ -103,6 +108,25 @@ def test_ranks_of_ray_are_measured_with_the_programs_that_they_start() -> None:
     for rank in (0, 1):
         assert found[f"system/busy_{rank}/memory_gib"] > 0.25 + 0.1  # of the program, and of Python with torch
         assert found[f"system/busy_{rank}/cpu_cores"] > 0.05
+
+
+@pytest.mark.slow
+def test_processes_that_train_are_recorded_and_compute_the_same(model_folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(8)]
+    common = {"model.path": str(model_folder), "data.apply_chat_template": False, "data.train_batch_size": 4}
+    common |= {"data.max_length": 32}
+    common |= {"cluster.processes": 2, "trainer.total_steps": 2, "trainer.logger": ["jsonl"]}
+    for name, steps in (("plain", []), ("profiled", [2])):
+        where = {"trainer.run_dir": str(tmp_path / name), "trainer.profile": steps}
+        train_sft(load_config(SFTConfig, None, common | where, given={"data"}).config, data=rows)
+    plain, profiled = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("plain", "profiled"))
+    assert plain == profiled
+    found = sorted(path.name for path in (tmp_path / "profiled/profile").glob("*.trace.json.gz"))
+    assert found == [f"step_000002.{name}trace.json.gz" for name in ("main_0.", "main_1.", "")]
+    for rank in (0, 1):
+        with gzip.open(tmp_path / f"profiled/profile/step_000002.main_{rank}.trace.json.gz", "rt") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        assert names.count("aten::mm") > 10  # forward and backward passes of one step
 
 
 def test_a_device_that_only_a_program_below_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 """Profiles chosen steps with torch's profiler, records memory over time, and measures what processes use by step.
 
     profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
+    profile/step_000002.main_0.trace.json.gz    the same of a process that trains (rank 0 of the pool main), no phases
     profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; the times of each phase
     profile/step_000002.memory.png       a plot of these
 
-On a GPU phases are also NVTX ranges. Worker processes are not profiled.
+On a GPU phases are also NVTX ranges.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,18 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
+Around = Callable[[Path], AbstractContextManager[Any]]
+
+
 @contextmanager
-def observed(run_dir: Path, steps: Collection[int], next_step: Callable[[], int]) -> Iterator[None]:
-    """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end."""
+def observed(
+    run_dir: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around = nullcontext
+) -> Iterator[None]:
+    """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end. `ranks` is
+    opened around such a step, with the path of its files without endings."""
     clock = PhaseClock()
     try:
-        with watching(StepProfile(run_dir / "profile", steps, next_step).phase), watching(clock.phase):
+        with watching(StepProfile(run_dir / "profile", steps, next_step, ranks).phase), watching(clock.phase):
             yield
     finally:
         log.info(clock.table())
@@ -60,8 +67,8 @@ class StepProfile:
     """Profiles the steps in `steps`, with `phases.watching(StepProfile(...).phase)`; `next_step` returns the number of
     the step that starts."""
 
-    def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int]) -> None:
-        self._folder, self._steps, self._next_step = folder, set(steps), next_step
+    def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around) -> None:
+        self._folder, self._steps, self._next_step, self._ranks = folder, set(steps), next_step, ranks
         self._timeline: Timeline | None = None
 
     @contextmanager
@@ -80,12 +87,11 @@ class StepProfile:
 
     @contextmanager
     def _traced(self, step: int) -> Iterator[None]:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._folder.mkdir(parents=True, exist_ok=True)
         base = self._folder / f"step_{step:06}"
         self._timeline = Timeline()
         try:
-            with profile(activities=activities, profile_memory=True) as profiled, self._timeline.sampled():
+            with self._ranks(base), recorder() as profiled, self._timeline.sampled():
                 yield
             with phase("profile"):  # the table of times has a line for writing the profile
                 self._write(profiled, base, step)
@@ -100,6 +106,12 @@ class StepProfile:
         base.with_suffix(".memory.json").write_text(json.dumps(self._timeline.as_dict()), encoding="utf-8")
         self._timeline.draw(base.with_suffix(".memory.png"), step)
         log.info("step %d is in %s (chrome://tracing or ui.perfetto.dev shows it), memory beside it", step, trace)
+
+
+def recorder() -> profile:
+    """torch's profiler of this thread's operators, and of the accelerator's."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    return profile(activities=activities, profile_memory=True)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -35,7 +35,7 @@ from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Trackers
-from whet.trainers.measured import asked_of_trained, shares_of_peak, use_of_ranks
+from whet.trainers.measured import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 from whet.trainers.run_dir import RunDir, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals
 
@@ -160,7 +160,8 @@ class Frame:
         """Runs `loop` until it returns or a signal ends it.
 
         Raises: Stopped, after a checkpoint of the steps done; StorageError where the disk is full."""
-        watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1)
+        ranks = partial(recorded, self.roles, self.config.cluster)
+        watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1, ranks)
         write_state(self.run_dir, "running", self.total_steps)
         try:
             with disk_errors(self.run_dir), self.signals, watched:

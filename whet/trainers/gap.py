@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that a reward is paid for something else than right responses: a gap between the training reward and the held-out
-accuracy, and the held-out responses whose reward jumped most."""
+"""Signs that a reward is paid for something else than right responses: a gap between the training reward and the
+held-out accuracy, and the held-out responses whose reward jumped most."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
-    """The responses whose reward grew most between two validations, the largest jump first, of equal ones those that are
-    wrong; records are `readable`."""
+    """The responses whose reward grew most between two validations, the largest jump first, of equal ones those that
+    are wrong; records are `readable`."""
     earlier = {row["uid"]: row for row in before}
     jumps = [
         {

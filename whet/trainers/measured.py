@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that tell what they use of their machine, and the questions to all of them."""
+"""Ranks that tell what they use of their machine and record what they do, and the questions to all of them."""
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 from whet import devices
 from whet.checkpoints.checkpoint import TRAINED_ROLES
 from whet.config.cluster import ClusterConfig
-from whet.controller.dispatch import register
+from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.controller.worker_group import WorkerGroup
 from whet.tracking import profile
@@ -19,11 +22,11 @@ NAME = "rank"
 
 
 class MeasuredWorker(Worker):
-    """A rank that measures its process and those that it started."""
+    """A rank that measures its process and those that it started, and records its operators when asked."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
-        self._meter = profile.SystemMeter(name=NAME)
+        self._meter, self._recorder = profile.SystemMeter(name=NAME), profile.recorder()  # not started
 
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:
@@ -32,6 +35,34 @@ class MeasuredWorker(Worker):
         if not whole:
             return profile.accelerator_use(self.device)
         return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_recording(self) -> None:
+        """Records every operator of this rank from now on."""
+        self._recorder = profile.recorder()
+        self._recorder.start()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop_recording(self) -> bytes:
+        """Returns what was recorded: a trace in Chrome's form, packed by gzip."""
+        self._recorder.stop()
+        with tempfile.TemporaryDirectory(prefix="whet-trace-") as folder:
+            path = Path(folder, "trace.json.gz")
+            self._recorder.export_chrome_trace(str(path))
+            return path.read_bytes()
+
+
+@contextmanager
+def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Path) -> Iterator[None]:
+    """Records the ranks that train, in processes of their own, during the block, in BASE.POOL_RANK.trace.json.gz."""
+    found = {} if cluster.stays_here else {cluster.pool_of(role): role for role in TRAINED_ROLES if role in roles}
+    groups = {pool: roles[role] for pool, role in found.items()}
+    for group in groups.values():
+        group.call("start_recording")
+    yield
+    for pool, group in groups.items():
+        for rank, trace in enumerate(group.call("stop_recording")):
+            base.with_name(f"{base.name}.{pool}_{rank}.trace.json.gz").write_bytes(trace)
 
 
 def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> dict[str, float]:
