@@ -24,8 +24,8 @@ from whet.planning.fit import size
 PAGE = ROOT / "docs" / "gpu.md"
 SECONDS = 590.0  # for everything
 SHOWN_LINES = 60  # of the end of what a part wrote
-# Title, seconds at the most, arguments of Python; FOLDER is a folder of its own. Their limits add up to SECONDS: a slow part
-# takes no time from the next.
+# Title, seconds at the most, arguments of Python; FOLDER is a folder of its own. The limits add up to SECONDS: a slow
+# part takes no time from the next.
 PARTS: Mapping[str, tuple[float, Sequence[str]]] = {
     "Quickstart": (200.0, ("-m", "whet", "quickstart", "--run-dir", "FOLDER/quickstart")),
     "Exactness and speed": (100.0, ("-m", "benchmarks", "machine", "exactness", "rollout", "packing", "--quick")),

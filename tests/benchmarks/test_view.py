@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ def results(longest: float, again: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("longest", "again"), [(1.25, 0.01), (0.5, 1.5)])
 def test_an_answer_over_the_bound_is_marked_and_fails_the_command(
-    longest: float, again: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    longest: float, again: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def measured(found: dict[str, Any], *_: Any) -> None:
         found.update(results(longest, again))
@@ -27,10 +28,15 @@ def test_an_answer_over_the_bound_is_marked_and_fails_the_command(
     assert rows[1].startswith(f"| all steps **over the bound** | {1e3 * longest:.0f} ms | ")
     monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(command, "page", lambda found: "the page")
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(command, "PAGE", tmp_path / "benchmarks.md")
     with pytest.raises(SystemExit) as ended:
-        command.main(["view", "--quick"])
+        command.main(["view"])
     assert ended.value.code == "view: answers took more than 1 s: all steps"
-    assert capsys.readouterr().out == "the page\n"
+    assert command.PAGE.read_text() == "the page"
+    (tmp_path / "results.json").write_text("{}")
+    command.main(["--page"])  # measures nothing
+    command.main(["view", "--quick"])  # of sizes that the bound is not of
 
 
 def test_answers_within_the_bound_are_not_marked() -> None:
