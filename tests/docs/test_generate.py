@@ -90,11 +90,12 @@ def test_the_page_of_what_fits_is_current_but_for_the_plans(monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a plan takes a minute on busy cores
 def test_a_column_of_what_fits_is_what_is_planned() -> None:
-    """All weights on one accelerator, of the sizes that an accelerator has."""
+    """All weights on one accelerator, of the smallest size and the largest that fits."""
     rows = [line.split(" | ") for line in (DOCS / "fits.md").read_text().splitlines()]
     written = {row[0][2:]: row[1] for row in rows if row[0][2:] in fits.SIZES}
     there = FreeMemory(2**40, "an accelerator")
-    planned = {name: fits.on_accelerator(fits.plan(name, {}, there).device_bytes) for name in ("0.6B", "1.7B", "4B")}
+    planned = {name: fits.on_accelerator(fits.plan(name, {}, there).device_bytes) for name in ("0.6B", "4B")}
     assert planned == {name: written[name] for name in planned}
     assert written["4B"] == "82 GiB (141)"

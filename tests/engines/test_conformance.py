@@ -225,12 +225,13 @@ def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, addi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_engine_of_the_examples_passes_the_whole_suite_by_the_documented_command() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     [line] = re.findall(r"^python (-m pytest .*tests/engines/test_conformance.py.*) \\$", page, re.MULTILINE)
     words = shlex.split(line.replace("path/file.py:MyEngine", "examples/extending/training_engine.py:Pulled"))
     command = [sys.executable, *words, "-q", "-p", "no:cacheprovider", "-k", "not users and not documented"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 10, done.stdout
 
