@@ -8,11 +8,11 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import games, recipes, same_bits, same_speed, three_domains, trl_environment, verl_environment
+from benchmarks import games, recipes, same_bits, same_speed, three_domains, trl_environment, verl_environment, view
 from benchmarks.competitor import ROOT
 from benchmarks.machine import OthersClock, provenance
 from benchmarks.page import BENCHMARKS, page
@@ -66,6 +66,14 @@ def main(words: Sequence[str] | None = None) -> None:
         three_domains.draw(results, PAGE.parent / "three_domains.png")
     if results.get("games"):
         games.draw(results, PAGE.parent / "games.png")
+    if "view" in (chosen.names or BENCHMARKS) and not chosen.page:
+        sys.exit(late(results))
+
+
+def late(results: Mapping[str, Any]) -> str | None:
+    """The error of a bound that was not kept: those of benchmarks/view.py."""
+    names = view.over_bound(results) if "view" in results else []
+    return f"view: answers took more than {view.BOUND_SECONDS:.0f} s: {', '.join(names)}" if names else None
 
 
 def measure(results: dict[str, Any], names: Sequence[str], scale: Scale, trl_python: Path | None) -> None:

@@ -19,6 +19,12 @@ def layers(text: str) -> list[list[str]]:
     return [line.split()[1:] for line in reversed(block.strip().splitlines())]
 
 
+def limit(what: str, text: str) -> int:
+    """The value of a limit in the table of the page `text`."""
+    [number] = re.findall(rf"^\| {re.escape(what)} \| ([\d,]+) \|$", text, re.MULTILINE)
+    return int(number.replace(",", ""))
+
+
 def imports(package: Path = PACKAGE) -> dict[str, tuple[int, set[str]]]:
     """Lines of each part of the package, and the parts that it imports."""
     found: dict[str, tuple[int, set[str]]] = {}

@@ -3,7 +3,8 @@
 actor.engine.options.pull=0.01
 
 The parameters before `*` are whet's. The conformance suite of the shipped engines runs with it as well:
-python -m pytest tests/engines/test_conformance.py --engine examples/extending/training_engine.py:Pulled"""
+python -m pytest -m "slow or not slow" tests/engines/test_conformance.py \\
+--engine examples/extending/training_engine.py:Pulled"""
 
 import torch
 from torch import distributed as dist

@@ -45,4 +45,23 @@ def test_the_page() -> None:
     assert lines[0] == "# On an accelerator" and "- accelerator: a large one" in lines
     assert "| Suites | 12 | ok |" in lines and "| Memory | 4 | cut off |" in lines
     assert "`python -m memory`" in lines and "99" in lines and "39" not in lines  # the end of what it wrote
-    assert sum(seconds for seconds, _ in gpu.PARTS.values()) > 0 and gpu.SECONDS <= 600
+
+
+def test_all_parts_have_time_and_the_quickstart_and_exactness_come_first() -> None:
+    assert list(gpu.PARTS)[:2] == ["Quickstart", "Exactness and speed"]
+    assert all(seconds >= 60 for seconds, _ in gpu.PARTS.values())
+    assert sum(seconds for seconds, _ in gpu.PARTS.values()) <= gpu.SECONDS == 590
+
+
+def test_a_slow_part_is_cut_off_at_its_own_limit_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PAGE", tmp_path / "gpu.md")
+    monkeypatch.setattr(gpu, "facts", lambda device: "")
+    monkeypatch.setattr(gpu.devices, "here", lambda: torch.device("meta"))
+    slow, quick = (2.0, ("-c", "import time; time.sleep(60)")), (60.0, ("-c", "print('here')"))
+    monkeypatch.setattr(gpu, "PARTS", {"Slow": slow, "Quick": quick})
+    assert gpu.main() == 1
+    lines = gpu.PAGE.read_text().splitlines()
+    assert any(line.startswith("| Slow | ") and line.endswith(" | cut off |") for line in lines)
+    assert any(line.startswith("| Quick | ") and line.endswith(" | ok |") for line in lines) and "here" in lines

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import __main__ as generate, algorithms, columns, layers, migrating
+from docs.generate import __main__ as generate, algorithms, columns, fits, layers, migrating
 from docs.generate.config import MARK, page, reference
 from whet.cli.algorithms import certify_all
 from whet.columns import TABLE
 from whet.config.keys import leaf_fields
 from whet.config.schema import EngineConfig, TrainConfig
+from whet.planning.machine import FreeMemory
 
 DOCS = Path(__file__).parents[2] / "docs"
 ADVICE = "the page is not what the code says; write it with `make pages`"
@@ -79,3 +80,22 @@ def test_the_picture_of_the_layers_shows_the_imports() -> None:
     assert facts.findall(drawn) == facts.findall(made), "`make pages` draws it anew"
     assert len(facts.findall(made)) == made.count("<g>") > 30
     assert ("types", "nothing") in facts.findall(made)
+
+
+def test_the_page_of_what_fits_is_current_but_for_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = (DOCS / "fits.md").read_text()
+    rows = {name: cells for line in written.splitlines() if (cells := line.split(" | ")) and (name := cells[0][2:])}
+    monkeypatch.setattr(fits, "cells", lambda name: [*rows[name][1:-1], rows[name][-1].removesuffix(" |")])
+    assert written == fits.page(), "write it with `python -m docs.generate.fits`, half an hour"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # a plan takes a minute on busy cores
+def test_a_column_of_what_fits_is_what_is_planned() -> None:
+    """All weights on one accelerator, of the smallest size and the largest that fits."""
+    rows = [line.split(" | ") for line in (DOCS / "fits.md").read_text().splitlines()]
+    written = {row[0][2:]: row[1] for row in rows if row[0][2:] in fits.SIZES}
+    there = FreeMemory(2**40, "an accelerator")
+    planned = {name: fits.on_accelerator(fits.plan(name, {}, there).device_bytes) for name in ("0.6B", "4B")}
+    assert planned == {name: written[name] for name in planned}
+    assert written["4B"] == "82 GiB (141)"

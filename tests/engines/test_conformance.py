@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The suite that every training engine passes, against `single` with padding and one micro-batch.
 
-    python -m pytest tests/engines/test_conformance.py --engine path/file.py:MyEngine --engine-options '{"size": 2}'
+    python -m pytest -m "slow or not slow" tests/engines/test_conformance.py --engine path/file.py:MyEngine \\
+        --engine-options '{"size": 2}'
 
 runs it with an engine of your own; without `--engine` the engines that ship are held to it.
 """
@@ -9,6 +10,8 @@ runs it with an engine of your own; without `--engine` the engines that ship are
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,6 +37,7 @@ from whet.trainers.objectives import PreferenceObjective, ValueObjective
 OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 WHOLE, PADDED, TIGHT = suite.Variant(True, 10**6), suite.Variant(False, 10**6), suite.Variant(True, 64)
 Make = Callable[..., TrainEngine]
+ROOT = Path(__file__).parents[2]
 
 
 def made(
@@ -218,6 +222,18 @@ def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, addi
     (ours, history), (_, expected) = trained(mine, first=10), trained("single")
     assert type(ours).__name__ == "Mine" and ours.count == 12
     assert [each["actor/pg_loss"] for each in history] == [each["actor/pg_loss"] for each in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_engine_of_the_examples_passes_the_whole_suite_by_the_documented_command() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    [line] = re.findall(r"^python (-m pytest .*tests/engines/test_conformance.py.*) \\$", page, re.MULTILINE)
+    words = shlex.split(line.replace("path/file.py:MyEngine", "examples/extending/training_engine.py:Pulled"))
+    command = [sys.executable, *words, "-q", "-p", "no:cacheprovider", "-k", "not users and not documented"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 10, done.stdout
 
 
 @pytest.mark.slow

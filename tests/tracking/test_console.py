@@ -51,7 +51,30 @@ def test_memory_is_that_of_all_processes() -> None:
     tracker.log(1, {"critic/score/mean": 0.5, **memory})
     tracker.log(2, {**memory, "system/main_0/accelerator_gib": 8.0, "system/main_1/accelerator_gib": 7.5})
     first, second = written.getvalue().splitlines()
-    assert "  GiB 0.75  left" in first and "  GiB 0.75  GPU GiB 15.50  left" in second
+    assert "  GiB 0.75  cores 1.0  left" in first and "  GiB 0.75  cores 1.0  GPU GiB 15.50  left" in second
+
+
+def test_cores_are_the_sum_and_the_use_of_accelerators_is_the_mean_where_they_are_measured() -> None:
+    output, written = console(terminal=False)
+    cores = {"system/driver/cpu_cores": 1.25, "system/reward/cpu_cores": 0.5}
+    tracker = ConsoleTracker(10, console=output)
+    tracker.log(1, {"critic/score/mean": 0.5})
+    tracker.log(2, {"critic/score/mean": 0.5, **cores})
+    use = {"system/main_0/accelerator_use": 0.9, "system/main_1/accelerator_use": 0.7}
+    tracker.log(3, {"critic/score/mean": 0.5, **cores, **use})
+    first, second, third = written.getvalue().splitlines()
+    assert "cores" not in first and second.endswith("  cores 1.8  left 0:00") and "GPU use" not in second
+    assert third.endswith("  cores 1.8  GPU use 80%  left 0:00")  # a sum would be 160%
+
+
+def test_the_line_of_an_asynchronous_run_on_accelerators_fits_120_columns() -> None:
+    output, written = console(terminal=True)
+    use = {"memory_gib": 1234.5, "cpu_cores": 95.96, "accelerator_gib": 1128.25, "accelerator_use": 1.0}
+    numbers = {**STEP, "staleness/mean": 12.5, "perf/mfu": 1.0, **{f"system/main_0/{k}": v for k, v in use.items()}}
+    ConsoleTracker(9999, console=output).log(999, numbers)
+    header, line = written.getvalue().splitlines()
+    assert header.endswith("  GPU use      left") and len(header) == len(line) == 118
+    assert line.split()[7:] == ["100.0%", "1234.50", "96.0", "1128.25", "100%", "0:00"]
 
 
 def test_the_time_left_is_what_the_steps_to_come_take_at_the_pace_so_far() -> None:

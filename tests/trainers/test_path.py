@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The path of one GRPO step: the files of whet in which a function is entered during one traced, warm step in one
-process, and the lines of those functions.
-
-On commit 63aba1a it was 68 files and 3,313 lines; a fifth less, 54 and 2,650, is the aim. Rollouts as a stream of
-requests, episodes as state machines and environments in processes made it longer since. The ceilings are what it is
-now: a change that raises one says why in its commit.
+process, and the lines of those functions. docs/architecture.md has the limits: a change that raises one says why there.
 """
 
 from __future__ import annotations
@@ -18,20 +14,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 import whet
+from docs.generate import layers
 from whet.config import TrainConfig
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
 
 MakeConfig = Callable[..., TrainConfig]
 PACKAGE = Path(whet.__file__).parent
-# Requests of several replicas, some of which may be lost, took 250; domains, reward models and the gap of rewards 14;
-# players, sub-agents, tools, limits of episodes and a cache that turns share 230; positions on three axes, and media
-# that are looked for in rows, requests and observations, 150; columns of tokens and copies of media for a page, 30;
-# memory and cores of processes are measured in a file of their own; batches in the forms of verl's protocol 50; names
-# of processes, accelerators and operations 50; replicas that are lost and come back 85, responses that are scored while
-# others are sampled 40; failures over several batches, waits for media and steps that are over 16. The form of
-# attention scores as one value, and torch's own gradient of padding, gave 49 back.
-MAX_FILES, MAX_LINES = 81, 4456
+PAGE = layers.PAGE.read_text(encoding="utf-8")
+MAX_FILES, MAX_LINES = (layers.limit(f"{what} on the path of a step", PAGE) for what in ("files", "lines"))
 
 
 def test_the_path_of_a_step_stays_short(train_config: MakeConfig, additions: list[dict[str, str]]) -> None:

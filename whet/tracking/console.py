@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from statistics import fmean
 
 from rich.console import Console
 from rich.text import Text
@@ -23,32 +24,36 @@ HEADER_EVERY = 20  # lines
 @dataclass(frozen=True)
 class Column:
     """A column of the step lines: its title, and the metrics that it shows: the first that the step has, of a pattern
-    the sum. It stays hidden until its number differs from `unless`: a number, or the title of another column."""
+    the `reduce` of all. It stays hidden until its number differs from `unless`: a number, or another column's title."""
 
     title: str
     metrics: tuple[str, ...]
     form: str  # format specification
     unless: float | str | None = None
+    reduce: Callable[[list[float]], float] = math.fsum
+    width: int = 8  # on a terminal, at least; 13 columns fit 120 characters
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
         """The number of a step."""
         for pattern in self.metrics:
             if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
-                return math.fsum(found)
+                return self.reduce(found)
         return None
 
 
 USE = (  # of the machine, by every trainer
     Column("tokens/s", ("perf/throughput",), ",.0f"),
-    Column("MFU", ("perf/mfu",), ".1%"),
-    Column("GiB", ("system/*/memory_gib",), ".2f"),  # resident memory of all processes
-    Column("GPU GiB", ("system/*/accelerator_gib",), ".2f"),
+    Column("MFU", ("perf/mfu",), ".1%", width=6),
+    Column("GiB", ("system/*/memory_gib",), ".2f", width=7),  # resident memory of all processes
+    Column("cores", ("system/*/cpu_cores",), ".1f", width=5),  # processor cores in use by all processes
+    Column("GPU GiB", ("system/*/accelerator_gib",), ".2f", width=7),
+    Column("GPU use", ("system/*/accelerator_use",), ".0%", reduce=fmean, width=7),  # mean over accelerators
 )
 COLUMNS = (
     Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # mean over all sampled trajectories
     Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # mean over those that a filter kept
     Column("accuracy", ("filter/sampled_accuracy", "reward/accuracy"), ".3f", unless="reward"),
-    Column("stale", ("staleness/mean",), ".2f"),  # versions between sampling and training
+    Column("stale", ("staleness/mean",), ".2f", width=5),  # versions between sampling and training
     Column("length", ("response_length/mean",), ".1f"),
     Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
     Column("grad norm", ("actor/grad_norm",), ".3f"),
@@ -102,7 +107,7 @@ class ConsoleTracker:
         shown = ["" if n is None else format(n, column.form) for n, column in zip(found, columns, strict=True)]
         cells = [f"{step}/{self._total_steps}", *shown, self._time_left(step)]
         if self._console.is_terminal:
-            widths = [max(len(title), 8) for title in titles]
+            widths = [8, *(max(len(column.title), column.width) for column in columns), 8]
             if self._lines % HEADER_EVERY == 0 or len(self._shown) > before:
                 self._lines = 0
                 self._console.print(Text(_aligned(titles, widths), style="dim"), soft_wrap=True)
