@@ -113,8 +113,6 @@ def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, mo
     """Advantages, loss and gradient of one batch, by the loop's own parts and by the framework's formulas."""
     config = recipe(name, tmp_path, {"model.path": str(model_folder)})
     keys, columns = keys_of(name), batch_of(min(config.rollout.n, 5) if config.rollout.n > 1 else 3)
-    if name == "trl_max_rl":  # the script sets it in its code
-        config = recipe(name, tmp_path, {"algorithm.adv_estimator": "grpo", "algorithm.adv_options": {"eps": 1e-4}})
     if config.algorithm.overlong.penalty:  # lengths near the limit of this batch
         keys = {**keys, "data.max_response_length": 9, "custom_reward_function.overlong_buffer.len": 4}
         config = recipe(name, tmp_path, {"data.max_response_length": 9, "algorithm.overlong.buffer_length": 4})
