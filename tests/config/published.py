@@ -30,7 +30,7 @@ from whet.trainers.shape import Shaper
 FACTS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((Path(__file__).parent / "convert").glob("*"))}
 FACTS["easyr1_config"] = {
     "from": "easyr1",
-    "keys": next(dict(keys) for table in tables() for keys in table.files.values()),
+    "keys": next(dict(keys) for table in tables() if table.system == "EasyR1" for keys in table.files.values()),
 }
 SCRIPTS = [name for name in FACTS if name != "easyr1_config"]
 COMMANDS = {

@@ -199,8 +199,8 @@ def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
     assert "algorithm.lam: advantage estimator grpo does not read it" in found.ignored
     coef, use = (f"actor_rollout_ref.actor.{name}" for name in ("kl_loss_coef", "use_kl_loss"))
     assert f"{coef}=0.1: without effect, since {use} is not set" in found.ignored
-    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=4: concerns speed"
-    assert any(line.startswith(width) for line in found.ignored)
+    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=4: set cluster.placement (`devices` of the pool"
+    assert any(line.startswith(width) for line in found.check)
     assert any(line.startswith("trainer.n_gpus_per_node=8: set cluster.n_gpus_per_node") for line in found.check)
     # 1024 prompts a step, 256 an update: a step of theirs is four updates
     assert found.values["actor.optim.warmup_steps"] == 12

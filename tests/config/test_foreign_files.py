@@ -57,7 +57,12 @@ def test_the_keys_of_a_config_that_is_named_by_hydra_lie_below(tmp_path: Path) -
     script.write_text(f"{MAIN} --config-path conf --config-name mine data.shuffle=True a.b=1\n")
     assert read(str(script), "verl").values == {"data.shuffle": True, "data.seed": 3, "a.b": 1}
     script.write_text(f"{MAIN} --config-name=ppo_megatron_trainer a.b=1\n")
-    missing = "ppo_megatron_trainer.yaml is not here: its keys are missing; the defaults of verl stand in their place"
+    missing = "ppo_megatron_trainer.yaml is not here: its keys are missing; the values of the published file stand in"
+    found = read(str(script), "verl")
+    assert found.values["actor_rollout_ref.actor.strategy"] == "megatron"
+    assert found.unread == [f"{missing} their place"]
+    script.write_text(f"{MAIN} --config-name=sppo_config a.b=1\n")
+    missing = "sppo_config.yaml is not here: its keys are missing; the defaults of verl stand in their place"
     assert read(str(script), "verl") == Written({"a.b": 1}, [missing])
 
 
