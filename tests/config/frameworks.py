@@ -207,11 +207,15 @@ def roll(keys: Keys, batch: Batch) -> Step:
 
 
 def trl(keys: Keys, batch: Batch) -> Step:
-    """GRPOTrainer: _generate_and_score_completions (scale_rewards), _compute_loss; the defaults of GRPOConfig."""
+    """GRPOTrainer: _generate_and_score_completions (scale_rewards), _compute_loss; the defaults of GRPOConfig.
+    1.16 has no `mean` yet: the formula is that of the paper which maxrl.py names (arXiv 2602.02710), without an eps."""
     mask, scores, rows = batch["response_mask"], scores_of(batch), []
     for row, group in enumerate(groups(batch)):
         own = [scores[each] for each in group]
-        rows.append((scores[row] - mean(own)) / (deviation(own) + 1e-4))
+        if keys.get("scale_rewards", "group") == "mean":
+            rows.append((scores[row] - mean(own)) / mean(own) if any(own) else 0.0)
+        else:
+            rows.append((scores[row] - mean(own)) / (deviation(own) + 1e-4))
     advantages = by_row(rows, mask)
     moved = batch["log_probs"] - batch["old_log_probs"]
     if keys.get("importance_sampling_level", "token") == "sequence":

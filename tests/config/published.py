@@ -30,7 +30,7 @@ from whet.trainers.shape import Shaper
 FACTS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((Path(__file__).parent / "convert").glob("*"))}
 FACTS["easyr1_config"] = {
     "from": "easyr1",
-    "keys": next(dict(keys) for table in tables() for keys in table.files.values()),
+    "keys": next(dict(keys) for table in tables() if table.system == "EasyR1" for keys in table.files.values()),
 }
 SCRIPTS = [name for name in FACTS if name != "easyr1_config"]
 COMMANDS = {
@@ -69,7 +69,9 @@ def written(name: str, folder: Path) -> Path:
         file.write_text(f"from trl import *\nGRPOTrainer(model={model!r}, args=GRPOConfig({arguments})).train()\n")
     elif form == "docstring":
         other = "python other.py --beta 9"
-        file.write_text(f'"""\npip install math_verify\n\n{command}\n\n# or\n\n{other}\n"""\nimport torch\n')
+        code = "".join(f"    training_args.{key} = {value!r}\n" for key, value in facts.get("code", {}).items())
+        code = f'if __name__ == "__main__":\n    _, training_args = parser.parse_args_and_config()\n{code}'
+        file.write_text(f'"""\npip install math_verify\n\n{command}\n\n# or\n\n{other}\n"""\nimport torch\n\n{code}')
     else:
         shell = facts.get("shell", "set -x\nexport A=b # not read\n")
         file.write_text(f"{shell}\n{command}{facts.get('end', ' $@')}\n")
@@ -99,9 +101,9 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(name: str) -> dict[str, Any]:
-    """All keys of a script, those of the file that it names included, references replaced."""
+    """All keys of a script, those of the file that it names and those that it sets included, references replaced."""
     facts = FACTS[name]
-    keys = {**(FACTS[facts["base"]]["keys"] if "base" in facts else {}), **facts["keys"]}
+    keys = {**(FACTS[facts["base"]]["keys"] if "base" in facts else {}), **facts["keys"], **facts.get("code", {})}
     whole = {f"${{{key}}}": value for key, value in keys.items()}
     return {key: whole.get(value, value) if isinstance(value, str) else value for key, value in keys.items()}
 

@@ -383,3 +383,90 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     )
     file.unlink()
     assert CliRunner().invoke(app, words).exit_code == 0 and "coef: 0.1" in file.read_text()
+
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+FSDP = {"actor.engine.name": "fsdp"}
+OFFLOADED = {"actor.engine.options.cpu_offload": True}
+STRATEGY = "actor_train.strategy_args.strategy_name"
+
+
+@pytest.mark.parametrize(
+    ("system", "keys", "expected"),
+    [
+        ("verl", {f"{ACTOR}.strategy": "megatron"}, FSDP),
+        ("verl", {f"{ACTOR}.strategy": "fsdp2"}, FSDP),
+        ("verl", {f"{ACTOR}.fsdp_config.offload_policy": True}, FSDP | OFFLOADED),
+        ("verl", {f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.fsdp_size": -1}, {}),
+        ("verl", {f"{REF}.strategy": "fsdp"}, {"ref.engine.name": "fsdp"}),
+        (
+            "verl",
+            {f"{REF}.megatron.param_offload": True},
+            {"ref.engine.name": "fsdp", "ref.engine.options.cpu_offload": True},
+        ),
+        ("easyr1", {"worker.actor.strategy": "fsdp"}, FSDP),
+        ("easyr1", {"worker.actor.fsdp.enable_full_shard": True}, FSDP),
+        (
+            "easyr1",
+            {"worker.actor.fsdp.enable_full_shard": False},
+            FSDP | {"actor.engine.options.reshard_after_forward": False},
+        ),
+        ("easyr1", {"worker.actor.fsdp.enable_cpu_offload": True}, FSDP | OFFLOADED),
+        ("roll", {STRATEGY: "megatron_train"}, FSDP),
+        ("roll", {STRATEGY: "deepspeed_train"}, FSDP),
+        ("roll", {"reference.strategy_args.strategy_name": "hf_infer"}, {"ref.engine.name": "single"}),
+    ],
+)
+def test_models_that_are_sharded_there_are_sharded_here(
+    system: str, keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    values = convert(Written(keys), system).values
+    assert {key: value for key, value in values.items() if ".engine." in key} == expected
+
+
+@pytest.mark.parametrize(
+    ("system", "key", "asked"),
+    [
+        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "set actor.engine.options.tensor_parallel_size"),
+        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "set actor.engine.options.sequence_parallel_size"),
+        ("verl", f"{ACTOR}.megatron.pipeline_model_parallel_size", "no pipeline or expert parallelism here"),
+        ("verl", f"{ACTOR}.megatron.expert_model_parallel_size", "no pipeline or expert parallelism here"),
+        ("verl", "actor_rollout_ref.rollout.tensor_model_parallel_size", "set cluster.placement (`devices`"),
+        ("easyr1", "worker.actor.ulysses_size", "set actor.engine.options.sequence_parallel_size"),
+        ("easyr1", "worker.rollout.tensor_parallel_size", "set cluster.placement (`devices`"),
+        (
+            "roll",
+            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+            "set actor.engine.options.tensor_parallel_size",
+        ),
+        (
+            "roll",
+            "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
+            "no pipeline or expert parallelism here",
+        ),
+    ],
+)
+def test_sizes_that_depend_on_the_number_of_processes_are_asked_for(system: str, key: str, asked: str) -> None:
+    check = convert(Written({key: 4}), system).check
+    assert [line for line in check if line.startswith(f"{key}=4: {asked}")]
+    of_one = convert(Written({key: 1}), system)
+    assert not [line for line in [*of_one.check, *of_one.without] if line.startswith(key)]
+
+
+@pytest.mark.parametrize(
+    ("system", "key"),
+    [
+        ("verl", f"{ACTOR}.megatron.param_offload"),
+        ("verl", f"{ACTOR}.fsdp_config.optimizer_offload"),
+        ("easyr1", "worker.actor.offload.offload_params"),
+    ],
+)
+def test_weights_that_are_moved_to_the_host_are_told_with_both_counterparts(system: str, key: str) -> None:
+    line = next(line for line in convert(Written({key: True}), system).check if line.startswith(f"{key}=True: set"))
+    assert "rollout.free_cache_engine" in line and "actor.engine.options.cpu_offload" in line
+
+
+def test_megatron_by_the_name_of_its_config() -> None:
+    command = "python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' a=1"
+    values = convert(read(f"{command} {ACTOR}.optim.lr=1e-6", "verl"), "verl").values
+    assert [values.get(f"{role}.engine.name") for role in ("actor", "ref", "critic")] == ["fsdp"] * 3

@@ -18,7 +18,7 @@ from whet.errors import ConfigError
         ("data.rollout_batch_size=32", "a key of EasyR1; write data.train_batch_size (prompts a step)"),
         ("max_steps=10", "a key of ROLL; write trainer.total_steps"),
         ("algorithm.cpo_lambda=2", "a key of verl; write algorithm.adv_options.cpo_lambda"),
-        ("actor_rollout_ref.actor.strategy=fsdp2", "a key of verl; write actor.engine.name=fsdp"),
+        ("actor_rollout_ref.actor.strategy=fsdp2", "a key of verl; write actor.engine.name (`fsdp` shards"),
         ("actor_rollout_ref.actor.use_kl_loss=True", "a key of verl; write algorithm.kl.where=loss"),
         (
             "actor_rollout_ref.actor.clip_ratio=0.2",
@@ -30,7 +30,7 @@ from whet.errors import ConfigError
             "reward_model.enable=False",
             "a key of verl; write reward_model.model_path (there is a reward model where this is set",
         ),
-        ("worker.actor.strategy=fsdp", "a key of EasyR1; write actor.engine.name (`single` or `fsdp`)"),
+        ("worker.actor.strategy=fsdp", "a key of EasyR1; write actor.engine.name (`fsdp` shards"),
         ("worker.ref.strategy=fsdp", "a key of EasyR1; write ref.engine.name"),
         ("beta=0.04", "a key of TRL; write algorithm.kl.where=loss and algorithm.kl.coef (both; 0 there is"),
         ("num_generations=8", "a key of TRL; write rollout.n"),

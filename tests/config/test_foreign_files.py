@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.published import converted
 from whet.config.convert import Converted, convert
 from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
@@ -56,7 +57,12 @@ def test_the_keys_of_a_config_that_is_named_by_hydra_lie_below(tmp_path: Path) -
     script.write_text(f"{MAIN} --config-path conf --config-name mine data.shuffle=True a.b=1\n")
     assert read(str(script), "verl").values == {"data.shuffle": True, "data.seed": 3, "a.b": 1}
     script.write_text(f"{MAIN} --config-name=ppo_megatron_trainer a.b=1\n")
-    missing = "ppo_megatron_trainer.yaml is not here: its keys are missing; the defaults of verl stand in their place"
+    missing = "ppo_megatron_trainer.yaml is not here: its keys are missing; the values of the published file stand in"
+    found = read(str(script), "verl")
+    assert found.values["actor_rollout_ref.actor.strategy"] == "megatron"
+    assert found.unread == [f"{missing} their place"]
+    script.write_text(f"{MAIN} --config-name=sppo_config a.b=1\n")
+    missing = "sppo_config.yaml is not here: its keys are missing; the defaults of verl stand in their place"
     assert read(str(script), "verl") == Written({"a.b": 1}, [missing])
 
 
@@ -294,6 +300,53 @@ def test_constants_of_a_script_are_resolved_and_others_told(tmp_path: Path) -> N
     assert found.unread == [f"**CHANGED {hand}", f"seed=seed {hand}", f"top_k=os.cpu_count() {hand}"]
     values = convert(found, "trl").values
     assert (values["model.lora.rank"], values["model.lora.alpha"]) == (8, 64)
+
+
+CODE = """'''
+python grpo.py --beta 0.1 --loss_type grpo --epsilon 0.3
+'''
+LEVEL = "sequence"
+def main(script_args, training_args):
+    training_args.loss_type = "dr_grpo"
+    training_args.importance_sampling_level = LEVEL
+    training_args.max_steps = len(dataset)
+    training_args.epsilon += 0.1
+    if script_args.long:
+        training_args.max_completion_length = 4096
+    training_args.beta, other.temperature = 0.2, 0.3
+    model.config.top_k = 5
+    GRPOTrainer(model="m", args=training_args)
+if __name__ == "__main__":
+    script_args, model_args = TrlParser((A, B)).parse_args_and_config()
+    model_args.lora_r = 4
+    adapter = LoraConfig()
+    adapter.target_modules = "all-linear"
+"""
+
+
+def test_values_that_a_script_assigns_to_its_configs_come_after_its_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.py"
+    file.write_text(CODE.replace("    adapter = LoraConfig()\n", "").replace("    adapter.", "    model_args."))
+    found = read(str(file), "trl")
+    expected = {"beta": 0.1, "epsilon": 0.3, "loss_type": "dr_grpo", "importance_sampling_level": "sequence"}
+    assert found.values == {**expected, "model_name_or_path": "m", "lora_r": 4, "lora_target_modules": "all-linear"}
+    assert found.unread == [
+        "max_steps=len(dataset) is not a literal: set it by hand",
+        "training_args.epsilon += 0.1 is not read: set epsilon by hand",
+        "training_args.max_completion_length = 4096 is not read: set max_completion_length by hand",
+        "training_args.beta, other.temperature = (0.2, 0.3) is not read: set beta by hand",
+    ]
+    file.write_text(CODE)
+    assert read(str(file), "trl").values["lora_target_modules"] == "all-linear"
+
+
+def test_maxrl_of_trl_is_max_rl(tmp_path: Path) -> None:
+    found = converted("trl_max_rl", tmp_path)
+    assert found.values["algorithm.adv_estimator"] == "max_rl"
+    assert found.origins["algorithm.adv_estimator"] == "scale_rewards"
+    assert not any("scale_rewards" in line or "multi_objective" in line for line in found.check)
+    check = convert(Written({"multi_objective_aggregation": "normalize_then_sum"}), "trl").check
+    assert any(line.startswith("multi_objective_aggregation=normalize_then_sum: set algorithm.adv") for line in check)
 
 
 @pytest.mark.parametrize(

@@ -14,23 +14,17 @@ import pytest
 
 from tests.peers.peer import DEADLINE_SECONDS, ROOT, interpreter
 
-# verl.protocol as its tests import it; the functions are translated as docs/migrating.md says
+# verl.protocol as its tests import it; functions without that name here are translated as docs/migrating.md says
 PROTOCOL = """
-from whet.protocol import DataProto
-from whet.serialization import pack_tensor as serialize_single_tensor, pack_tensordict as serialize_tensordict
-from whet.serialization import unpack_tensor as deserialize_single_tensor, unpack_tensordict as deserialize_tensordict
+from whet.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from whet.protocol import deserialize_single_tensor, deserialize_tensordict
+from whet.protocol import serialize_single_tensor, serialize_tensordict
 
 def union_tensor_dict(one, other):
     return DataProto(batch=one).union(DataProto(batch=other)).batch
 
 def union_numpy_dict(one, other):
     return DataProto(non_tensor_batch=one).union(DataProto(non_tensor_batch=other)).non_tensor_batch
-
-def pad_dataproto_to_divisor(data, size_divisor):
-    return data.pad_to_divisor(size_divisor)
-
-def unpad_dataproto(data, pad_size):
-    return data.unpad(pad_size)
 
 def fold_batch_dim(data, new_batch_size):
     return data.fold_batch_dim(new_batch_size)

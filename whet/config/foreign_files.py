@@ -20,7 +20,7 @@ import yaml
 
 from whet.config.compose import flatten
 from whet.config.foreign import tables
-from whet.config.foreign_python import arguments_of_calls
+from whet.config.foreign_python import arguments_of_calls, attributes_of_configs
 from whet.config.foreign_shell import VARIABLE, Shell, is_argument, start_of, statements_of, unrolled
 from whet.errors import ConfigError
 
@@ -168,16 +168,22 @@ def _resolved(value: Any, values: Mapping[str, Any], key: str, depth: int = 8) -
 
 
 def _of_python(text: str, system: str) -> Written:
-    """Reads the arguments of calls of ...Config and ...Trainer; without any the docstring's first command."""
+    """Reads the arguments of calls of ...Config and ...Trainer; without any the docstring's first command. What is
+    assigned to attributes of configs replaces both."""
     tree = ast.parse(text)
     values, unread = arguments_of_calls(tree)
-    written = Written({RENAMED.get(key, key): value for key, value in values.items()}, unread)
+    written = Written(_renamed(values), unread)
+    later, not_read = attributes_of_configs(tree)
     if set(written.values) <= {"model_name_or_path", "reward_funcs"}:
         command = re.search(r"^(accelerate launch|python|trl) .*?(?<!\\)$", ast.get_docstring(tree) or "", re.M | re.S)
         if command:
             of_command = _of_shell(command[0], system)
-            return Written({**written.values, **of_command.values}, [*unread, *of_command.unread])
-    return written
+            written = Written({**written.values, **of_command.values}, [*unread, *of_command.unread])
+    return Written({**written.values, **_renamed(later)}, [*written.unread, *not_read])
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def _of_shell(text: str, system: str, script: str | None = None) -> Written:

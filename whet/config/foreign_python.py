@@ -11,6 +11,8 @@ from typing import Any
 
 _ARITHMETIC: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+_MAKERS = ("Config", ".parse_args_and_config", ".parse_args_into_dataclasses")  # of configs
+_BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.ExceptHandler)
 _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove", "clear")
 
 
@@ -36,6 +38,50 @@ def arguments_of_calls(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
                 shown = f"{each.arg}=" if each.arg else "**"
                 unread.append(f"{shown}{ast.unparse(each.value)} is not a literal: set it by hand")
     return values, unread
+
+
+def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
+    """Returns the constants that a script assigns to attributes of its configs, by name, and assignments not read: of
+    what is no constant, in a branch or a loop, of several names at once."""
+    values, unread, configs = dict[str, Any](), list[str](), _configs(tree)
+    names = _constants(tree) | _flags(tree)
+    guarded = [block for block in ast.walk(tree) if isinstance(block, _BRANCHES) and not _is_main(block)]
+    undecided = {each for block in guarded for each in ast.walk(block)}
+    assignments = [each for each in ast.walk(tree) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    for node in sorted(assignments, key=lambda node: node.lineno):
+        targets = _targets(node)
+        for stored in (each for target in targets for each in ast.walk(target)):
+            if not (isinstance(stored, ast.Attribute) and ast.unparse(stored.value) in configs):
+                continue
+            if node in undecided or isinstance(node, ast.AugAssign) or stored not in targets or node.value is None:
+                unread.append(f"{ast.unparse(node)} is not read: set {stored.attr} by hand")
+                continue
+            try:
+                values[stored.attr] = literal(node.value, names)
+            except (ValueError, TypeError, SyntaxError, ArithmeticError):
+                unread.append(f"{stored.attr}={ast.unparse(node.value)} is not a literal: set it by hand")
+    return values, unread
+
+
+def _is_main(block: ast.AST) -> bool:
+    """Tells whether it is `if __name__ == "__main__":`."""
+    return isinstance(block, ast.If) and ast.unparse(block.test).startswith("__name__ ==")
+
+
+def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _configs(tree: ast.Module) -> set[str]:
+    """Names of configs: given to a trainer as `args`, made by a ...Config(...), or parsed from the command line."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer"):
+            found |= {ast.unparse(each.value) for each in node.keywords if each.arg == "args"}
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
+            targets = _targets(node) if ast.unparse(node.value.func).endswith(_MAKERS) else []
+            found |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return found
 
 
 def literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
