@@ -24,7 +24,8 @@ NOTE = """\
 `python examples/games.py NAME --seed SEED`: a model of 0.4 M parameters, warmed up on scripted play from random
 weights, plays 256 held-out games greedily. The number is the share of games won, in `number_game` the share of right
 cards, in Nim the share of right moves in positions that can be won, in `tree_game` the share of what perfect play gets,
-in `webshop_grpo` the reward; CPU seconds are those of the whole command, in one thread, one run a core.
+in `webshop_grpo` the reward, whose 95 % interval over the 256 goals is at most 0.061 to either side. CPU seconds are
+those of the whole command, in one thread, one run a core.
 """
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAMES = (

@@ -46,10 +46,12 @@ from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
-from whet.rollout.build import open_environments
+from whet.rollout.build import check_engine, open_environments
 from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.protocol import Completion, SamplingParams
+from whet.rollout.servers.environment import Environment
 from whet.rollout.stream import FailureWatch
+from whet.rollout.vllm.engine import PACKAGE
 from whet.sandbox.open import open_sandbox
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
@@ -265,6 +267,48 @@ def test_an_adapter_is_no_reward_model() -> None:
 def test_a_file_of_another_format() -> None:
     Path("rows.csv").write_text("a,b\n")
     wrong("file of an unknown format", refused(data={"train_files": ["rows.csv"]}))
+
+
+APART = {"placement": {"train": {"processes": 1, "roles": ["actor"]}, "sample": {"processes": 1, "roles": ["rollout"]}}}
+
+
+@pytest.mark.parametrize(
+    ("situation", "sections"),
+    [
+        ("staleness without a correction", {"rollout": {"max_staleness": 1}, "cluster": APART}),
+        (
+            "staleness without ranks for the rollout",
+            {"rollout": {"max_staleness": 1}, "algorithm": {"correction": {"weight": "importance"}}},
+        ),
+        (
+            "unknown option of a rollout engine",
+            {"rollout": {"engine": {"name": "vllm", "options": {"kv_cache_byte": 1}}}},
+        ),
+    ],
+)
+def test_staleness_and_options_of_engines(situation: str, sections: dict[str, dict[str, Any]]) -> None:
+    wrong(situation, refused(**sections))
+
+
+@pytest.mark.parametrize(
+    ("situation", "server"),
+    [
+        ("unknown argument of a server", {"max_modl_len": 4096}),
+        (
+            "lengths over those of the server (vLLM's `max_model_len`, SGLang's `context_length`)",
+            {"max_model_len": 512},
+        ),
+    ],
+)
+def test_arguments_of_a_server(situation: str, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("vllm", "engine").mkdir(parents=True)
+    Path("vllm", "engine", "arg_utils.py").write_text("class EngineArgs:\n    max_model_len: int\n    seed: int\n")
+    found = Environment("python", Path("vllm").resolve(), PACKAGE)
+    monkeypatch.setattr("whet.rollout.servers.engine.find_environment", lambda *_: found)
+    options = {"engine": {"name": "vllm", "options": {"server": server}}}
+    with pytest.raises(WhetError) as raised:
+        check_engine(TrainConfig.model_validate({"rollout": options}))
+    wrong(situation, str(raised.value))
 
 
 def test_lengths_over_the_models() -> None:

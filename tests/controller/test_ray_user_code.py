@@ -91,6 +91,22 @@ def test_what_a_node_has_not_is_unpacked(project: Path, tmp_path: Path, change: 
     assert (module, folder) == (f"{root}{project}/lib/below/module.py", f"{root}{project}")
 
 
+def test_settings_of_libraries_travel_and_others_do_not(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "SGLANG_LOG_MS": "1",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCH_LOGS": "recompiles",
+        "WHET_VLLM_PYTHON": "/opt/vllm/bin/python",
+    }
+    kept = {"CUDA_VISIBLE_DEVICES": "3", "LD_LIBRARY_PATH": "/opt", "MY_TOKEN": "secret"}
+    for name, value in (sent | kept).items():
+        monkeypatch.setenv(name, value)
+    environment = UserCode.of_this_process().environment
+    assert {name: environment.get(name) for name in sent | kept} == sent | dict.fromkeys(kept)
+
+
 def test_a_folder_of_everything_is_not_sent(
     project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

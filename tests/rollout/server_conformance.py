@@ -18,6 +18,7 @@ import pytest
 import rollout_conformance as suite
 import torch
 from rollout_conformance import changed, gaps, named
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from whet.config.schema import ModelConfig
@@ -43,6 +44,8 @@ from whet.rollout.servers.environment import Package, find_environment
 from whet.rollout.servers.parts import Part, in_parts
 from whet.rollout.servers.weights import Weights
 from whet.types import Media
+from whet.weight_sync import in_process
+from whet.weight_sync.buckets import Digest
 
 log = logging.getLogger(__name__)
 ROUNDING = 2e-5  # of log-probs: a prompt in the prefix cache, or in another batch, is computed in other parts
@@ -501,6 +504,22 @@ def check_parts(engine: ServerEngine, model: PreTrainedModel) -> None:
     suite.assert_same(found, as_before, ROUNDING)
 
 
+def check_digests(engine: ServerEngine, model: PreTrainedModel) -> None:
+    """The digest of the trainer's weights is that of the weights that the rank was given, and of the file that the
+    server reads; log-probs are those of these weights. What the server's own memory holds is not read."""
+    suite.check_digests(engine, model)
+    other, file = changed(model, 1.0), Digest()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    given = in_process.copy(engine.load, named(other), 3, torch.float32)
+    with safe_open(engine._kept.part["path"], "pt") as kept:
+        for name in kept.keys():  # noqa: SIM118  # a file is no mapping
+            file.add(name, kept.get_tensor(name))
+    assert given == str(file) == suite.digest_of(other) != suite.digest_of(model)
+    suite.check_log_probs(engine, other, suite.requests(groups=2))
+
+
 def check_twenty_updates(engine: ServerEngine, model: PreTrainedModel) -> None:
     """Log-probs after each are the model's own, that of a tied head too; memory stays."""
     suite.check_twenty_updates(engine, model, server_bytes)
@@ -521,6 +540,7 @@ CHECKS: tuple[Check, ...] = (
         check_deadline,
         check_weights,
         check_parts,
+        check_digests,
         check_twenty_updates,
         suite.check_adapter,
     ),

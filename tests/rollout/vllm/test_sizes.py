@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import sys
+import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,4 +42,38 @@ def test_the_largest_gap(start: servers.Start, tmp_path: Path, size: str, millio
             for name, weight in model.named_parameters():
                 weight.mul_(1.5 if "layernorm" in name else 0.9)
         engine.load(model.named_parameters(), version + 1)
+    engine.close()
+
+
+def test_twenty_updates(start: servers.Start, tmp_path: Path) -> None:
+    """The largest gap after each of twenty updates of 3 M parameters, and the milliseconds of an update by call."""
+    init_model(tmp_path / "model", "qwen2.5", "tiny", max_position_embeddings=2048)
+    model = load_policy(tmp_path / "model").eval()
+    engine = start(tmp_path / "model", answer_seconds=240.0, server={"max_model_len": 256})
+    made = suite.requests(groups=4, n=2, stop_token_ids=(), max_new_tokens=32)
+    generate(engine, made)
+    spent, plain = defaultdict[str, list[float]](list), engine.call
+
+    def call(method: str, path: str, body: Any = None) -> Any:
+        began = time.perf_counter()
+        answer = plain(method, path, body)
+        spent[path.partition("?")[0]].append(1e3 * (time.perf_counter() - began))
+        return answer
+
+    gaps, draw = list[torch.Tensor](), torch.Generator().manual_seed(0)
+    for version in range(1, 21):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.05 * weight.std())
+        engine.call, began = call, time.perf_counter()
+        engine.load(model.named_parameters(), version)
+        spent["whole"].append(1e3 * (time.perf_counter() - began))
+        engine.call, answers = plain, generate(engine, made)
+        assert {each.versions for each in answers} == {((version, 32),)}
+        gaps += [suite.gaps(model, *each) for each in zip(made, answers, strict=True)]
+    gap, medians = torch.cat(gaps), {name: statistics.median(values) for name, values in spent.items()}
+    log.info("20 updates: largest gap %.2e, mean %.1e", gap.max(), gap.mean())
+    log.info("milliseconds of an update (median): %s", {name: round(value, 1) for name, value in medians.items()})
+    assert len(gap) == 20 * 8 * 32 and gap.max() <= 2e-6
+    assert medians["/update_weights"] < medians["whole"] < 1000
     engine.close()
