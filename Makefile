@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers adapters vllm sglang bubblewrap chromium debootstrap dockerfile-check quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters verifiers vllm sglang bubblewrap chromium debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
 quickstart: $(READY) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
@@ -40,9 +40,9 @@ endif
 
 peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: clients of services; verl, TRL and Trackio in environments of their own
 
-adapters: $(ADAPTERS) $(VERIFIERS) ## environments of other people, laid over .venv, and their tests
-	OMP_NUM_THREADS=1 .venv-adapters/bin/python tests/parts.py run adapters
-	OMP_NUM_THREADS=1 .venv-verifiers/bin/python -m pytest -q -m slow tests/environments/test_verifiers.py
+adapters: $(ADAPTERS) ## environments of other people, laid over .venv, for the part of the same name
+
+verifiers: $(VERIFIERS) ## verifiers, laid over .venv, for the part of the same name
 
 vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
 

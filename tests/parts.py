@@ -42,6 +42,7 @@ class Part:
     watches: Sequence[str]
     minutes: int
     make: str | None = None  # target of the Makefile that must be there first
+    venv: str | None = None  # folder of the virtual environment whose interpreter runs the tests; None: this one
 
 
 def load_parts() -> dict[str, Part]:
@@ -123,7 +124,7 @@ def run(part: Part, is_recorded: bool) -> int:
     words = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal", *part.files]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, *words, f"--junitxml={report}"]
+        command = [interpreter(part), *words, f"--junitxml={report}"]
         status = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
         skipped = reasons_skipped(report.read_text(encoding="utf-8")) if status == 0 else []
     if status == 0 and is_recorded:
@@ -134,6 +135,11 @@ def run(part: Part, is_recorded: bool) -> int:
         today, commit = datetime.now(UTC).date().isoformat(), _git("rev-parse", "--short=7", "HEAD")
         LOG.write_text(with_run(LOG.read_text(encoding="utf-8"), part.name, today, commit), encoding="utf-8")
     return status
+
+
+def interpreter(part: Part) -> str:
+    """The Python that has the packages of a part's tests."""
+    return sys.executable if part.venv is None else str(ROOT / part.venv / "bin" / "python")
 
 
 def reasons_skipped(report: str) -> list[str]:

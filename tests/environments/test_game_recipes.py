@@ -145,7 +145,7 @@ def recipe(name: str, tmp_path: Path) -> TrainConfig:
 @pytest.mark.parametrize(
     "name",
     [
-        *(CALCULATOR, "number_game", "nim_self_play", "tree_game", "frozen_lake"),
+        *(CALCULATOR, "number_game", "nim_one_side", "nim_self_play", "tree_game", "frozen_lake"),
         *("sokoban_grpo", "sokoban_ppo", "webshop_grpo"),
     ],
 )

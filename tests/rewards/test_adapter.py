@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List  # noqa: UP035  (users write t
 import pytest
 import torch
 
-from whet.errors import RewardError
+from whet.errors import RewardError, SandboxError
 from whet.protocol import DataProto
 from whet.rewards.adapter import adapt
 from whet.types import Failure, Message, RewardItem, RewardResult
@@ -550,3 +550,16 @@ def test_modules_of_easyr1(kind, code):
     exec("from __future__ import annotations\n" + EASYR1.replace("{kind}", kind) + code, module)
     assert score(module["f"]) == [RewardResult(1.0, 1.0, {"format": 1.0}), RewardResult(0.1, 0.0, {"format": 1.0})]
     assert adapt(module["f"], kwargs={}, correct_threshold=1.0).takes_batch == (kind == "batch")
+
+
+def test_a_sandbox_that_is_lost_is_told_from_a_reward_that_fails():
+    def lost(solution_str):
+        raise SandboxError("no bubblewrap here; install it")
+
+    async def later(solution_str):
+        return lost(solution_str)
+
+    expected = Failure("sandbox", "no bubblewrap here; install it")
+    assert score(lost) == score(later) == [expected] * 2
+    adapted = adapt(later, kwargs={}, correct_threshold=1.0)
+    assert asyncio.run(adapted.score_one(ITEMS[0])) == expected

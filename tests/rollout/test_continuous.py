@@ -234,6 +234,7 @@ def continuous(
     state: dict[str, Any] | None = None,
     version: int = 0,
     scorer: Any = None,
+    loader: Any = None,
     **options: Any,
 ) -> Iterator[ContinuousRollouts]:
     pool = scorer or RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
@@ -245,7 +246,7 @@ def continuous(
         deadline_seconds=deadline_seconds,
     )
     rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
-    loader = PromptLoader(rows, seed=0, shuffle=False)
+    loader = loader or PromptLoader(rows, seed=0, shuffle=False)
     params = SamplingParams(8)
     made = ContinuousRollouts(
         loader, collector, pool, tokenizer, n=2, params=params, batch_size=2, max_staleness=k, last_step=9, **options

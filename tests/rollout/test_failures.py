@@ -52,6 +52,10 @@ def test_an_environment_that_fails_more_than_half_of_its_episodes_ends_the_run()
         FailureWatch().record(group("environment", "environment", None))
     with pytest.raises(ToolError, match=r"2 of 3 trajectories, more than half, failed: trajectory 0:0:0 in the tool"):
         FailureWatch().record(group("tool", "environment", None))
+    with pytest.raises(
+        SandboxError, match=r"2 of 3 trajectories, more than half, failed: trajectory 0:0:0 in the sand"
+    ):
+        FailureWatch().record(group("sandbox", "tool", None))
     FailureWatch().record(group("reward", "reward", None))
     for _ in range(2):
         half.record(group("environment", "environment", None))

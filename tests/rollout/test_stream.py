@@ -20,9 +20,9 @@ from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.groups import Filter
-from whet.rollout.protocol import Event, SamplingParams
+from whet.rollout.protocol import Event, Failed, Request, SamplingParams
 from whet.rollout.stream import Rollouts, Taken
-from whet.types import Group
+from whet.types import Failure, Group
 
 DYNAMIC = Filter(dynamic_sampling, {}, max_refills=3)
 PAYING = """
@@ -51,11 +51,12 @@ def rollouts(
     group_filter: Filter | None = None,
     function: Callable[..., Any] = number,
     environment: str = "single_turn",
+    engine: Scripted | None = None,
 ) -> Rollouts:
     """Two answers a prompt, as told, to endlessly many prompts in order."""
     pool = RewardPool(function, num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
     collector = Collector(
-        Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
+        engine or Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
         tokenizer,
         stage=Stage(environment),
         apply_chat_template=False,
@@ -194,6 +195,23 @@ def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTr
     assert fine.failure is None and failed.reward is None and failed.accuracy is None
     assert failed.failure is not None and failed.failure.message.startswith("ValueError: no sevens")
     assert unfiltered.metrics.reduce() == {"failures/reward": 1.0}
+
+
+class GivesUp(Scripted):
+    """Gives up the second request."""
+
+    def submit(self, request: Request) -> bool:
+        super().submit(request)
+        if len(self.requests) == 2:
+            self._events[-1] = Failed(request.uid, request.attempt, Failure("engine", "out of blocks"))
+        return True
+
+
+def test_what_an_engine_gave_up_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    taken = rollouts(tokenizer, engine=GivesUp(tokenizer, "2")).take(2, step=1)
+    failures = [each.failure for group in taken.groups for each in group.trajectories]
+    assert failures == [None, Failure("engine", "out of blocks"), None, None]
+    assert rewards(taken.groups) == [[2.0, None], [2.0, 2.0]] and taken.metrics.reduce()["failures/engine"] == 1.0
 
 
 def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from whet_environments.number_game import NumberGame
 from examples.search_qa import write
 from whet.config import TrainConfig, load_config
 from whet.environments.protocol import Answer
+from whet.environments.tools.parsers import Call
 from whet.keyed import key
 from whet.models.init import init_model
 from whet.trainers.build import train
@@ -94,6 +96,45 @@ def test_two_steps_of_the_recipe_of_search_questions(tmp_path: Path, monkeypatch
     assert all("failures/tool" not in line and line["tools/calls"] >= 0.0 for line in trained)
     [record, *_] = map(json.loads, (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines())
     assert '"name": "search"' in record["prompt"] and record["ground_truth"]
+
+
+def always_calls(text: str, schemas: Mapping[str, Any]) -> Iterator[str | Call]:
+    """Each turn calls the server, of whose sessions one dies."""
+    yield text
+    yield Call("bad", {"what": "once"})
+
+
+def test_a_server_that_dies_costs_its_episode_alone(
+    train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")
+    server = str(Path(__file__).parents[1] / "environments" / "tools" / "servers.py")
+    started = {"command": [sys.executable, server], "env": {"MARK": str(tmp_path / "died")}}
+    values = {
+        "environment.tools": [{"mcp": started}],
+        "environment.tool_parser": f"{__file__}:always_calls",
+        "environment.tool_role": "user",
+        "environment.tool_limits": {"start_seconds": 120.0, "seconds": 60.0},
+        "environment.max_turns": 2,
+        "environment.max_turn_tokens": 3,
+        "data.max_response_length": 64,
+        "data.train_batch_size": 2,
+        "rollout.n": 2,
+        "trainer.total_steps": 3,
+    }
+    train(train_config(values), reward=lambda solution_str: 1.0, data=additions)
+    folder = tmp_path / "run"
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("failures/tool")) for line in found] == [(1, 1.0), (2, None), (3, None)]
+    assert [line["tools/calls"] >= 1.0 for line in found] == [True] * 3
+    for step, num_failed in ((1, 1), (2, 0), (3, 0)):
+        rows = [json.loads(row) for row in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        failures = [row["failure"] for row in rows if row.get("failure")]
+        assert (len(rows), len(failures)) == (4, num_failed)
+        assert [row["reward"] for row in rows if not row.get("failure")] == [1.0] * (4 - num_failed)
+        for failure in failures:
+            assert failure["source"] == "tool"
+            assert failure["message"].startswith(f"the MCP server of environment.tools[0] (['{sys.executable}'")
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])

@@ -18,7 +18,7 @@ from typing import Any
 
 from whet.environments.forms import GOES_ON, Context, Form, StepFunction, awaited, same
 from whet.environments.protocol import Answer, Environment, Observation, read_observation
-from whet.errors import ConfigError, ToolError, describe
+from whet.errors import ConfigError, SandboxError, ToolError, describe
 from whet.processes.template import Caller, Serve, serve_tasks
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Message, Prompt
@@ -70,6 +70,8 @@ class Running:
             raise
         except ToolError as error:
             return Failure("tool", str(error))
+        except SandboxError as error:
+            return Failure("sandbox", str(error))
         except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
             return Failure("environment", describe(error))
 

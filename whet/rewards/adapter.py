@@ -18,7 +18,7 @@ from math import isfinite
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import RewardError, describe, last_line
+from whet.errors import RewardError, SandboxError, describe, last_line
 from whet.rewards.result import NOT_SCORED, as_number, failure, finite, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
@@ -117,6 +117,8 @@ class RewardFunction:
     def _failure(self, error: BaseException) -> Failure:
         if isinstance(error, RewardError):
             return replace(failure(str(error)), parts=dict(error.parts))
+        if isinstance(error, SandboxError):
+            return Failure("sandbox", str(error))
         line = last_line(error)
         if line not in self._logged:
             self._logged.add(line)

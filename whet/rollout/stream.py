@@ -36,6 +36,7 @@ from whet.types import (
 
 log = logging.getLogger(__name__)
 PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
+OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # whatever the responses are, these should work
 RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
 ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 T = TypeVar("T")
@@ -346,9 +347,9 @@ def count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: di
 class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
 
-    A batch is bad where all of its trajectories failed, or more than half in the environment or its tools. As long as
-    there was no other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one
-    where more than half of the trajectories of it and of the last `RECENT` batches failed in the environment."""
+    A batch is bad where all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. As long as there was no
+    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one where more than
+    half of the trajectories of it and of the last `RECENT` batches failed there."""
 
     def __init__(self) -> None:
         self._left = 1
@@ -359,7 +360,7 @@ class FailureWatch:
         """Raises: RewardError, SandboxError, ToolError or EngineError, by where the first failure arose."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
-        of_environment = [(uid, failure) for uid, failure in failures if failure.source in ("environment", "tool")]
+        of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
         if trajectories:
             self._recent.append((len(of_environment), len(trajectories)))
         if failures and (len(failures) == len(trajectories) or len(of_environment) > len(trajectories) / 2):

@@ -29,8 +29,14 @@ def note(value: int) -> str:
 
 @server.tool()
 def bad(what: str) -> str:
-    """Raises, hangs or dies."""
+    """Raises, hangs or dies; "once": the first of all sessions that share the file of MARK dies."""
     if what == "die":
+        os._exit(7)
+    if what == "once":
+        try:
+            Path(os.environ["MARK"]).touch(exist_ok=False)
+        except FileExistsError:
+            return "alive"
         os._exit(7)
     if what == "hang":
         time.sleep(1000)

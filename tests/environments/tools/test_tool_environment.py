@@ -24,6 +24,7 @@ from whet.types import Failure, Message, Prompt
 
 TOOLS = '''
 import asyncio, os, time
+from whet.errors import SandboxError
 
 def add(a: int, b: int = 10, *, sign: int = 1) -> int:
     """Adds two integers.
@@ -48,6 +49,7 @@ def do(what: str) -> str:
     if what == "raise": raise KeyError("gone")
     if what == "exit": raise SystemExit(3)
     if what == "die": os._exit(4)
+    if what == "sandbox": raise SandboxError("no bubblewrap here")
     if what == "half": return "\\ud83d"
     return what * 100
 
@@ -79,6 +81,8 @@ class Refuses:
     def step(self, answer):
         from whet.environments.protocol import Observation
         from whet.types import Message
+        if answer == "sandbox":
+            raise SandboxError("no bubblewrap here")
         if answer == "again":
             return Observation(False, (Message("user", "And?"),), reward=0.5, fields={"asked": 1.0})
         return Observation(True, reward=len(answer))
@@ -265,6 +269,19 @@ def test_a_turn_without_calls_goes_to_the_environment(opened: Any, file: str) ->
     host.step("a", Answer("four"))
     ended = result(host, "a")
     assert isinstance(ended, Observation) and ended.done and ended.reward == 4.0
+
+
+@pytest.mark.parametrize("where", ["tool", "environment", "environment with tools"])
+def test_a_sandbox_that_is_lost_fails_the_episode_and_is_no_result(opened: Any, file: str, where: str) -> None:
+    host = opened(*([] if where == "environment" else ["add", "do"]), environment=f"{file}:Refuses")
+    if where == "tool":
+        found = called(host, ("do", {"what": "sandbox"}))
+    else:
+        host.start("a", PROMPT, 0)
+        assert isinstance(result(host, "a"), Observation)
+        host.step("a", Answer("sandbox"))
+        found = result(host, "a")
+    assert found == Failure("sandbox", "no bubblewrap here")
 
 
 # What the model reads, through the chat template.

@@ -14,7 +14,7 @@ from whet.environments.protocol import Answer, Environment, Observation
 from whet.environments.running import EnvironmentSpec, Running
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource, open_source
-from whet.errors import ToolError, describe
+from whet.errors import SandboxError, ToolError, describe
 from whet.types import Failure, Media, Message, Prompt
 
 COUNTS = ("calls", "errors", "malformed", "late", "cut")  # in the fields of a trajectory, as tools/calls, ...
@@ -100,7 +100,7 @@ class ToolEnvironment:
     async def _ask(self, verb: str, *arguments: Any) -> Observation:
         outcome = await self._inner.call(verb, *arguments)
         if isinstance(outcome, Failure):
-            raise RuntimeError(outcome.message)
+            raise (SandboxError if outcome.source == "sandbox" else RuntimeError)(outcome.message)
         self._asked = outcome
         return outcome
 
@@ -110,7 +110,8 @@ class ToolEnvironment:
         return replace(observation, fields={**fields, **observation.fields})
 
     async def _result(self, call: Mapping[str, Any]) -> Sequence[Part]:
-        """The parts that answer a call.  Raises: ToolError where the session is lost, which fails the episode."""
+        """The parts that answer a call.  Raises: ToolError where the session is lost, SandboxError; both fail the
+        episode."""
         limits = self._limits
         self._counts["calls"] += 1
         try:
@@ -123,7 +124,7 @@ class ToolEnvironment:
                 raise BadCallError(f"there is no tool {call['name']!r}; the tools are {', '.join(self._by_tool)}")
             session = self._by_tool[call["name"]]
             parts = await asyncio.wait_for(session.call(call["name"], call["arguments"]), limits.seconds)
-        except ToolError:
+        except (ToolError, SandboxError):
             raise
         except BadCallError as error:
             return self._failed(str(error))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adaptive samplers under rollouts that go on while models train."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from scripted import text_prompt
+from transformers import PreTrainedTokenizerBase
+
+from tests.rollout.test_continuous import Slow, continuous, uids
+from whet.data.loader import SamplerLoader
+from whet.data.samplers import Learnability
+from whet.rollout.collect import Collector
+from whet.rollout.protocol import Completion, Request
+from whet.rollout.stream import Rollouts
+from whet.types import Group
+
+
+class Watched(Learnability):
+    """Keeps the groups that it observed; with memory 1 its counts are sums."""
+
+    seen: tuple[Group, ...] = ()
+    at_state: tuple[Group, ...] = ()  # that it had observed when its state was read
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        self.seen += (*groups,)
+        super().observe(groups)
+
+    def state(self) -> dict[str, Any]:
+        self.at_state = self.seen
+        return super().state()
+
+
+def expected(seen: Sequence[Group]) -> dict[str, Any]:
+    """Places, right and answered: even rows are right once in two, odd ones twice."""
+    times = Counter(group.prompt.index for group in seen)
+    right = [times[place] * (1.0 + place % 2) for place in sorted(times)]
+    return {"places": sorted(times), "right": right, "answered": [2.0 * times[place] for place in sorted(times)]}
+
+
+class ByRow(Slow):
+    def say(self, answer: str, request: Request) -> Completion:
+        _, _, _, index, sample, _ = map(str, request.uid.split(":"))
+        return super().say("4" if int(index) % 2 or sample == "0" else "0", request)
+
+
+def adaptive(tokenizer: PreTrainedTokenizerBase) -> SamplerLoader:
+    rows = [text_prompt(tokenizer, f"{i}+0=", i) for i in range(6)]
+    return SamplerLoader(rows, Watched(rows, 0, memory=1.0), "watched")
+
+
+@pytest.mark.parametrize("k", [0, 1, 2.5])
+def test_an_adaptive_sampler_observes_each_group_once(tokenizer: PreTrainedTokenizerBase, k: float) -> None:
+    """Before a checkpoint after step 2 and after it; without staleness all is as in the synchronous rollouts."""
+    seen, trained = list[Group](), list[Group]()
+    saved: dict[str, Any] | None = None
+    for steps in ((1, 2), (3, 4)):
+        loader = adaptive(tokenizer)
+        given: dict[str, Any] = {
+            "engine": ByRow(tokenizer, ""),
+            "loader": loader,
+            "state": saved,
+            "version": len(trained) // 2,
+        }
+        with continuous(tokenizer, k=k, **given) as of:
+            for step in steps:
+                trained += of.start(2, step=step).result().groups
+                of.on_weights(step)
+            saved = dict(of.state())
+        assert isinstance(loader.sampler, Watched)
+        seen += loader.sampler.at_state
+    assert saved is not None and saved["sampler"] == {"batches": saved["sampler"]["batches"], **expected(seen)}
+    waiting = {entry["uid"] for entry in saved["stream"]}
+    assert len({group.prompt.uid for group in seen}) == len(seen) and len(trained) == 8
+    assert [next(each for each in seen if each.prompt.uid == uid) for uid in uids(trained)] == trained
+    assert set(uids(seen)) - set(uids(trained)) <= waiting
+    if k == 0:
+        loader = adaptive(tokenizer)
+        plain = Collector(ByRow(tokenizer, ""), tokenizer, apply_chat_template=False, seed=1)
+        synchronous = Rollouts(loader, plain, of.scorer, tokenizer, n=2, params=of.params)
+        assert trained == [group for step in (1, 2, 3, 4) for group in synchronous.take(2, step=step).groups]
+        assert loader.sampler.state() == saved["sampler"]
