@@ -114,7 +114,7 @@ def test_a_server_that_dies_costs_its_episode_alone(
         "environment.tools": [{"mcp": started}],
         "environment.tool_parser": f"{__file__}:always_calls",
         "environment.tool_role": "user",
-        "environment.tool_limits": {"start_seconds": 120.0, "seconds": 60.0},
+        "environment.tool_limits": {"start_seconds": 100.0, "seconds": 50.0},
         "environment.max_turns": 2,
         "environment.max_turn_tokens": 3,
         "data.max_response_length": 64,
