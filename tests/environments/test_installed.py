@@ -49,14 +49,16 @@ def test_its_environments_are_listed_and_played(python: Path, tmp_path: Path) ->
     where = run(python, tmp_path, "-c", "import whet_environments as w; print(w.__file__)").strip()
     assert Path(where).is_relative_to(python.parents[1])
     declared = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]["entry-points"]["whet.environment"]
-    listed = {line.split()[0] for line in run(python, tmp_path, "-m", "whet", "env", "list").splitlines() if line}
+    listed = {
+        line.split()[0] for line in run(python, tmp_path, "-m", "whet", "env", "list").splitlines() if line.strip()
+    }
     assert declared.keys() <= listed and len(declared) == 15
 
 
 def test_its_command_plays_a_game(python: Path, tmp_path: Path) -> None:
     """The rule that reads the pixels finds every largest number of a round."""
     words = ("number-game", "--controller", "drawn", "--backend", "scripted", "--rounds", "1", "--output", "shots")
-    said = run(python, tmp_path, "-m", "whet", "play", *words)
-    results = list((tmp_path / "shots").rglob("*.json*"))
-    assert results, said
-    print(said, [(str(each), each.read_text()[:400]) for each in results], json)
+    run(python, tmp_path, "-m", "whet", "play", *words)
+    [result] = map(json.loads, (each.read_text() for each in (tmp_path / "shots").rglob("result_*.json")))
+    assert (result["error"], result["completed_rounds"], result["tries"]) == (None, 1, 1)
+    assert result["final_score"] == result["score_on_screen"] > 0
