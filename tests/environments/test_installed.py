@@ -58,8 +58,7 @@ def test_its_environments_are_listed_and_played(python: Path, tmp_path: Path) ->
 def test_its_command_plays_a_game(python: Path, tmp_path: Path) -> None:
     """The rule that reads the pixels takes the right card at the first try."""
     words = ("number-game", "--controller", "drawn", "--backend", "scripted", "--rounds", "1", "--output", "shots")
-    said = run(python, tmp_path, "-m", "whet", "play", *words)
-    assert "score 110 after 1 rounds" in said
-    [result] = (tmp_path / "shots").glob("result_*.json")
-    found = json.loads(result.read_text())
-    assert (found["completed_rounds"], found["final_score"], found["score_on_screen"]) == (1, 110, 110)
+    run(python, tmp_path, "-m", "whet", "play", *words)
+    [result] = map(json.loads, (each.read_text() for each in (tmp_path / "shots").rglob("result_*.json")))
+    assert (result["error"], result["completed_rounds"], result["tries"]) == (None, 1, 1)
+    assert result["final_score"] == result["score_on_screen"] > 0
