@@ -18,9 +18,8 @@ TITLE = "The quickstart, sampled ahead"
 NOTE = """\
 All runs learn the quickstart's task from its SFT models, with the same correction. One process of one core trains,
 another samples; beside it one process with two threads. The time is that of the training steps, without validation.
-Medians over the seeds; a seed that does not reach the target counts as never. No other framework stands beside them:
-the asynchronous trainers of TRL and verl send weights to an inference server by NCCL, between GPUs; they have no run
-on a CPU.
+Medians over the seeds; a seed that does not reach the target counts as never. No other framework was
+run beside them.
 """
 TARGET = 0.95  # held-out accuracy
 STEPS, SHOWN_STEPS = 400, 40

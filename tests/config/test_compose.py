@@ -210,12 +210,14 @@ def test_lines_of_keys_are_those_of_the_file(recipe: Path) -> None:
         ("ppo_trainer", "verl", "ppo_gsm8k"),
         ("ppo_megatron_trainer.yaml", "verl", "gsm8k_fsdp2"),
         ("sppo_config", "verl", "sppo_quickstart"),
-        ("sokoban_ppo_config", "roll", "sokoban_ppo"),
+        ("sft_trainer", "verl", "quickstart_sft"),
+        ("rlvr_config", "ROLL", "rlvr_three_domains"),
+        ("sokoban_ppo_config", "ROLL", "sokoban_ppo"),
     ],
 )
 def test_the_name_of_another_frameworks_config_is_answered_with_a_recipe(name: str, system: str, recipe: str) -> None:
     with pytest.raises(ConfigError) as raised:
         find_recipe(name)
     hint = f"a config of {system}: name the recipe {recipe}, or convert your script: `whet config convert"
-    assert f"{hint} SCRIPT --from {system}`" in str(raised.value)
+    assert f"{hint} SCRIPT --from {system.lower()}`" in str(raised.value)
     assert recipe in shipped_recipes()

@@ -86,7 +86,7 @@ def test_the_page_of_what_fits_is_current_but_for_the_plans(monkeypatch: pytest.
     written = (DOCS / "fits.md").read_text()
     rows = {name: cells for line in written.splitlines() if (cells := line.split(" | ")) and (name := cells[0][2:])}
     monkeypatch.setattr(fits, "cells", lambda name: [*rows[name][1:-1], rows[name][-1].removesuffix(" |")])
-    assert written == fits.page(), "write it with `python -m docs.generate.fits`, half an hour"
+    assert written == fits.page(), "write it with `python -m docs.generate.fits`, a quarter of an hour"
 
 
 @pytest.mark.slow

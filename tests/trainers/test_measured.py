@@ -111,11 +111,21 @@ def test_ranks_of_ray_are_measured_with_the_programs_that_they_start() -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_train_are_recorded_and_compute_the_same(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_processes_that_train_are_recorded_and_compute_the_same(
+    backend: str, model_folder: Path, tmp_path: Path
+) -> None:
+    if backend == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(8)]
     common = {"model.path": str(model_folder), "data.apply_chat_template": False, "data.train_batch_size": 4}
     common |= {"data.max_length": 32}
-    common |= {"cluster.processes": 2, "trainer.total_steps": 2, "trainer.logger": ["jsonl"]}
+    common |= {
+        "cluster.backend": backend,
+        "cluster.processes": 2,
+        "trainer.total_steps": 2,
+        "trainer.logger": ["jsonl"],
+    }
     for name, steps in (("plain", []), ("profiled", [2])):
         where = {"trainer.run_dir": str(tmp_path / name), "trainer.profile": steps}
         train_sft(load_config(SFTConfig, None, common | where, given={"data"}).config, data=rows)

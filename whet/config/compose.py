@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from whet.config.foreign import foreign_key
+from whet.config.foreign import foreign_config, foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
 from whet.config.schema import Section
 from whet.errors import ConfigError
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 COMMAND_LINE = "command line"
 ARGUMENT = "argument"
 SHIPPED = Path(__file__).parent.parent / "recipes"
-CONFIGS_OF_OTHERS = {  # by the name that their commands give: the framework, as --from has it, and our nearest recipe
-    "ppo_trainer": ("verl", "ppo_gsm8k"),
-    "ppo_megatron_trainer": ("verl", "gsm8k_fsdp2"),
-    "sppo_config": ("verl", "sppo_quickstart"),
-    "sft_trainer": ("verl", "quickstart_sft"),
-    "sokoban_ppo_config": ("roll", "sokoban_ppo"),
-    "rlvr_config": ("roll", "rlvr_three_domains"),
-}
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
 MAX_VALUES = 100_000  # with every alias (*name) expanded
@@ -114,10 +106,8 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         missing, hint = f"no recipe {name!r}", "the file exists, but the name of a recipe ends in .yaml"
     elif os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         hint = f"did you mean {path.with_suffix('.yaml')}?"
-    elif (stem := name.removesuffix(".yaml")) in CONFIGS_OF_OTHERS:
-        system, ours = CONFIGS_OF_OTHERS[stem]
-        hint = f"a config of {system}: name the recipe {ours}, or convert your script: "
-        hint += f"`whet config convert SCRIPT --from {system}`"
+    elif foreign := foreign_config(name.removesuffix(".yaml")):
+        hint = foreign
     elif near:
         hint = f"did you mean {near[0]}?"
     else:

@@ -52,6 +52,7 @@ class Table:
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     notes: tuple[str, ...] = ()  # what has to be checked by hand
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published files of keys, by path
+    configs: Mapping[str, str] = field(default_factory=dict)  # our nearest recipe, by the name of a published config
     quiet: tuple[str, ...] = ()  # patterns of keys that say nothing about training
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by pattern of a section and by name
 
@@ -83,6 +84,14 @@ def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
         for row in table.rows
         for key, ours in row.pairs()
     )
+
+
+def foreign_config(name: str) -> str | None:
+    """Advice where a name is that of a published config of another framework."""
+    for system, ours in ((table.system, table.configs[name]) for table in tables() if name in table.configs):
+        convert = f"`whet config convert SCRIPT --from {system.lower()}`"
+        return f"a config of {system}: name the recipe {ours}, or convert your script: {convert}"
+    return None
 
 
 def foreign_key(schema: type[Section], key: str) -> str | None:

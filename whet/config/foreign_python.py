@@ -45,7 +45,8 @@ def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
     what is no constant, in a branch or a loop, of several names at once."""
     values, unread, configs = dict[str, Any](), list[str](), _configs(tree)
     names = _constants(tree) | _flags(tree)
-    guarded = [block for block in ast.walk(tree) if isinstance(block, _BRANCHES) and not _is_main(block)]
+    branches = [block for block in ast.walk(tree) if isinstance(block, _BRANCHES)]
+    guarded = [block for block in branches if not ast.unparse(block).startswith("if __name__ ==")]
     undecided = {each for block in guarded for each in ast.walk(block)}
     assignments = [each for each in ast.walk(tree) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
     for node in sorted(assignments, key=lambda node: node.lineno):
@@ -61,11 +62,6 @@ def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
             except (ValueError, TypeError, SyntaxError, ArithmeticError):
                 unread.append(f"{stored.attr}={ast.unparse(node.value)} is not a literal: set it by hand")
     return values, unread
-
-
-def _is_main(block: ast.AST) -> bool:
-    """Tells whether it is `if __name__ == "__main__":`."""
-    return isinstance(block, ast.If) and ast.unparse(block.test).startswith("__name__ ==")
 
 
 def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:

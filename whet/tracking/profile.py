@@ -38,15 +38,13 @@ BETWEEN = "between steps"
 NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
 STATUS = Path("/proc/self/status")
 PROC, GIB = Path("/proc"), 2**30
+Around = Callable[[Path], AbstractContextManager[Any]]
 # Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "H20": 148e12, "MI300X": 1307e12,
     "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
 }  # fmt: skip
-
-
-Around = Callable[[Path], AbstractContextManager[Any]]
 
 
 @contextmanager

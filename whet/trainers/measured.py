@@ -24,9 +24,11 @@ NAME = "rank"
 class MeasuredWorker(Worker):
     """A rank that measures its process and those that it started, and records its operators when asked."""
 
+    _recorder: profile.profile  # of the step that is profiled
+
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
-        self._meter, self._recorder = profile.SystemMeter(name=NAME), profile.recorder()  # not started
+        self._meter = profile.SystemMeter(name=NAME)
 
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,8 @@ class TrainWorker(EngineWorker):
         self.settings = settings
         self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
         self._outlets: dict[Way, Outlet] = {}
-        self._flops, self._outline = 0.0, cache(partial(Outline, settings))  # operations since they were last asked for
+        self._flops = 0.0  # operations of updates since they were last asked for
+        self._outline = Outline(settings) if profile.peak_flops() else None
         self.start: dict[str, Any] | None = None
         if settings.lora is not None:
             self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
@@ -86,8 +86,8 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: DataProto, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
-        if profile.peak_flops():  # ranks that share rows are taken to share their work evenly
-            self._flops += training_flops(self._outline(), batch) * self.dp_size / self.world_size
+        if self._outline is not None:  # ranks that share rows are taken to share their work evenly
+            self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
         return self.engine.update(narrowed(batch, objective), objective)
 
     @register(concurrent=True)

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -51,6 +52,7 @@ from whet.rollout.servers import engine as servers_engine
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.servers.parts import in_parts
 from whet.rollout.servers.process import free_port
+from whet.rollout.servers.weights import weights_file
 from whet.rollout.servers.words import end_of
 from whet.rollout.vllm import engine as engine_module, server as server_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
@@ -456,6 +458,15 @@ def test_an_update_that_broke_off_is_forgotten(start: Start) -> None:
     engine.load([("a", torch.ones(4))], version=4)
     assert engine.poll(0.0)[0].completion.finish_reason == "abort"
     assert generate(engine, [request(fake.QUICK)])[0].versions == ((4, 5),)
+
+
+def test_names_that_do_not_fit_into_the_file_write_over_no_weight() -> None:
+    weights = [(f"layers.{number}.weight", torch.ones(2)) for number in range(100)]
+    said = r"shapes of 100 weights take \d+ bytes, .* has room for 4088; set rollout.engine.options.weight_transfer=ipc"
+    with pytest.raises(WeightSyncError, match=said), weights_file(weights, header_bytes=2**12):
+        pass
+    with weights_file(weights, header_bytes=2**14) as path:
+        assert torch.equal(load_file(path)["layers.99.weight"], torch.ones(2))
 
 
 def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ class WeightsFile:
     def finish(self) -> None:
         """Writes the header, behind which the weights lie: the file is whole."""
         text = json.dumps(self._header).encode().ljust(self._header_bytes - 8)
+        if len(text) + 8 > self._header_bytes:
+            raise WeightSyncError(
+                f"the names and shapes of {len(self._header)} weights take {len(text)} bytes, and their file for the "
+                f"server has room for {self._header_bytes - 8}; set rollout.engine.options.weight_transfer=ipc"
+            )
         _write(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0, self._folder)
 
     def close(self) -> None:
