@@ -40,7 +40,7 @@ def daemon(file):
         "time.sleep(1000)\\n"
     )
     subprocess.run([sys.executable, "-c", code])
-    while not os.path.exists(file): time.sleep(0.01)
+    while not (os.path.exists(file) and os.path.getsize(file)): time.sleep(0.01)
 
 def compute_score(solution_str, ground_truth):
     """What an answer says is done."""
