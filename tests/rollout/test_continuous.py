@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import re
+import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +23,7 @@ from whet.errors import DeadlineError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
-from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
+from whet.rollout.continuous import SWITCH_SECONDS, BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Admitted, Filter, HandOut, Start, Stream
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.stream import Rollouts
@@ -393,6 +394,13 @@ def test_a_run_says_which_part_the_others_waited_for(
     seconds = {name: float(number) for name, number in re.findall(r"(\w+) ([\d.]+) s", line)}
     assert seconds.keys() == {"sampling", "environments", "rewards", "training"}
     assert seconds[part] > 0.7 and sum(seconds.values()) - seconds[part] < 0.5 * seconds[part]
+
+
+def test_the_loop_and_the_thread_take_turns_often_until_the_run_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    before = sys.getswitchinterval()
+    with continuous(tokenizer, "4"):
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    assert sys.getswitchinterval() == before == pytest.approx(0.005)
 
 
 def test_a_validation_runs_beside_the_stream(tokenizer: PreTrainedTokenizerBase) -> None:
