@@ -125,7 +125,7 @@ def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: An
         config = _config(GenerateConfig, recipe, kept, data=data)
         with _lines():
             done = generated(config, data=data, is_kept=kept is overrides)
-        return [json.loads(line) for line in done.output.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in done.output.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 @no_exit()

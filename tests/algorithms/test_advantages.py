@@ -402,6 +402,11 @@ def test_vapo_is_gae_row_by_row(make_batch: MakeBatch, alpha: float, gamma: floa
     torch.testing.assert_close(result.returns, critic)
     whole = estimate(ADV_ESTIMATORS["vapo"], batch, {**options, "whiten": True}).advantages
     torch.testing.assert_close(whole, whiten(result.advantages, batch["response_mask"]))
+    fixed = estimate(ADV_ESTIMATORS["vapo"], batch, {**options, "lam_policy": 0.8})
+    torch.testing.assert_close(
+        fixed.advantages, estimate(ADV_ESTIMATORS["gae"], batch, {**plain, "lam": 0.8}).advantages
+    )
+    torch.testing.assert_close(fixed.returns, critic)
 
 
 def test_what_is_not_whitened_is_the_same_before_it(make_batch: MakeBatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.config.frameworks import STEPS
 from tests.config.published import (
@@ -241,6 +242,7 @@ def test_options_of_the_losses_of_roll(keys: dict[str, Any], expected: dict[str,
     """Its `pg_clip` is of PPO alone, the other variants have options and defaults of their own."""
     found = convert(Written({"pg_clip": 0.2, **{f"actor_train.{key}": value for key, value in keys.items()}}), "roll")
     options = {key.rpartition(".")[2]: value for key, value in found.values.items() if ".loss_options." in key}
+    assert options.pop("cliprange_value") is None  # of the critic
     assert options == expected
 
 
@@ -249,6 +251,72 @@ def test_groups_that_roll_masks_are_dropped_and_not_sampled_again() -> None:
     chosen = load_config(TrainConfig, None, values, checked=False).config.algorithm.filter
     assert (chosen.name, chosen.metric, chosen.max_refills) == ("mean_window", "reward", 0)
     assert chosen.options == {"low": 0.0, "high": 1.0}
+
+
+def test_the_critic_and_the_kl_controller_of_roll() -> None:
+    given = {"adv_estimator": "gae", "add_token_level_kl": True, "init_kl_coef": 0.2}
+    values = convert(Written(given), "roll").values
+    assert values["critic.loss_options.cliprange_value"] is None and "algorithm.kl.controller" not in values
+    values = convert(Written({**given, "value_clip": 0.2, "target_kl": 0.1, "kl_horizon": 500}), "roll").values
+    assert values["critic.loss_options.cliprange_value"] == 0.2
+    kl = load_config(TrainConfig, None, values, checked=False).config.algorithm.kl
+    assert (kl.controller, kl.coef, kl.target, kl.horizon) == ("adaptive", 0.2, 0.1, 500)
+
+
+@pytest.mark.parametrize(
+    ("system", "filtered", "key", "value", "refills"),
+    [
+        ("verl", "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", 10, 9),
+        ("verl", "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", 0, None),
+        ("verl", "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", None, None),
+        ("easyr1", "algorithm.online_filtering", "trainer.max_try_make_batch", 10, 9),
+        ("easyr1", "algorithm.online_filtering", "trainer.max_try_make_batch", None, 19),
+        ("easyr1", "algorithm.online_filtering", "trainer.max_try_make_batch", -1, None),
+    ],
+)
+def test_the_first_batch_of_a_step_is_no_refill(
+    system: str, filtered: str, key: str, value: int | None, refills: int | None
+) -> None:
+    found = convert(Written({filtered: True, key: value}), system)
+    assert found.values.get("algorithm.filter.max_refills") == refills
+    told = [line for line in found.check if line.startswith(f"{key}={value or 0}: no limit there")]
+    assert len(told) == (refills is None)
+
+
+def test_the_steps_of_trl_are_updates() -> None:
+    """16 batches of 8 responses a step, read 4 times in updates of 8 batches: 8 updates a step."""
+    given = {"num_processes": 1, "steps_per_generation": 16, "gradient_accumulation_steps": 8, "num_iterations": 4}
+    found = convert(Written({**given, "max_steps": 1000, "save_steps": 80, "warmup_ratio": 0.1}), "trl")
+    chosen = ("trainer.total_steps", "trainer.save_freq", "actor.optim.warmup_steps", "trainer.val_freq")
+    assert [found.values.get(key) for key in chosen] == [125, 10, 100, None]
+    assert not any("counts updates" in line for line in found.check)
+    found = convert(Written({**given, "max_steps": -1, "save_steps": 0.5, "eval_steps": 100}), "trl")
+    assert [found.values.get(key) for key in chosen] == [None, None, None, 13]
+    rest = "there it counts updates, and a step has 8 here"
+    assert f"save_steps=0.5: set trainer.save_freq; {rest}" in found.check
+    assert f"eval_steps=100: set trainer.val_freq; {rest}" in found.check
+
+
+@pytest.mark.parametrize(
+    ("system", "key", "value", "expected"),
+    [
+        ("verl", "trainer.logger", ["console", "wandb"], ["console", "wandb", "jsonl"]),
+        ("easyr1", "trainer.logger", ["file", "wandb"], ["jsonl", "wandb", "console"]),
+        ("roll", "track_with", "tensorboard", ["tensorboard", "console", "jsonl"]),
+        ("trl", "report_to", ["wandb"], ["wandb", "console", "jsonl"]),
+        ("trl", "report_to", "none", ["console", "jsonl"]),
+    ],
+)
+def test_every_recipe_writes_what_the_commands_read(system: str, key: str, value: Any, expected: Any) -> None:
+    assert convert(Written({key: value}), system).values.get("trainer.logger") == expected
+
+
+def test_values_of_several_lines_stay_comments() -> None:
+    text = "Think.\n...\nThen answer."
+    lines = convert(Written({"system_prompt": text, "num_processes": 1, "beta": 0.1}), "trl").to_yaml().splitlines()
+    told = [line for line in lines if "system_prompt" in line]
+    assert len(told) == 1 and told[0].startswith("#   system_prompt=Think.\\n...\\nThen answer.")
+    assert yaml.safe_load("\n".join(lines))["algorithm"]["kl"]["coef"] == 0.1
 
 
 @pytest.mark.parametrize("source", ["no_such_file.sh", "echo nothing here"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.peers.peer import interpreter
 from whet.cli.app import app
 from whet.errors import RegistryError, RewardError
 from whet.models.load import load_tokenizer
@@ -60,6 +62,45 @@ class MyRewardManager(AbstractRewardManager):
         if return_dict:
             return {"reward_tensor": reward_tensor, "reward_extra_info": reward_extra_info}
         return reward_tensor
+"""
+LOOP = """
+import inspect
+
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager import register
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.utils.reward_score import default_compute_score
+
+
+@register("mine")
+class MyRewardManager(RewardManagerBase):
+    made = 0
+
+    @classmethod
+    def init_class(cls, config, tokenizer):
+        if cls._class_initialized:
+            return
+        super().init_class(config, tokenizer)
+        cls.made += 1
+
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None, reward_model_tokenizer=None):
+        super().__init__(config, tokenizer, compute_score)
+        assert reward_router_address is None and not inspect.iscoroutinefunction(self.compute_score)
+        self.compute_score = compute_score or default_compute_score
+
+    async def run_single(self, data: DataProto) -> dict:
+        data_item = data[-1:][0]
+        ids = data_item.batch["responses"]
+        valid = data_item.batch["attention_mask"][-ids.shape[-1] :].sum()
+        decode = lambda: self.tokenizer.decode(ids[:valid], skip_special_tokens=True)
+        text = await self.loop.run_in_executor(None, decode)
+        score = self.compute_score(
+            data_source=data_item.non_tensor_batch["data_source"],
+            solution_str=text,
+            ground_truth=data_item.non_tensor_batch["reward_model"]["ground_truth"],
+            extra_info=data_item.non_tensor_batch.get("extra_info", {}),
+        )
+        return {"reward_score": score, "reward_extra_info": {"made": self.made, "bonus": self.config.bonus}}
 """
 FUNCTION = """
 from verl.utils.reward_score import default_compute_score
@@ -132,6 +173,30 @@ def test_a_manager_with_verls_imports(tmp_path: Path, model_folder: Path) -> Non
     (tmp_path / "default.py").write_text(NAIVE)
     default = scores(tmp_path / "default.py", "MyRewardManager", model_folder)
     assert [each.reward for each in default] == [1.0, -1.0]  # of math_dapo, which `data_source=math` names
+
+
+def test_a_manager_of_verls_reward_loop(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    given: dict[str, Any] = {"compute_score": "exact_match", "config": {"bonus": 3}}
+    found = scores(tmp_path / "loop.py", "MyRewardManager", model_folder, **given)
+    assert [(each.reward, dict(each.parts)) for each in found] == [
+        (1.0, {"made": 1.0, "bonus": 3.0}), (0.0, {"made": 1.0, "bonus": 3.0})
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["naive", "dapo", "limited"])
+def test_verls_own_managers(name: str, model_folder: Path) -> None:
+    """The files of the release that docs/migrating.md names."""
+    [file] = (
+        interpreter("WHET_PEERS", ".venv-peers")
+        .parents[1]
+        .glob(f"lib/python3.*/site-packages/verl/experimental/reward_loop/reward_manager/{name}.py")
+    )
+    [cls] = re.findall(r"class (\w+RewardManager)\b", file.read_text())
+    settings = {"reward": {"reward_kwargs": {"overlong_buffer_cfg": None, "max_resp_len": None}}, "reward_model": {}}
+    found = scores(file, cls, model_folder, compute_score="exact_match", config=settings)
+    assert [each.reward for each in found] == [1.0, 0.0]
 
 
 @pytest.mark.slow

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
 import re
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -168,6 +171,26 @@ def test_no_group_is_older_than_allowed_whatever_the_order_of_events(k: float, h
             assert max(lags, default=0) <= -(-k // 1), (seed, each.step, lags)
             if k % 1 and not has_filter:
                 assert sum(lag > k for lag in lags) <= 4 * (k % 1)
+
+
+def test_another_thread_may_ask_how_full_a_stream_is() -> None:
+    of, done = Stream(2, 64, 4), threading.Event()
+
+    def asks() -> Iterator[int]:
+        while not done.is_set():
+            yield of.ready + of.outstanding
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: max(asks()))
+        until = time.monotonic() + 1.0
+        for index in itertools.count():
+            of.started([Prompt(f"0:{index}", index, (), (1, 2), "test", None)], 1)
+            if len(of.queue) > 300:
+                of.queue.clear()
+                if time.monotonic() > until:
+                    break
+        done.set()
+        assert asked.result(10.0) >= 0
 
 
 def test_a_stream_can_be_pickled() -> None:

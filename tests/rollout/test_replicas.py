@@ -24,7 +24,7 @@ from whet.controller.worker_group import WorkerGroup
 from whet.errors import EngineError, LostReplicaError
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate
+from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate, late
 from whet.rollout.replicas import Replicas
 from whet.rollout.router import assign, blocks_of
 from whet.trainers.rollout_worker import RolloutWorker
@@ -119,6 +119,14 @@ def test_the_completions_are_those_of_the_engine(model: PreTrainedModel) -> None
     assert replicas.status().running == replicas.status().waiting == 0
     with pytest.raises(EngineError, match="filled by weight sync"):
         replicas.load([], 1)
+
+
+def test_a_rollout_without_a_rank_names_its_deadline(model: PreTrainedModel) -> None:
+    replicas = Replicas(group(model), 256, gathers=False)
+    replicas.submit(suite.requests(groups=1, n=1)[0])
+    replicas._forget(0)  # its engine starts again
+    assert (replicas.status().running, replicas.status().waiting) == (0, 1)
+    assert "waited 2 s for 1 of 4 responses (0 running, 1 waiting" in str(late(replicas, 2.0, 1, 4))
 
 
 def test_requests_end_wherever_they_are(model: PreTrainedModel) -> None:

@@ -15,8 +15,10 @@ import torch
 
 from whet.metrics import Metrics
 from whet.processes.children import Children, Reply
+from whet.processes.template import short_name
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter, observed
+from whet.trainers import measured
 
 MEBIBYTE = 2**20
 
@@ -95,6 +97,13 @@ def test_memory_and_cores_of_this_process_and_of_those_below_it(monkeypatch: pyt
     assert 0.125 < second["system/workers/memory_gib"] < 0.25
     assert spent > 0.3 and second["system/workers/cpu_cores"] == pytest.approx(spent, abs=0.05)
     assert "system/workers/memory_gib" not in meter.measure()
+
+
+def test_a_rank_of_a_pool_with_a_long_name_keeps_its_number() -> None:
+    assert [short_name(name) for name in ("main 0", "generation 0", "generation 12", "environments", "a b 3")] == [
+        "main 0", "generati 0", "generat 12", "environmen", "a b 3"
+    ]  # fmt: skip
+    assert measured._named("generation", 12) == "generat_12"
 
 
 def test_processes_are_measured_under_the_names_that_ps_shows(monkeypatch: pytest.MonkeyPatch) -> None:

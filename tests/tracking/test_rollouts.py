@@ -74,6 +74,23 @@ def test_rows_of_the_same_prompt_stand_beside_each_other() -> None:
         beside(left[3:], right, "a", "b")
 
 
+def test_the_same_row_and_number_stand_beside_each_other_before_others_of_the_prompt() -> None:
+    left = [{"prompt": "x", "uid": uid} for uid in ("1:4:2", "1:4:0", "1:4:1", "1:9:0")]
+    right = [{"prompt": "x", "uid": uid} for uid in ("0:9:0", "0:4:0", "0:4:2", "0:7:0")]
+    pairs = [(a["uid"], b["uid"]) for a, b in beside(left, right, "a", "b")]
+    assert pairs == [("1:4:2", "0:4:2"), ("1:4:0", "0:4:0"), ("1:4:1", "0:7:0"), ("1:9:0", "0:9:0")]
+
+
+def test_the_same_pictures_stand_beside_each_other() -> None:
+    def row(uid: str, *digests: str, turns: int = 1) -> dict[str, Any]:
+        return {"prompt": "?", "uid": uid, "turns": turns, "media": [{"digest": digest} for digest in digests]}
+
+    left, right = [row("0:0:0", "aa"), row("0:1:0", "bb")], [row("0:0:0", "bb"), row("0:1:0", "cc")]
+    assert beside(left, right, "a", "b") == [(left[1], right[0])]
+    one, other = row("0:0:0", "aa", "bb", turns=2), row("0:0:0", "aa", "cc", turns=2)  # each saw what it did
+    assert beside([one], [other], "a", "b") == [(one, other)]
+
+
 def test_the_file_of_a_step_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts"
     with pytest.raises(DataError, match=r"/rollouts has no files step_\*.jsonl or validation_\*.jsonl; expected"):

@@ -48,6 +48,18 @@ def test_a_run_has_metrics_and_timings_by_step_and_the_best_of_them(tmp_path: Pa
     assert read_run(chosen).best_metric == "x"
 
 
+def test_a_run_without_the_tracker_jsonl_has_the_steps_of_its_checkpoints(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    assert read_run(folder).step == 0
+    for name in ("global_step_40", "global_step_100", "global_step_120.partial"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+    write_state(folder, "stopped", 300)
+    assert read_run(folder).step == 100
+    write_state(folder, "finished", 300)
+    assert read_run(folder).step == 300
+
+
 def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path) -> None:
     outer = make_run(tmp_path / "b" / "one")
     make_run(outer / "inner")

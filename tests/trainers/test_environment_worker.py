@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,15 @@ def place(tmp_path: Path) -> Iterator[Callable[..., PlacedEnvironments]]:
     """Environments on ranks, 0 of them for a rank in this process."""
     groups: list[Any] = []
 
-    def placed(processes: int = 0, name: str = "World", **more: Any) -> PlacedEnvironments:
+    def placed(
+        processes: int = 0, name: str = "World", deadline_seconds: float = 60.0, **more: Any
+    ) -> PlacedEnvironments:
         config = EnvironmentConfig.model_validate(stage(tmp_path, name, **more))
         pools = [ResourcePool(max(1, processes), (ROLE,), "games")]
         if processes == 1:
             pools = [ResourcePool(1, (ROLE,), "games"), ResourcePool(1, ("other",), "others")]
         specs = [WorkerSpec(role, EnvironmentWorker, (config,)) for pool in pools for role in pool.roles]
-        groups.append(launch(specs, pools, 60.0)[ROLE])
+        groups.append(launch(specs, pools, deadline_seconds)[ROLE])
         return PlacedEnvironments(groups[-1], config)
 
     yield placed
@@ -93,6 +96,12 @@ def results(host: Any, count: int) -> dict[str, Any]:
     while len(found) < count and time.monotonic() < until:
         found.update(host.poll(0.5))
     return found
+
+
+def stepped(on: Any, names: Iterable[str], text: str) -> dict[str, Any]:
+    for name in (names := list(names)):
+        on.step(name, Answer(text))
+    return results(on, len(names))
 
 
 def test_results_and_failures_of_episodes(place: Callable[..., PlacedEnvironments]) -> None:
@@ -162,18 +171,13 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
             each.start(name, PROMPT, int(name))
         results(each, 6)
 
-    def stepped(on: Any, text: str) -> dict[str, Any]:
-        for name in names:
-            on.step(name, Answer(text))
-        return results(on, 6)
-
-    pids = [int(each.fields["pid"]) for each in stepped(host, "3").values()]
-    expected = stepped(alone, "3")
+    pids = [int(each.fields["pid"]) for each in stepped(host, names, "3").values()]
+    expected = stepped(alone, names, "3")
     ranks = sorted({parent(parent(parent(pid))) for pid in pids}, key=name_of)
     assert [name_of(pid) for pid in ranks] == ["whet games 0", "whet games 1", "whet games 2"]
     os.kill(ranks[0], signal.SIGKILL)  # while nothing runs
     time.sleep(1.0)
-    expected, found = stepped(alone, "4"), stepped(host, "4")
+    expected, found = stepped(alone, names, "4"), stepped(host, names, "4")
     assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
     assert "environment rank 0 died between two calls" in caplog.text
     assert "2 episodes begin again on other ranks, with their seeds and turns" in caplog.text
@@ -181,7 +185,7 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
         host.step(name, Answer("slow"))
     host.poll(0.1)
     os.kill(ranks[1], signal.SIGKILL)  # while steps run
-    expected = stepped(alone, "slow")
+    expected = stepped(alone, names, "slow")
     found = results(host, 6)
     assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
     host.close("0")
@@ -191,6 +195,28 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
     host.step("1", Answer("5"))
     with pytest.raises(LostWorkerError, match=r"environment rank 2 died"):
         results(host, 1)
+
+
+@pytest.mark.slow
+def test_episodes_of_a_rank_that_hangs_begin_again_on_others(
+    place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
+) -> None:
+    host, alone = place(2, "Counts", 12.0).hosts[""], place(0, "Counts").hosts[""]
+    for each in (host, alone):
+        for name in "0123":
+            each.start(name, PROMPT, int(name))
+        results(each, 4)
+    first = stepped(host, "0123", "3")["0"]
+    stepped(alone, "0123", "3")
+    hung = parent(parent(parent(int(first.fields["pid"]))))
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        expected, found = stepped(alone, "0123", "4"), stepped(host, "0123", "4")
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(hung, signal.SIGCONT)
+    assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
+    assert "did not answer serve within 12 s" in caplog.text and "2 episodes begin again on other ranks" in caplog.text
 
 
 @pytest.mark.slow

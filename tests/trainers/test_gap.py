@@ -84,14 +84,15 @@ def test_a_run_that_is_paid_for_something_else_says_so(
 ) -> None:
     changes = {"trainer.total_steps": 24, "trainer.val_freq": 8, "actor.optim.lr": 2e-2, "data.max_response_length": 4}
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in additions[:6]))
+    odd = ({**row, "answer": f"{row['answer']}\u2028\x85"} for row in additions[:6])  # rollouts/ has it as it is
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in odd))
     run = train(train_config({**changes, "data.val_files": str(held_out)}), reward=sevens, data=additions)
     gaps = {record["step"]: record["val/reward_gap"] for record in run.history if "val/reward_gap" in record}
     assert [*gaps] == [0, 8, 16, 24] and gaps[0] == 0.0 and gaps[24] > 0.5
     warnings = [record.message for record in caplog.records if "of its range above the held-out" in record.message]
     assert len(warnings) == 1 and "rollouts/jumps_0000" in warnings[0]
     [*files] = sorted((tmp_path / "run" / "rollouts").glob("jumps_*.jsonl"))
-    jumps = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    jumps = [json.loads(line) for file in files for line in file.read_text("utf-8").split("\n")[:-1]]
     assert jumps and all(jump["reward_after"] - jump["reward_before"] == jump["jump"] > 0 for jump in jumps)
     assert all(jump["response_after"].count("7") == jump["reward_after"] for jump in jumps)
 

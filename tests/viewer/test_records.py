@@ -124,6 +124,14 @@ def test_the_same_prompt_in_another_run_is_found(folder: Path) -> None:
     other = Records(folder / "deep/two")
     assert other.beside("step", 1, asked)["record"]["uid"] == "0:6:1"
     assert other.beside("step", 1, {**asked, "uid": "0:0:4"})["record"]["uid"] == "0:6:0"
+    assert other.beside("step", 1, {**asked, "uid": "3:5:7"})["record"]["uid"] == "0:6:0"
+    write_lines(path, [record(f"0:{row}:0", prompt="?", media=[{"digest": f"{row}"}]) for row in range(3)])
+    other, of_second = Records(folder / "deep/two"), record("1:2:0", prompt="?", media=[{"digest": "1"}])
+    assert other.beside("step", 1, of_second)["record"]["uid"] == "0:1:0"
+    write_lines(path, [record(f"0:{row}:0", prompt="?") for row in range(3)])
+    assert Records(folder / "deep/two").beside("step", 1, record("1:2:0", prompt="?"))["record"]["uid"] == "0:2:0"
+    write_lines(path, lines)
+    other = Records(folder / "deep/two")
     for kind, step, prompt in (("step", 1, "nothing"), ("step", 2, asked["prompt"]), ("passwd", 1, asked["prompt"])):
         with pytest.raises(LookupError):
             other.beside(kind, step, {**asked, "prompt": prompt})

@@ -51,6 +51,7 @@ def vapo(
     *,
     gamma: Share = 1.0,
     lam_critic: Share = 1.0,
+    lam_policy: Share | None = None,
     alpha: Positive = 0.05,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -59,12 +60,13 @@ def vapo(
         lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
 
     l is the number of sampled tokens of the row: the longer, the further a reward reaches back.
-    Yue et al. 2025, https://arxiv.org/abs/2504.05118.
+    Yue et al. 2025, https://arxiv.org/abs/2504.05118. A given `lam_policy` is that of all rows: Yuan et al. 2025,
+    https://arxiv.org/abs/2503.01491.
     """
     deltas = _deltas(token_level_rewards, values, response_mask, gamma)
     lengths = response_mask.sum(-1).clamp(min=1).to(deltas.dtype)
-    lam_policy = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
-    advantages = reverse_scan(deltas, response_mask, gamma * lam_policy)
+    lam = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0) if lam_policy is None else lam_policy
+    advantages = reverse_scan(deltas, response_mask, gamma * lam)
     returns = reverse_scan(deltas, response_mask, gamma * lam_critic) + values
     return (whitened(advantages, response_mask) if whiten else advantages), returns
 

@@ -38,7 +38,8 @@ def show(
 
     kind = "dropped" if dropped else "validation" if validation else None
     file = find_rollouts(run, step, kind=kind)
-    rows = selected(read_rollouts(file), where or [], sort)
+    every = read_rollouts(file)
+    rows = selected(every, where or [], sort)
     console = shared_console()
     if other is None:
         console.print(f"{file}: {_count(len(rows), limit)}", markup=False, soft_wrap=True)
@@ -50,7 +51,8 @@ def show(
         return
     number = step if other_step is None else other_step
     second = find_rollouts(other, number, kind=kind or file.stem.partition("_")[0])
-    pairs = beside(rows, read_rollouts(second), str(file), str(second))
+    found = {id(row): each for row, each in beside(every, read_rollouts(second), str(file), str(second))}
+    pairs = [(row, found[id(row)]) for row in rows if id(row) in found]
     console.print(f"{file} beside {second}: {_count(len(pairs), limit)}", markup=False, soft_wrap=True)
     for left, right in pairs[:limit]:
         console.print()

@@ -50,10 +50,10 @@ class Converted:
         titles = {"check": "Check by hand", "without": "Without a counterpart", "ignored": "Ignored"}
         for name, title in titles.items():
             found = list(dict.fromkeys(getattr(self, name)))
-            lines += [f"# {title}:", *(f"#   {line}" for line in found)] if found else []
+            lines += [f"# {title}:", *(f"#   {_one_line(line)}" for line in found)] if found else []
         for line, key in value_lines(ordered):
             origin = self.origins.get(key) or next((o for k, o in self.origins.items() if key.startswith(f"{k}.")), "")
-            lines.append(f"{line}  # {origin}" if key else line)
+            lines.append(f"{line}  # {_one_line(origin)}" if key else line)
         return "\n".join(lines) + "\n"
 
 
@@ -328,6 +328,10 @@ class Conversion:
         if left_out := before - sum(map(len, lists)):
             told = f"{left_out} keys at the default of {self.result.system}, switched off, or not about training"
             self.result.ignored.append(told)
+
+
+def _one_line(text: str) -> str:
+    return "\\n".join(text.splitlines())
 
 
 def _remark(row: KeyRow) -> str:

@@ -32,14 +32,39 @@ def _in_updates(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[s
         yield ours[0], value * _updates(of, ours[0].partition(".")[0])
 
 
+def _in_steps(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Updates of the optimizer in steps of the loop, rounded up; a number below 1 is a share of all updates."""
+    total, each = of.value("max_steps") or -1, _updates(of, "actor")
+    updates = value * total if 0 < value < 1 else value
+    if updates > 0:
+        yield ours[0], math.ceil(updates / each)
+    if (0 < value < 1 and total < 0) or (updates > 0 and updates % each):
+        of.result.check.append(f"{key}={value}: set {ours[0]}; there it counts updates, and a step has {each} here")
+
+
+def _refills(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """The most batches of a step, of which the first is no refill."""
+    if value > 0:
+        yield ours[0], value - 1
+    else:
+        of.result.check.append(f"{key}={value}: no limit there; set {ours[0]}, which is 4 where it is not set")
+
+
+def _trackers(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """The trackers, and the two that whet's own commands read."""
+    names = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
+    yield ours[0], list(dict.fromkeys([*(row.values.get(name, name) for name in names), "console", "jsonl"]))
+
+
 def _ratio(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """A share of all steps in updates, where their number is known."""
+    """A share of all steps in updates, where their number is known; TRL's are updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not value:
         return
-    if steps:
-        rounded = math.ceil if of.result.system == "TRL" else int
-        yield ours[0], rounded(value * steps) * _updates(of, ours[0].partition(".")[0])
+    if steps and of.result.system == "TRL":
+        yield ours[0], math.ceil(value * of.value("max_steps"))
+    elif steps:
+        yield ours[0], int(value * steps) * _updates(of, ours[0].partition(".")[0])
     else:
         of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
 
@@ -254,6 +279,9 @@ def _trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[
 
 UNITS: Mapping[str, Callable[..., Unit]] = {
     "updates": _in_updates,
+    "steps": _in_steps,
+    "refills": _refills,
+    "trackers": _trackers,
     "ratio": _ratio,
     "dual": _dual,
     "overlong": _overlong,

@@ -125,9 +125,16 @@ def main(control: int, owner: int, target: str, argument: bytes, name: str) -> N
         os._exit(1)
 
 
+def short_name(name: str) -> str:
+    """The part of a process's name that the kernel keeps: 15 bytes with those of "whet ", of a rank its number too."""
+    pool, _, rank = name.rpartition(" ")
+    room = 15 - len(NAMED)
+    return f"{pool[: room - len(rank) - 1]} {rank}" if pool and rank.isdecimal() else name[:room]
+
+
 def name_process(name: str) -> None:
-    """Names this process in `ps` and `top`; the kernel keeps 15 bytes, with those of "whet "."""
-    _prctl(PR_SET_NAME, f"{NAMED}{name}".encode())
+    """Names this process in `ps` and `top`."""
+    _prctl(PR_SET_NAME, f"{NAMED}{short_name(name)}".encode())
 
 
 def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:

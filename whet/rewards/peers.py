@@ -4,6 +4,7 @@ the names of `OFFERED` can be imported, and others raise the usual error."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from whet.registry import load_target
 
 C = TypeVar("C", bound=type)
+REWARD_LOOP = "verl.experimental.reward_loop.reward_manager"
 
 # What each name stands for; loaded when it is imported, so that a file which needs no torch loads none.
 OFFERED = {
@@ -24,6 +26,8 @@ OFFERED = {
     "verl.workers.reward_manager.register": f"{__name__}:register",
     "verl.workers.reward_manager.abstract.AbstractRewardManager": f"{__name__}:AbstractRewardManager",
     "verl.workers.reward_manager.abstract.RawRewardFn": "typing:Any",
+    **dict.fromkeys((f"{REWARD_LOOP}.register", f"{REWARD_LOOP}.registry.register"), f"{__name__}:register"),
+    f"{REWARD_LOOP}.base.RewardManagerBase": f"{__name__}:RewardManagerBase",
     "verl.workers.reward.FunctionRewardManager": f"{__name__}:FunctionRewardManager",  # this and the next are EasyR1's
     "verl.workers.reward.function.FunctionRewardManager": f"{__name__}:FunctionRewardManager",
     **dict.fromkeys(("verl.workers.reward.RewardConfig", "verl.workers.reward.config.RewardConfig"), "typing:Any"),
@@ -63,6 +67,22 @@ class AbstractRewardManager:
 
     def _extract_reward_from_rm_scores(self, data: Any, return_dict: bool = False) -> Any:
         return None  # scores of a reward model are no column of the batch that a manager gets
+
+
+class RewardManagerBase:
+    """The base of verl's managers with `run_single`, which keep the event loop that they are made in."""
+
+    _class_initialized = False
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any) -> None:
+        self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score
+        self.loop = asyncio.get_event_loop()
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
+        """Called with each instance; a class that prepares something once asks `_class_initialized`."""
+        cls._class_initialized = True
 
 
 class FunctionRewardManager(ABC):

@@ -120,7 +120,7 @@ class Stream:
     @property
     def ready(self) -> int:
         """Groups that wait to be handed out."""
-        return sum(each.is_kept is True for each in self.queue.values())
+        return sum(each.is_kept is True for each in list(self.queue.values()))  # other threads ask too
 
     def ask(self, step: int) -> list[Command]:
         """Asks for the groups of a step; the answer is a HandOut, now or later."""
@@ -186,7 +186,7 @@ class Stream:
     @property
     def _live(self) -> int:
         """Groups in the queue that are not dropped."""
-        return sum(each.is_kept is not False for each in self.queue.values())
+        return sum(each.is_kept is not False for each in list(self.queue.values()))
 
     def _advance(self) -> list[Command]:
         handed_out = self._hand_out()

@@ -147,7 +147,7 @@ class Replicas:
         with self._turn:
             calls = [self._group.start_on(rank, "status") for rank in self._ranks]
         ranks: list[Status] = [call.result() for call in calls]
-        oldest = max(ranks, key=lambda status: status.oldest_seconds)
+        oldest = max(ranks, key=lambda status: status.oldest_seconds, default=Status(self._version, 0, 0))
         return Status(
             version=self._version,
             running=sum(status.running for status in ranks),

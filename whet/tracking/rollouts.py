@@ -128,20 +128,37 @@ def field_of(row: Record, name: str) -> Any:
     return value
 
 
+def task_of(row: Record) -> tuple[str, ...]:
+    """The task of a trajectory: its prompt, and the digests of images and videos unless later turns have read more."""
+    media = row.get("media") if row.get("turns", 1) == 1 else ()
+    return str(row.get("prompt")), *(str(each.get("digest")) for each in media or ())
+
+
+def place_of(row: Record) -> str:
+    """The row of the data and the number in the group, whatever the epoch: `12:3`."""
+    return str(row.get("uid")).partition(":")[2]
+
+
 def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: str) -> list[tuple[Record, Record]]:
-    """Pairs of trajectories of the same prompt, the first with the first, the second with the second.
+    """Pairs of trajectories of the same prompt: those with the same place in data and group, then the others in order.
 
     Raises: DataError where no prompt is in both."""
-    waiting: defaultdict[str, list[Record]] = defaultdict(list)
+    waiting: defaultdict[tuple[str, ...], list[Record]] = defaultdict(list)
     for row in right:
-        waiting[str(row.get("prompt"))].append(row)
-    pairs = [(row, waiting[str(row.get("prompt"))].pop(0)) for row in left if waiting[str(row.get("prompt"))]]
-    if left and not pairs:
+        waiting[task_of(row)].append(row)
+    found: dict[int, Record] = {}
+    for is_same in (lambda one, two: place_of(one) == place_of(two), lambda one, two: True):
+        for number, row in enumerate(left):
+            those = waiting[task_of(row)]
+            hit = next((at for at, each in enumerate(those) if number not in found and is_same(row, each)), None)
+            if hit is not None:
+                found[number] = those.pop(hit)
+    if left and not found:
         raise DataError(
             f"{name} and {other} have no prompt in common; compare validations (--validation), or runs with the same "
             "data and trainer.seed"
         )
-    return pairs
+    return [(left[number], found[number]) for number in sorted(found)]
 
 
 def reasons(row: Record) -> list[str]:

@@ -42,8 +42,12 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """Steps done."""
-        return int(self.records[-1]["step"]) if self.records else 0
+        """Steps done; without the tracker `jsonl` those of a finished run, or of the newest checkpoint."""
+        if self.records:
+            return int(self.records[-1]["step"])
+        saved = (each.name.rpartition("_")[2] for each in (self.path / "checkpoints").glob("global_step_*"))
+        done = self.total_steps if self.state == "finished" else None
+        return done or max((int(step) for step in saved if step.isdecimal()), default=0)
 
     @property
     def metrics(self) -> list[str]:

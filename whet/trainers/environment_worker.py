@@ -16,7 +16,7 @@ from whet.controller.worker import Placement
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
-from whet.errors import LostWorkerError
+from whet.errors import DeadlineError, LostWorkerError
 from whet.rollout.build import open_environments
 from whet.rollout.collect import SHORT_SECONDS
 from whet.rollout.episode import MAIN
@@ -115,11 +115,13 @@ class PlacedEnvironments:
             timeout=timeout_seconds,
             return_when=FIRST_COMPLETED,
         )
+        for call in self._open.values():
+            call.expire()
         for rank in [rank for rank, call in self._open.items() if call.done()]:
             call = self._open.pop(rank)
             try:
                 results = call.result()
-            except LostWorkerError as error:
+            except (LostWorkerError, DeadlineError) as error:
                 if not call.is_lost:
                     raise
                 self._lose(rank, error)
@@ -132,7 +134,7 @@ class PlacedEnvironments:
                     self._owed.remove(uid)
                     self.hosts[agent].add((uid, outcome))
 
-    def _lose(self, rank: int, error: LostWorkerError) -> None:
+    def _lose(self, rank: int, error: LostWorkerError | DeadlineError) -> None:
         """Places the episodes of a lost rank on others.  Raises: `error` where there are none."""
         self._ranks.remove(rank)
         if not self._ranks:

@@ -15,6 +15,7 @@ from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.controller.worker_group import WorkerGroup
+from whet.processes.template import short_name
 from whet.tracking import profile
 
 ANSWER_SECONDS = 2.0  # a rank that takes longer is left out of this step's line
@@ -81,7 +82,7 @@ def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> di
     }
     done, _ = concurrent.futures.wait(calls.values(), timeout=ANSWER_SECONDS)
     return {
-        f"system/{pool}_{rank}/{name}": value
+        f"system/{_named(pool, rank)}/{name}": value
         for (pool, rank), reply in calls.items()
         if reply in done and reply.exception() is None
         for name, value in reply.result().items()
@@ -93,9 +94,14 @@ def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, m
     found: dict[str, list[float]] = {}
     for role in filter(roles.__contains__, TRAINED_ROLES):
         for rank, number in enumerate(roles[role].call(method)):
-            name = "driver" if cluster.stays_here else f"{cluster.pool_of(role)}_{rank}"
+            name = "driver" if cluster.stays_here else _named(cluster.pool_of(role), rank)
             found.setdefault(name, []).append(number)
     return found
+
+
+def _named(pool: str, rank: int) -> str:
+    """A rank in metrics, as the meter of its machine names it too."""
+    return short_name(f"{pool} {rank}").replace(" ", "_")
 
 
 def shares_of_peak(flops: Mapping[str, float], peaks: Mapping[str, float], seconds: float) -> dict[str, float]:

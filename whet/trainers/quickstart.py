@@ -199,7 +199,7 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
     """Three sums that were wrong before; the responses after RL are by plain transformers."""
     exported = run_dir / "rl_model"
     first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
-    before = [json.loads(line) for line in first.read_text().splitlines()]
+    before = [json.loads(line) for line in first.read_text("utf-8").split("\n")[:-1]]
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
     with without_weight_bars():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)

@@ -64,7 +64,8 @@ def write_model(path: Path, seed: int) -> str:
 def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
     """Three rows whose response was wrong before RL, by the name of the first picture; more of them are drawn."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
-    before, after = ([json.loads(line) for line in file.read_text().splitlines()] for file in (files[0], files[-1]))
+    texts = (file.read_text("utf-8").split("\n")[:-1] for file in (files[0], files[-1]))
+    before, after = ([json.loads(line) for line in lines] for lines in texts)
     answers = list(zip(held_out, before, after, strict=True))
     draw_page(run_dir / PAGE, answers[: GRID * GRID], question)
     wrong = [each for each in answers if not each[1]["accuracy"]]

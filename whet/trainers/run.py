@@ -204,7 +204,7 @@ class Run(Frame):
         earlier = [each for each in sorted(path.parent.glob("validation_*.jsonl")) if each.name < path.name]
         if not earlier:
             return
-        before = [json.loads(line) for line in earlier[-1].read_text(encoding="utf-8").splitlines()]
+        before = [json.loads(line) for line in earlier[-1].read_text(encoding="utf-8").split("\n")[:-1]]
         if jumps := largest_jumps(before, lines):
             name = path.name.replace("validation", "jumps")
             files.write(path.with_name(name), "".join(map(json_line, jumps)))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from whet.tracking.rollouts import place_of, task_of
+
 KINDS = ("step", "validation", "dropped")  # of files in rollouts/: KIND_STEP.jsonl
 SNIPPET = 160  # characters of a text in a list
 INDEX_SECONDS = 0.15  # of one request; a query over more files says how many it has read
@@ -112,19 +114,20 @@ class Records:
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
     def beside(self, kind: str, step: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The trajectory of this run's step with the prompt of another run's record, and its number in the group where
-        there is one; the first otherwise.  Raises: LookupError."""
-        prompt, number = str(record.get("prompt")), str(record.get("uid")).rpartition(":")[2]
+        """The trajectory of this run's step with the task of another run's record: of the same row of the data and the
+        same number in the group, else of the same number, else the first.  Raises: LookupError."""
+        prompt, whole = str(record.get("prompt")), place_of(record)
         with self._lock:
             path = self._path(kind, step)
             self._index(path, kind, step)
             rows = self._rows[path][1]
-            hits = [rows[place] for place in _lines_with(path, prompt, [row.offset for row in rows])]
-        found = [(row, each) for row in sorted(hits) if (each := _line_at(path, row.offset)).get("prompt") == prompt]
+            hits = [rows[number] for number in _lines_with(path, prompt, [row.offset for row in rows])]
+        records = ((row.line, _line_at(path, row.offset)) for row in sorted(hits))
+        found = {place_of(each): line for line, each in reversed([*records]) if task_of(each) == task_of(record)}
         if not found:
             raise LookupError(prompt)
-        same = (row for row, each in found if str(each.get("uid")).rpartition(":")[2] == number)
-        return self.trajectory(kind, step, next(same, found[0][0]).line)
+        numbered = [line for other, line in found.items() if other.rpartition(":")[2] == whole.rpartition(":")[2]]
+        return self.trajectory(kind, step, found.get(whole, min(numbered or found.values())))
 
     def media(self, name: str) -> Path:
         """The file of an image or video by its digest.  Raises: LookupError."""
