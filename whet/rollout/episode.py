@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from whet.data.chat import assistant_message, check_message
 from whet.environments.protocol import Answer, Observation, Result, Task
-from whet.errors import TextError
+from whet.errors import TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
@@ -30,7 +30,9 @@ class Codec(Protocol):
         ...
 
     def calls(self, token_ids: Sequence[int], turn: int) -> Sequence[Mapping[str, Any]]:
-        """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one."""
+        """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one.
+
+        Raises: ToolError where the parser raises."""
         ...
 
     def read(self, observation: Observation) -> Observation:
@@ -209,7 +211,12 @@ class Episode:
             return [Sample(self.id, self._request())]
         self._partial, self._attempt, self._noted = None, 0, None
         text, read, context = self.rules.codec.decode(whole.token_ids), self._read, self._context
-        calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+        calls: tuple[Mapping[str, Any], ...] = ()
+        failure: Failure | None = None
+        try:
+            calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+        except ToolError as error:
+            failure = Failure("tool", str(error))
         sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # clients ask for it
         turn = Turn(
             context.token_ids,
@@ -225,6 +232,8 @@ class Episode:
         self.turns.append(turn)
         self.messages.append(assistant_message(text, calls))
         self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
+        if failure is not None:
+            return self._end(failure)
         return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
