@@ -60,7 +60,7 @@ class Limits:
     max_turns: int = 8
     max_turn_tokens: int | None = None
     max_episode_tokens: int | None = None  # sampled in all turns
-    max_context_tokens: int | None = None  # of a conversation that replaces the one before
+    max_context_tokens: int | None = None  # of a conversation before its first turn
     fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with what it has
 
 
@@ -353,15 +353,19 @@ class Episode:
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode where there is no room for a turn; else nothing."""
+        """Ends the episode where there is no room for a turn, or a conversation begins with too many tokens; else
+        nothing. A prompt that nothing was added to is as long as the data may have it."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
-        if self._read.context == "replace" and most is not None and length > most:
-            what = f"the environment's messages have {length} tokens, more than data.max_prompt_length={most}"
+        is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
+        if most is not None and length == self._context.row_start > most and not is_given:
+            before = "" if self._read.context == "replace" else f"the {'task' if self.agent else 'prompt'} and "
+            what = f"{before}the environment's messages have {length} tokens, more than data.max_prompt_length={most}"
         elif self._row_left < 1:
             what = f"the environment's messages leave no room: turns and messages have {length} tokens"
         else:
             return [] if self._most_tokens > 0 else self._end(limit="tokens")
         hint = "shorten them, raise the limit, or set environment.on_overflow=truncate"
+        hint = hint if self.turns else "shorten them, or raise the limit"  # without a turn there is nothing to keep
         return self._stop("overflow", Failure("environment", f"{what}; {hint}"))
 
     def _request(self) -> Request:
