@@ -256,6 +256,14 @@ def test_a_template_that_shows_no_tools() -> None:
     wrong("chat template without tools", str(raised.value))
 
 
+def test_a_parser_that_raises(tokenizer: PreTrainedTokenizerBase) -> None:
+    tools = toolbox_of(EnvironmentConfig(tools=["calculator"], tool_parser="own.py:broken"))
+    assert tools is not None
+    with pytest.raises(WhetError) as raised:
+        tools.calls(tokenizer, [1], 0)
+    wrong("parser of calls that raises", str(raised.value))
+
+
 def test_an_adapter_is_no_reward_model() -> None:
     Path("lora").mkdir()
     Path("lora/adapter_config.json").write_text("{}")
@@ -756,6 +764,10 @@ def test_environments_that_the_config_checks_refuse(situation: str, environment:
 REFUSED = {
     "options that an environment refuses": ("whet_environments.sokoban:Sokoban", {"boxes": 20}),
     "unknown environment of gymnasium": ("gymnasium", {"env_id": "NoSuch-v0"}),
+    "arguments that gymnasium's environment refuses": (
+        "gymnasium",
+        {"env_id": "FrozenLake-v1", "kwargs": {"map_siz": 4}},
+    ),
     "no Chromium": ("whet_environments.browser.environment:Browser", {"chromium": "/nowhere"}),
 }
 
@@ -818,6 +830,10 @@ def test_what_ends_an_episode(qwen25_folder: Path, tokenizer: PreTrainedTokenize
         return str(episode.on_observation(observation)[-1].trajectory.failure)  # type: ignore[union-attr]
 
     wrong("observation longer than the context", ended(Observation(False, (Message("user", "long" * 9),))))
+    short = replace(rules, limits=replace(rules.limits, max_context_tokens=10))
+    episode = Episode(Prompt("0:0", 0, (Message("user", "?"),), (1,), "", None), 0, short)
+    opened = episode.on_observation(Observation(False, (Message("user", "long" * 9),)))
+    wrong("conversation that begins too long", str(opened[-1].trajectory.failure))  # type: ignore[union-attr]
     wrong("task for an unknown sub-agent", ended(Observation(False, tasks=(Task("searcher", ()),))))
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (

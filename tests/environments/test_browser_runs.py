@@ -42,7 +42,7 @@ def records(tmp_path: Path, *changes: str) -> list[dict[str, Any]]:
         "data.prompt_key=prompt",
         "data.apply_chat_template=false",
         "data.train_batch_size=2",
-        "data.max_prompt_length=16",
+        "data.max_prompt_length=4000",
         "data.max_response_length=4000",
         "rollout.n=4",
         "environment.max_turns=3",

@@ -8,6 +8,7 @@ import pytest
 
 from whet.environments.check import Plan, check
 from whet.environments.gym import Gymnasium
+from whet.environments.host import open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Running, at_once
 from whet.errors import ConfigError
@@ -111,6 +112,61 @@ def test_blackjack_pays_as_gymnasium_does(begun: Callable[..., Call]) -> None:
         if not ends:
             stuck, (_, reward, ends, _, _) = turn("I stick"), env.step(0)
             assert stuck.done and (stuck.reward, stuck.fields) == (reward, {"success": float(reward > 0)})
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("0", 24),
+        ("1.", 36),
+        ("Not 3, but 0.", 24),
+        ("3-0", 36),
+        *[(text, None) for text in ("-1", "2.5", ".0", "1.0", "0 or 7", "10", "0x", "--0", "2.5x", "up", "")],
+    ],
+)
+def test_without_words_an_action_is_a_whole_number(begun: Callable[..., Call], text: str, state: int | None) -> None:
+    """From 36: 0 is up, 1 is right, the cliff, back to 36, and 3 is left, against the wall."""
+    turn = begun({"env_id": "CliffWalking-v1"})
+    found = turn(text)
+    if state is None:
+        assert found.messages[0].content == "There is no such action. Answer with one of: 0, 1, 2, 3"
+        assert found.fields == {"invalid": 1.0} and turn("0").messages[0].content == "24"
+    else:
+        assert (found.messages[0].content, "invalid" in found.fields) == (str(state), False)
+
+
+def test_a_negative_number_may_be_an_action(begun: Callable[..., Call]) -> None:
+    class Signed(gymnasium.Env):  # type: ignore[misc]
+        """Its actions are -1, 0 and 1, and its observation is their sum."""
+
+        action_space = gymnasium.spaces.Discrete(3, start=-1)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.sum = 0
+            return self.sum, {}
+
+        def step(self, action: int) -> Any:
+            self.sum += action
+            return self.sum, 0.0, False, False, {}
+
+    gymnasium.register("Signed-v0", lambda: Signed(), disable_env_checker=True)
+    turn = begun({"env_id": "Signed-v0"})
+    assert [turn(text).messages[0].content for text in ("-1", "I say -1", "1", "0")] == ["-1", "-2", "-1", "-1"]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "said"),
+    [("FrozenLake-v1", {"map_siz": 4}, "TypeError: "), ("FrozenLake-v1", {"map_name": "9x9"}, "")],
+)
+def test_arguments_that_the_environment_refuses(env_id: str, kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Gymnasium(env_id=env_id, kwargs=kwargs)
+    assert str(raised.value).startswith(f"environment.options.kwargs={kwargs} is refused by {env_id}: {said}")
+    host = open_host("gymnasium", {"env_id": env_id, "kwargs": kwargs})
+    try:
+        assert host.refusal().startswith(f"environment.options.kwargs={kwargs} is refused by {env_id}: {said}")
+    finally:
+        host.shutdown()
 
 
 def test_a_package_that_is_absent() -> None:

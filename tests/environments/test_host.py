@@ -232,9 +232,11 @@ def test_episodes_beyond_the_limit_wait_for_a_place(opened: Callable[..., Enviro
         host.start(uid, PROMPT, 0)
     assert wait_for(host, 2).keys() == {"a", "b"}
     assert host.poll(0.3) == []
+    assert host.begun() == ["a", "b"]
     host.close("d")  # it never had one
     host.close("a")
     assert wait_for(host, 1).keys() == {"c"}
+    assert host.begun() == ["c"] and host.begun() == []
     host.step("c", Answer("die"))
     assert isinstance(wait_for(host, 1)["c"], Failure)
     host.start("a", PROMPT, 0)  # its id is free again
@@ -266,7 +268,9 @@ def test_the_limit_of_episodes_holds_in_one_process_and_in_none(
     assert [uid for uid, _ in inline.poll(0.0)] == ["a", "b"]
     inline.close("c")
     assert inline.poll(0.0) == []
+    assert inline.begun() == ["a", "b"]
     inline.close("a")
+    assert inline.begun() == ["d"]
     inline.step("b", Answer("42"))
     assert inline.poll(0.0) == [("d", Observation(done=False)), ("b", Observation(done=True))]
 

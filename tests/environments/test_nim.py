@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from whet_environments.nim import Nim
 
+from whet.environments.host import open_host
 from whet.environments.protocol import Answer, Observation
+from whet.errors import ConfigError
 from whet.types import Message, Prompt
 
 PROMPT = Prompt("0:0", 0, (Message("user", ">"),), (1,), "test", None)
@@ -101,5 +103,10 @@ def test_the_seed_alone_decides() -> None:
 
 
 def test_sizes_that_have_no_character() -> None:
-    with pytest.raises(ValueError, match="found highest=36 and most=3; expected at most 35 and 9"):
+    with pytest.raises(ConfigError, match=r"environment\.options has highest=36 and most=3; expected at most 35 and 9"):
         Nim(highest=36)
+    host = open_host("whet_environments.nim:Nim", {"highest": 40})
+    assert host.refusal() == (
+        "environment.options has highest=40 and most=3; expected at most 35 and 9, which one character can write: "
+        "lower them"
+    )

@@ -80,6 +80,21 @@ class Spells:
     def reset(self, prompt, seed): return Observation(False)
     def step(self, answer): return Observation(True) if answer.text == "1" else say(self.text)
 
+class Opens:
+    """Its first message has `length` characters, that of its second player 20."""
+    def __init__(self, *, length, replaces=False): self.length, self.replaces = length, replaces
+    def reset(self, prompt, seed):
+        return say("1" * self.length, player="white", context="replace" if self.replaces else "append")
+    def step(self, answer):
+        return say("2" * 20, player="black")
+
+class Asks:
+    def __init__(self, *, length): self.length = length
+    def reset(self, prompt, seed): return Observation(False)
+    async def step(self, answer, context):
+        result = await context.run("1" * self.length, "worker")
+        return Observation(True, fields={"failure": str(result.failure)})
+
 class Talks:
     def __init__(self, *, replaces=False): self.replaces = replaces
     def reset(self, prompt, seed): return Observation(False)
@@ -244,6 +259,93 @@ def test_observations_without_room(play: Any) -> None:
     [replaced] = play("Talks", "1", options={"replaces": True}, limits=Limits(fails_at=fails, max_context_tokens=20))
     assert replaced.failure is not None
     assert "have 30 tokens, more than data.max_prompt_length=20" in replaced.failure.message
+
+
+def test_openings_without_room(play: Any) -> None:
+    """A prompt of 4 tokens is held to its limit by the data; 12 is the limit of the others, a token a character."""
+    fails = {"limits": Limits(fails_at=frozenset({"overflow"}), max_context_tokens=12, max_turns=1)}
+    for replaces, most in ((False, 8), (True, 12)):
+        [fits] = play("Opens", "1", options={"length": most, "replaces": replaces}, **fails)
+        assert fits.failure is None and fits.limit == "turns"
+        for limits in (fails, {"limits": Limits(max_context_tokens=12)}):  # without a turn there is nothing to keep
+            [failed] = play("Opens", "1", options={"length": most + 1, "replaces": replaces}, **limits)
+            assert str(failed.failure.message) == (
+                f"{'' if replaces else 'the prompt and '}the environment's messages have 13 tokens, more than "
+                "data.max_prompt_length=12; shorten them, or raise the limit"
+            )
+    [given] = play("Slow", "1", limits=Limits(max_context_tokens=3, max_turns=1))
+    assert given.failure is None and given.limit == "turns"
+
+
+def test_an_opening_of_another_player_without_room(play: Any) -> None:
+    most = {"max_context_tokens": 12}
+    [cut] = play("Opens", "1", options={"length": 8}, limits=Limits(**most))
+    assert cut.limit == "overflow" and [turn.player for turn in cut.turns] == ["white"]
+    [failed] = play("Opens", "1", options={"length": 8}, limits=Limits(fails_at=frozenset({"overflow"}), **most))
+    assert failed.failure is not None and failed.failure.message == (
+        "the prompt and the environment's messages have 24 tokens, more than data.max_prompt_length=12; shorten them, "
+        "raise the limit, or set environment.on_overflow=truncate"
+    )
+
+
+def test_a_task_without_room_is_a_result(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    play: Any,
+) -> None:
+    """The fixture `play` writes the file."""
+    for length, said in ((12, "None"), (13, "the task and the environment's messages have 13 tokens, more than")):
+        collector = Collector(
+            Scripted(tokenizer, "1"),
+            tokenizer,
+            stage=Stage(f"{tmp_path / 'worlds.py'}:Asks", options={"length": length}),
+            agents={"worker": Stage(f"{tmp_path / 'worlds.py'}:Worker", limits=Limits(max_context_tokens=12))},
+            apply_chat_template=False,
+        )
+        try:
+            [[trajectory]] = collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)
+        finally:
+            collector.close()
+        assert trajectory.failure is None and str(trajectory.fields["failure"]).startswith(said)
+
+
+@pytest.mark.parametrize("environment", ["calculator", "Slow"])  # in this process, and in its own
+def test_the_deadline_of_an_episode_counts_from_its_reset(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, environment: str
+) -> None:
+    """Of two episodes one has a place. The first is late after 3600 s, the second 3600 s after it got the place."""
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    name = environment if environment == "calculator" else f"{tmp_path / 'worlds.py'}:{environment}"
+    collector = Collector(
+        Scripted(tokenizer, "1"), tokenizer, stage=Stage(name, max_episodes=1), apply_chat_template=False
+    )
+    driver, done, now = collector.driver, list[Trajectory](), 0.0
+    driver._clock = lambda: now
+    driver.engine.submit = lambda request: False  # type: ignore[method-assign] - full: nothing is sampled
+    prompts = [text_prompt(tokenizer, index=index) for index in range(2)]
+
+    def until_begun(count: int) -> None:
+        end = time.monotonic() + 60.0
+        while len(driver._unsent) < count:
+            assert time.monotonic() < end
+            driver.turn(0.1)
+
+    try:
+        driver.add(collector.episodes(prompts, 1, PARAMS, step=1), done.append)
+        until_begun(1)
+        now = 3601.0
+        driver.turn(0.0)
+        assert [each.uid for each in done] == ["0:0:0"]
+        until_begun(1)
+        begun_at, now = now, now + 3599.0
+        driver.turn(0.0)
+        assert len(done) == 1 and driver._late_at == {"": {"rollout:1:0:1:0": begun_at + 3600.0}}
+        now += 2.0
+        driver.turn(0.0)
+    finally:
+        collector.close()
+    assert [str(each.failure.message) for each in done if each.failure] == ["the episode took longer than 3600 s"] * 2
+    assert driver.is_idle and driver._late_at == {"": {}}
 
 
 def test_limits_and_fields_are_metrics(play: Any) -> None:

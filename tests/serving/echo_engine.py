@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.protocol import Request
 
+STUCK_SECONDS = 6.0  # between the first and the second token of a text that begins with "stuck"
 SLOW_SECONDS = 0.1  # of a token of a text that begins with "slow"
 USER, END = "<|im_start|>user\n", "<|im_end|>"
 
@@ -47,6 +48,8 @@ class EchoEngine(InProcessEngine[LiveRequest]):
                 raise RuntimeError("the last word was said")
             if said.startswith("slow"):
                 time.sleep(SLOW_SECONDS)
+            if said.startswith("stuck") and len(live.tokens) == 1:
+                time.sleep(STUCK_SECONDS)
             script = [*self.tokenizer.encode(said), self.tokenizer.eos_token_id]
             live.tokens.append(script[len(live.tokens)])
             live.log_probs.append(-len(live.tokens) / 4)

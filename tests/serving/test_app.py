@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The application in this process, in front of an engine that has failed."""
+"""The application in this process, in front of engines that fail or hang, and a reader with a bug."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from whet.errors import CheckpointError
 from whet.models.load import load_tokenizer, stop_token_ids
+from whet.rollout.protocol import Request, Status
+from whet.serving import app, server
 from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
@@ -71,3 +81,148 @@ def test_an_engine_that_has_failed_answers_503_to_all(client: TestClient) -> Non
     asked += [client.post("/v1/chat/completions", json={**chat, "stream": stream}) for stream in (False, True)]
     for response in asked:
         assert response.status_code == 503 and what in response.json()["error"]["message"], response.url
+
+
+class Hanging:
+    """An engine that does not come back from polling a request, as while it is started again."""
+
+    def __init__(self) -> None:
+        self.released, self.given, self.aborted = threading.Event(), list[str](), list[str]()
+
+    def submit(self, request: Request) -> bool:
+        self.given.append(request.uid)
+        return True
+
+    def poll(self, timeout_seconds: float) -> Any:
+        if self.given:
+            self.released.wait(30)
+        return []
+
+    def abort(self, uids: set[str]) -> None:
+        self.aborted += uids
+
+    def status(self) -> Status:
+        return Status(version=7, running=len(self.given) - len(self.aborted), waiting=0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    engine = Hanging()
+    yield engine
+    engine.released.set()
+
+
+@pytest.mark.timeout(60)
+def test_the_deadline_holds_while_the_engine_hangs(
+    qwen25_folder: Path, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "SLACK_SECONDS", 0.1)
+    tokenizer = load_tokenizer(qwen25_folder)
+    reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
+    thread = EngineThread(hanging, on_death=lambda error: None)  # type: ignore[arg-type]
+    thread.call(lambda: None).result()
+    client = TestClient(App(reader, thread, replace(SETTINGS, deadline_seconds=0.2), dict).asgi)
+    assert client.get("/health").json() == {"status": "ok"}
+    for stream in (False, True):
+        begun = time.monotonic()
+        response = client.post("/v1/completions", json={"model": "m", "prompt": "hi", "stream": stream})
+        assert 0.3 <= time.monotonic() - begun < 10
+        assert response.status_code == 504 and response.json()["error"] == {
+            "message": "the request failed: its deadline of 0.2 s was over",
+            "type": "timeout_error",
+            "param": None,
+            "code": "deadline_exceeded",
+        }
+    monkeypatch.setattr(app, "BUSY_SECONDS", 0.1)
+    busy = client.get("/health")
+    assert busy.status_code == 200 and busy.json()["status"] == "busy"
+    assert busy.json()["message"].startswith("the engine has not answered for ")
+    metrics = client.get("/metrics").text
+    assert "whet_weights_version 7" in metrics and 'path="/v1/completions",status="504"} 2' in metrics
+    [card] = client.get("/v1/models").json()["data"]
+    assert card["system_fingerprint"] == "weights-7"
+    hanging.released.set()
+    thread.stop()
+    assert len(hanging.given) == 1 and hanging.aborted[:1] == hanging.given  # the second one left before it came
+
+
+@pytest.mark.timeout(60)
+def test_a_bug_is_an_error_of_the_api_and_is_logged(
+    qwen25_folder: Path, hanging: Hanging, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> Any:
+        raise KeyError("lost")
+
+    tokenizer = load_tokenizer(qwen25_folder)
+    reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
+    thread = EngineThread(hanging, on_death=lambda error: None)  # type: ignore[arg-type]
+    client = TestClient(App(reader, thread, SETTINGS, dict).asgi)
+    monkeypatch.setattr(BodyReader, "text", bug)
+    response = client.post("/v1/completions", json={"model": "m", "prompt": "hi"})
+    assert response.status_code == 500 and response.json()["error"] == {
+        "message": "the server failed with an unexpected KeyError; the traceback is in its log",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    [record] = [each for each in caplog.records if each.name == "whet.serving.app"]
+    assert record.levelno == logging.ERROR and "/v1/completions" in record.getMessage()
+    assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
+    assert 'path="/v1/completions",status="500"} 1' in client.get("/metrics").text
+
+
+async def first_event(*_: object) -> Any:
+    """Events of a request: one that no answer can use."""
+    yield SimpleNamespace(index=0), None
+
+
+@pytest.mark.timeout(60)
+def test_a_bug_in_a_stream_is_its_last_event(
+    qwen25_folder: Path, hanging: Hanging, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(qwen25_folder)
+    reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
+    thread = EngineThread(hanging, on_death=lambda error: None)  # type: ignore[arg-type]
+    client = TestClient(App(reader, thread, SETTINGS, dict).asgi)
+    monkeypatch.setattr(App, "_events", first_event)
+    [line, end] = client.post("/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}).text.split("\n\n")
+    assert end == "" and json.loads(line.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "AssertionError" in caplog.text and "Traceback" in caplog.text
+    assert 'path="/v1/completions",status="500"} 1' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("not enough memory"), CheckpointError("damaged")])
+def test_the_next_checkpoint_is_loaded_after_any_error(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    folders = [tmp_path / f"global_step_{step}" for step in range(4)]
+    coming = iter(folders)
+    monkeypatch.setattr(server, "FOLLOW_SECONDS", 0.0)
+    monkeypatch.setattr(server.checkpoint, "newest", lambda run: next(coming, folders[-1]))
+
+    def load(self: object, source: Path) -> None:
+        if source.name == "global_step_1":
+            raise error
+
+    monkeypatch.setattr(server._Server, "_load", load)
+    following = server._Server.__new__(server._Server)
+    following._settings, following._source = replace(SETTINGS, follow=True), str(folders[0])
+
+    async def follow() -> None:
+        task = asyncio.create_task(following._follow())
+        while following._source != str(folders[3]):
+            assert not task.done(), task.exception()
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(follow(), 20))
+    [warning] = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert f"{folders[1]} was not loaded" in warning and f"the server goes on with {folders[0]}" in warning
+    assert type(error).__name__ in warning and str(error) in warning
+    assert [each.getMessage() for each in caplog.records if each.levelno == logging.INFO] == [
+        f"serving {folder} from now on" for folder in folders[2:]
+    ]

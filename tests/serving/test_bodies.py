@@ -7,6 +7,7 @@ import inspect
 import re
 from copy import deepcopy
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from whet.errors import EngineError
 from whet.keyed import key
 from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.serving.app import in_own_words
 from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader, ChatBody, TextBody, ToolsAsked, WithoutEffect
 from whet.types import Message
@@ -92,6 +93,36 @@ def test_messages_are_rendered_as_the_template_wants_them(reader: BodyReader) ->
     assert not without.tools and len(without.prompts[0]) < len(ids)
 
 
+@pytest.mark.parametrize("arguments", ["", " ", "{}", None, {}], ids=repr)
+def test_a_call_without_arguments_has_an_empty_object(reader: BodyReader, arguments: object) -> None:
+    def prompt(function: dict[str, Any]) -> tuple[int, ...]:
+        call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+        messages = [*HI, call, {"role": "tool", "tool_call_id": "1", "content": "2"}]
+        return reader.chat({"model": "m", "messages": messages, "tools": [TOOL]}).prompts[0]
+
+    found = prompt({"name": "f", "arguments": arguments})
+    assert found == prompt({"name": "f"}) and '"arguments": {}' in reader.tokenizer.decode(found)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 2**31 - 1, "stop_token_ids": [511], "allowed_token_ids": [0, 511], "seed": -(10**4000)},
+        {"temperature": 1e-6, "repetition_penalty": 1e6},
+        {"temperature": 2.0, "repetition_penalty": 1e-6},
+    ],
+    ids=["whole", "low", "high"],
+)
+def test_the_engine_samples_with_the_outermost_numbers(
+    reader: BodyReader, qwen25_folder: Path, fields: dict[str, Any]
+) -> None:
+    asked = reader.text({"model": "m", "prompt": [5, 6], "max_tokens": 4, **fields})
+    engine = NativeEngine(kv_cache_bytes=2**20)
+    engine.attach(load_policy(qwen25_folder), 0)
+    [found] = generate(engine, asked.requests("id", 60.0))
+    assert 1 <= len(found.log_probs) <= 4 and all(-inf < each <= 0 for each in found.log_probs)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages is 'hi': input should be a valid list"),
@@ -102,13 +133,24 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "robot", "content": "hi"}]}, "unknown role robot"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "cannot be read"),
     ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, r"messages\[0\].tool_calls cannot be read"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, r"messages\[0\].tool_calls is 5; expected a list"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": True}]}, "tool_calls is True; expected a list"),
     ({"n": 0}, "n is 0: input should be greater than or equal to 1"),
     ({"n": True}, "n is True: input should be a valid integer"),
     ({"n": 2.0}, "n is 2.0: input should be a valid integer"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, "both set; set one"),
     ({"max_tokens": 10**30}, "over the model's context of 512 tokens"),
+    ({"top_k": 10**20}, "top_k is 100000000000000000000: input should be less than or equal to 2147483647"),
+    ({"stop_token_ids": [5, 10**20]}, "token id 10+ of stop_token_ids is not in the vocabulary; .* ids below 512"),
+    ({"stop_token_ids": [512]}, "token id 512 of stop_token_ids is not in the vocabulary"),
+    ({"allowed_token_ids": [10**20]}, "token id 10+ of allowed_token_ids is not in the vocabulary"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty is 1e[+]39: input should be less than or equal to 1000000"),
+    ({"repetition_penalty": 1e-46}, "repetition_penalty is 1e-46: input should be greater than or equal to 0.000001"),
+    ({"temperature": 1e-46}, "temperature=1e-46 is not supported: .*; set 0, which is greedy, or 1e-06 or more"),
+    ({"seed": inf}, "seed is inf: input should be"),
     ({"stop": ["a", 3]}, "stop"),
     ({"stop": ["a", ""]}, "stop has an empty string"),
+    ({"stop": ["a", "b\ud800"]}, "stop has half of a surrogate pair"),
     ({"temperature": "1"}, "temperature is '1': input should be a valid number"),
     ({"stream_options": {"include_usage": True}}, "stream_options is set without stream=true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage is True: extra inputs"),
@@ -138,8 +180,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
 def test_what_cannot_be_followed_is_refused(reader: BodyReader, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises((ApiError, ValueError), match=message):
+    with pytest.raises((ApiError, ValueError), match=message) as error:
         reader.chat({"model": "m", "messages": HI, **fields})
+    if isinstance(error.value, ApiError):
+        assert error.value.status == 400 and error.value.param
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], "", [-1], [512], [1.5], [[1], "a"], None, {"a": 1}], ids=str)

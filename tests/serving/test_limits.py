@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from echo_engine import STUCK_SECONDS
 from server_processes import ECHO, Running, Start, started
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -114,6 +115,23 @@ def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> N
     with pytest.raises(openai.APIError, match="the request failed: its deadline of 2 s was over after"):
         assert len([chunk.choices[0].delta.content for chunk in chunks]) > 5
     wait_until_idle(http)
+
+
+def test_an_engine_that_does_not_come_back_in_time(server: Running, http: httpx.Client) -> None:
+    """As while a lost server of vLLM is started again: requests end at the deadline, and the rest answers at once."""
+    begun = time.monotonic()
+    lines = http.post(CHAT, json=asking("stuck here", stream=True)).text.split("\n\n")
+    assert DEADLINE <= time.monotonic() - begun < STUCK_SECONDS - 1
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["content"]
+    error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
+    assert error["message"] == "the request failed: its deadline of 2 s was over, and the engine is still busy"
+    pages = [http.get(path).text for path in ("/health", "/metrics", "/v1/models")]
+    assert time.monotonic() - begun < STUCK_SECONDS  # the engine had not come back
+    assert json.loads(pages[0])["status"] == "busy" and "whet_samples_running 1" in pages[1] and "weights-0" in pages[2]
+    time.sleep(max(0.0, begun + STUCK_SECONDS + 0.5 - time.monotonic()))
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.post(CHAT, json=asking("yes")).json()["choices"][0]["message"]["content"] == "yes"
 
 
 @pytest.mark.parametrize("stream", [True, False])

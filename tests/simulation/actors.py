@@ -153,10 +153,11 @@ class Environments:
     def __init__(self, world: World) -> None:
         self._world = world
         self.results = list[tuple[str, Observation | Failure]]()
-        self._turns = dict[str, int]()
+        self._turns, self._begun = dict[str, int](), list[str]()
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
         self._turns[uid] = 0
+        self._begun.append(uid)
         self._world.answer_later(uid, 0, "")
 
     def step(self, uid: str, answer: Answer) -> None:
@@ -167,6 +168,10 @@ class Environments:
     def close(self, uid: str) -> None:
         del self._turns[uid]
         self.results = [each for each in self.results if each[0] != uid]
+
+    def begun(self) -> list[str]:
+        begun, self._begun = self._begun, []
+        return begun
 
     def on_answer(self, uid: str, turn: int, text: str) -> None:
         """The environment is done with a turn."""

@@ -17,7 +17,7 @@ from examples.two_nodes import main as on_two_nodes
 from tests.trainers.quickstart_runs import GSM8K, NOISE, accuracies, command, gsm8k_run, make_task, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
-STEPS, STALE_STEPS = 100, 200
+STEPS, STALE_STEPS = 100, 400
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,16 @@ def test_results_and_failures_of_episodes(place: Callable[..., PlacedEnvironment
     assert host.poll(0.1) == []
 
 
+def test_an_episode_begins_when_its_rank_has_a_place(place: Callable[..., PlacedEnvironments]) -> None:
+    host = place(max_episodes=1).hosts[""]
+    host.start("a", PROMPT, 5)
+    host.start("b", PROMPT, 5)
+    assert results(host, 1).keys() == {"a"} and host.begun() == ["a"]
+    host.close("a")
+    assert results(host, 1).keys() == {"b"} and host.begun() == ["b"]
+    host.close("b")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3])
 def test_episodes_spread_over_ranks_and_stay_there(

@@ -8,20 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.environments.protocol import Answer, Observation
-from whet.errors import ConfigError
+from whet.errors import ConfigError, describe
 from whet.options import Finite
 from whet.registry import load_target, register_environment
 from whet.types import Message, Prompt
+
+NUMBER = r"(?<![\w.-])-?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9])"
 
 
 @register_environment("gymnasium")
 class Gymnasium:
     """An environment of gymnasium with discrete actions. The action of a turn is the last of the words `actions` in it
-    (without them its last number); a turn without an action is no step, is answered with `invalid_text` and pays
-    `invalid_reward`. An observation is its value as text; with `render=true` the environment's own text (ansi), or else
-    that of the function `render` (`package.module:name`) of the environment. `success` is 1 where the episode
-    terminated with a reward of at least `success_reward` (CliffWalking: -1). Without that option it is 1 for one above
-    0, and left out where a step before the end pays above 0 too (CartPole)."""
+    (without them its last number, if that is an action); a turn without an action is no step, is answered with
+    `invalid_text` and pays `invalid_reward`. An observation is its value as text; with `render=true` the environment's
+    own text (ansi), or else that of the function `render` (`package.module:name`) of the environment. `success` is 1
+    where the episode terminated with a reward of at least `success_reward` (CliffWalking: -1). Without that option it
+    is 1 for one above 0, and left out where a step before the end pays above 0 too (CartPole)."""
 
     def __init__(
         self,
@@ -51,6 +53,9 @@ class Gymnasium:
             raise ConfigError(f"{what} pip install {absent}, or put its folder on PYTHONPATH") from error
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.options.env_id={env_id} is refused by gymnasium: {error}") from error
+        except Exception as error:  # the constructor of the environment
+            what = f"environment.options.kwargs={dict(kwargs or {})} is refused by {env_id}: {describe(error)}"
+            raise ConfigError(f"{what}; correct it") from error
         count = getattr(self.env.action_space, "n", None)
         if count is None:
             raise ConfigError(
@@ -70,7 +75,7 @@ class Gymnasium:
         self.success_reward, self.pays_before_the_end = success_reward, False
         self.render = load_target(render) if isinstance(render, str) else _rendered if render else None
         longest_first = sorted(map(re.escape, words), key=len, reverse=True)
-        self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
+        self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)" if actions else NUMBER, re.IGNORECASE)
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Begins; the seed is that of the map and of all draws."""
@@ -83,10 +88,11 @@ class Gymnasium:
         if self.is_over:
             raise RuntimeError("step was called after the end of the episode; call reset first")
         found = self.pattern.findall(answer.text)
-        if not found:
+        action = self.actions.get(found[-1].lower()) if found else None
+        if action is None:
             messages = (Message(self.role, self.invalid_text),)
             return Observation(done=False, messages=messages, reward=self.invalid_reward, fields={"invalid": 1.0})
-        seen, reward, terminated, truncated, _ = self.env.step(self.actions[found[-1].lower()])
+        seen, reward, terminated, truncated, _ = self.env.step(action)
         self.is_over = bool(terminated or truncated)
         return Observation(
             done=bool(terminated),

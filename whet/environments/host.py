@@ -60,10 +60,11 @@ class EnvironmentHost(ABC):
 
     def __init__(self) -> None:
         self._results: list[Result] = []
+        self._begun = dict[str, None]()
 
     @abstractmethod
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """Makes and resets the environment of a new episode."""
+        """Makes and resets the environment of a new episode, as soon as it has a place."""
 
     @abstractmethod
     def step(self, uid: str, answer: Answer) -> None:
@@ -82,6 +83,11 @@ class EnvironmentHost(ABC):
         results, self._results = self._results, []
         return results
 
+    def begun(self) -> list[str]:
+        """Ids of the episodes whose reset began since the last call, in that order; a replayed one comes again."""
+        begun, self._begun = self._begun, {}
+        return [*begun]
+
     def refusal(self) -> str:
         """Makes an environment once.  Returns why it refuses its options; "" where it does not, or fails otherwise, as
         it may for one prompt."""
@@ -94,6 +100,7 @@ class EnvironmentHost(ABC):
 
     def _forget(self, uid: str) -> None:
         self._results = [result for result in self._results if result[0] != uid]
+        self._begun.pop(uid, None)
 
 
 def open_host(
@@ -149,6 +156,7 @@ class InlineHost(EnvironmentHost):
             self._queue[uid] = prompt, seed
             return
         self._open[uid] = Running(self._make)
+        self._begun[uid] = None
         self._results.append((uid, self._run(self._open[uid].call("reset", prompt, seed))))
 
     def step(self, uid: str, answer: Answer) -> None:
@@ -258,6 +266,7 @@ class ProcessHost(EnvironmentHost):
         while self._queue and len(self._taken) < self._most and len(self._starting) < self._most_starts:
             episode = self._queue.popleft()
             self._starting.add(episode.number)
+            self._begun[episode.uid] = None
             shared = next(iter(self._children.running), None) if self._is_shared else None
             episode.child = self._taken[episode.number] = shared or self._children.start()
             steps = [("step", turn) for turn in episode.turns]

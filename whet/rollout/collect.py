@@ -257,7 +257,7 @@ class Driver:
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self._clock = clock
         self._open: dict[str, _Open] = {}  # by id of the episode
-        self._late_at = {agent: dict[str, float]() for agent in environments}  # by sub-agent and id, the oldest first
+        self._late_at = {agent: dict[str, float]() for agent in environments}  # by sub-agent and id, first begun first
         self._unsent = deque[Sample]()
         self._num_tokens = 0  # of all completions so far
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
@@ -308,7 +308,7 @@ class Driver:
         drop(self.engine, list(self._sampling))
         for uid, each in self._open.items():
             self.environments[each.episode.agent].close(uid)
-            del self._late_at[each.episode.agent][uid]
+            self._late_at[each.episode.agent].pop(uid, None)
         self._open, self._sampling, self._stepping = {}, {}, {}
         self._unsent.clear()
 
@@ -321,7 +321,6 @@ class Driver:
 
     def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
         self._open[episode.id] = _Open(episode, on_done)
-        self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
         self._carry_out(episode.start())
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -332,7 +331,8 @@ class Driver:
             opened = self._open[command.episode]
             host, agent = self.environments[opened.episode.agent], opened.episode.agent
             if isinstance(command, Score):
-                del self._open[command.episode], self._late_at[agent][command.episode]
+                del self._open[command.episode]
+                self._late_at[agent].pop(command.episode, None)
                 opened.on_done(command.trajectory)
             elif isinstance(command, Close):
                 self._abandon([child for child in opened.children if child in self._open])
@@ -358,7 +358,7 @@ class Driver:
             if opened is not None:
                 self._abandon(opened.children)
                 self.environments[opened.episode.agent].close(uid)
-                del self._late_at[opened.episode.agent][uid]
+                self._late_at[opened.episode.agent].pop(uid, None)
 
     def _send(self) -> None:
         """Submits requests until the engine is full."""
@@ -396,9 +396,12 @@ class Driver:
                 self._carry_out(episode.on_failure(event.failure))
 
     def _fail_late_episodes(self) -> None:
-        """Fails the episodes whose time is over."""
+        """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""
         now, late = self._clock(), list[str]()
-        for deadlines in self._late_at.values():
+        for agent, deadlines in self._late_at.items():
+            for uid in self.environments[agent].begun():
+                if uid in self._open:
+                    deadlines.setdefault(uid, now + self.episode_seconds[agent])
             late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
         self._stop_calls(late)
         for uid in late:

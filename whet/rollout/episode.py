@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from whet.data.chat import assistant_message, check_message
 from whet.environments.protocol import Answer, Observation, Result, Task
-from whet.errors import TextError
+from whet.errors import TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
@@ -30,7 +30,9 @@ class Codec(Protocol):
         ...
 
     def calls(self, token_ids: Sequence[int], turn: int) -> Sequence[Mapping[str, Any]]:
-        """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one."""
+        """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one.
+
+        Raises: ToolError where the parser raises."""
         ...
 
     def read(self, observation: Observation) -> Observation:
@@ -58,7 +60,7 @@ class Limits:
     max_turns: int = 8
     max_turn_tokens: int | None = None
     max_episode_tokens: int | None = None  # sampled in all turns
-    max_context_tokens: int | None = None  # of a conversation that replaces the one before
+    max_context_tokens: int | None = None  # of a conversation before its first turn
     fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with what it has
 
 
@@ -209,7 +211,12 @@ class Episode:
             return [Sample(self.id, self._request())]
         self._partial, self._attempt, self._noted = None, 0, None
         text, read, context = self.rules.codec.decode(whole.token_ids), self._read, self._context
-        calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+        calls: tuple[Mapping[str, Any], ...] = ()
+        failure: Failure | None = None
+        try:
+            calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+        except ToolError as error:
+            failure = Failure("tool", str(error))
         sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # clients ask for it
         turn = Turn(
             context.token_ids,
@@ -225,6 +232,8 @@ class Episode:
         self.turns.append(turn)
         self.messages.append(assistant_message(text, calls))
         self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
+        if failure is not None:
+            return self._end(failure)
         return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
@@ -344,15 +353,19 @@ class Episode:
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode where there is no room for a turn; else nothing."""
+        """Ends the episode where there is no room for a turn, or a conversation begins with too many tokens; else
+        nothing. A prompt that nothing was added to is as long as the data may have it."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
-        if self._read.context == "replace" and most is not None and length > most:
-            what = f"the environment's messages have {length} tokens, more than data.max_prompt_length={most}"
+        is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
+        if most is not None and length == self._context.row_start > most and not is_given:
+            before = "" if self._read.context == "replace" else f"the {'task' if self.agent else 'prompt'} and "
+            what = f"{before}the environment's messages have {length} tokens, more than data.max_prompt_length={most}"
         elif self._row_left < 1:
             what = f"the environment's messages leave no room: turns and messages have {length} tokens"
         else:
             return [] if self._most_tokens > 0 else self._end(limit="tokens")
         hint = "shorten them, raise the limit, or set environment.on_overflow=truncate"
+        hint = hint if self.turns else "shorten them, or raise the limit"  # without a turn there is nothing to keep
         return self._stop("overflow", Failure("environment", f"{what}; {hint}"))
 
     def _request(self) -> Request:

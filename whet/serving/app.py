@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -32,10 +33,13 @@ from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Samples = AsyncGenerator[tuple[Sample, Event], None]
 BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
+SLACK_SECONDS = 1.0  # over the deadline of a request, for the engine to end it, which knows how far it came
+BUSY_SECONDS = 2.0  # without a word from the engine's thread, which /health tells
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
@@ -100,6 +104,8 @@ class App:
                 response = JSONResponse(ApiError(status, str(error)).to_dict(), status)
             except ClientDisconnect:
                 response = Response(status_code=499)
+            except Exception as error:
+                response = JSONResponse(_unexpected(path, error).to_dict(), 500)
             if not isinstance(response, EventStream):
                 self._counters.requests[path, str(response.status_code)] += 1
             return response
@@ -116,31 +122,36 @@ class App:
             raise ApiError(401, f"the request has {what}; send Authorization: Bearer KEY", code="invalid_api_key")
 
     async def _health(self, request: Request) -> Response:
-        dead = self._engine.death
-        if dead is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "failed", "message": str(dead)}, 503)
+        dead, seconds = self._engine.death, self._engine.busy_seconds
+        if dead is not None:
+            return JSONResponse({"status": "failed", "message": str(dead)}, 503)
+        if seconds > BUSY_SECONDS:
+            return JSONResponse({"status": "busy", "message": f"the engine has not answered for {seconds:.0f} s"})
+        return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._counters.text(await self._status()), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self._counters.text(self._status()), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [await self._model_card()]})
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _model(self, request: Request) -> Response:
         if (asked := request.path_params["model"]) != self._reader.name:
             message = f"the model {asked!r} does not exist; this server has {self._reader.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return JSONResponse(await self._model_card())
+        return JSONResponse(self._model_card())
 
-    async def _model_card(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         own = {"id": self._reader.name, "object": "model", "created": self._created, "owned_by": "whet"}
-        version = (await self._status()).version
+        version = self._status().version
         more = {"max_model_len": self._reader.context, "system_fingerprint": fingerprint(version)}
         return {**own, **more, **self._described()}
 
-    async def _status(self) -> Status:
-        return await asyncio.wrap_future(self._engine.call(self._engine.engine.status))
+    def _status(self) -> Status:
+        """The last known status, since the engine may be busy.  Raises: WhetError of an engine that has failed."""
+        if self._engine.death is not None:
+            raise self._engine.death
+        return self._engine.status
 
     async def _answer(self, path: str, request: Request) -> Response:
         """Samples what a request asks for; with stream=true the response begins with the first token."""
@@ -195,9 +206,9 @@ class App:
         try:
             self._counters.prompt_tokens += sum(map(len, asked.prompts))
             self._engine.submit(requests, queue.put_nowait)
-            left = len(requests)
+            left, late_at = len(requests), asyncio.get_running_loop().time() + self._settings.deadline_seconds
             while left:
-                event = await queue.get()
+                event = await self._next(queue, late_at + SLACK_SECONDS)
                 if isinstance(event, EngineStoppedError):
                     raise ApiError(503, f"the request was ended: {event}", code="stopped")
                 if isinstance(event, WhetError):
@@ -214,6 +225,16 @@ class App:
         finally:
             self._unfinished -= len(requests)
             self._engine.abort([request.uid for request in requests])
+
+    async def _next(self, queue: asyncio.Queue[Event | WhetError], late_at: float) -> Event | WhetError:
+        """The next event.  Raises: ApiError at the time `late_at` of the loop, whatever the engine does."""
+        try:
+            async with asyncio.timeout_at(late_at):
+                return await queue.get()
+        except TimeoutError as error:
+            why = ", and the engine is still busy" if self._engine.busy_seconds > BUSY_SECONDS else ""
+            message = f"the request failed: its deadline of {self._settings.deadline_seconds:g} s was over{why}"
+            raise ApiError(504, message, code="deadline_exceeded") from error
 
     def _check_likeliest(self, asked: Asked, event: Event) -> None:
         count = asked.body.likeliest
@@ -250,6 +271,9 @@ class App:
         except ApiError as error:
             status = error.status
             yield _line(error.to_dict())
+        except Exception as error:
+            status = 500
+            yield _line(_unexpected(path, error).to_dict())
         finally:
             self._counters.requests[path, str(status)] += 1
 
@@ -312,6 +336,12 @@ def in_own_words(error: WhetError) -> str:
 
 def _line(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+def _unexpected(path: str, error: Exception) -> ApiError:
+    """The error for a client of an exception that is a bug; the log has its traceback."""
+    log.error("a request to %s failed", path, exc_info=error)
+    return ApiError(500, f"the server failed with an unexpected {type(error).__name__}; the traceback is in its log")
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

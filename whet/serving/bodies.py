@@ -25,6 +25,8 @@ from whet.types import Message
 
 ERROR_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
 MAX_CHOICES = 128  # n
+MAX_TOP_K = 2**31 - 1  # engines hold it as int32
+MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 CONSTRAINED = "the server samples freely; ask for the form in the prompt, and check the response"
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
@@ -106,9 +108,9 @@ class Body(WithoutEffect):
     stream: bool = False
     stream_options: StreamOptions | None = None
     # not in the API
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MAX_TOP_K)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, gt=0.0)
+    repetition_penalty: float = Field(1.0, ge=1e-6, le=1e6)
     stop_token_ids: list[TokenId] = []
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
@@ -293,9 +295,14 @@ class BodyReader:
         room = self.context - len(prompt)
         if not prompt:
             raise ApiError(400, "the prompt is empty; it needs one token or more", param="prompt")
-        if max(prompt) >= self.vocab_size:
-            known = f"the model has token ids below {self.vocab_size}"
-            raise ApiError(400, f"token id {max(prompt)} is not in the vocabulary; {known}", param="prompt")
+        named = {"stop_token_ids": body.stop_token_ids, "allowed_token_ids": body.allowed_token_ids or []}
+        for name, ids in {"prompt": prompt, **named}.items():
+            if (highest := max(ids, default=0)) >= self.vocab_size:
+                known = f"the model has token ids below {self.vocab_size}"
+                raise ApiError(400, f"token id {highest} of {name} is not in the vocabulary; {known}", param=name)
+        if 0 < body.temperature < MIN_TEMPERATURE:
+            why = f"float32 cannot hold what it gives; set 0, which is greedy, or {MIN_TEMPERATURE:g} or more"
+            raise unsupported("temperature", body.temperature, why)
         if room < (limit or 1):
             raise ApiError(
                 400,
@@ -307,6 +314,8 @@ class BodyReader:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         if "" in stop:
             raise ApiError(400, "stop has an empty string; leave it out", param="stop")
+        if any("\ud800" <= character <= "\udfff" for character in "".join(stop)):
+            raise ApiError(400, "stop has half of a surrogate pair, which has no encoding; remove it", param="stop")
         return SamplingParams(
             max_new_tokens=limit or min(room, default),
             temperature=body.temperature,
@@ -382,6 +391,8 @@ def _message(index: int, raw: Mapping[str, Any]) -> Message:
         raise ApiError(
             400, f"{where}.content is {raw.get('content')!r:.80}; this server reads text", param=f"{where}.content"
         )
+    if not isinstance(calls, list | None):
+        raise ApiError(400, f"{where}.tool_calls is {calls!r:.80}; expected a list", param=f"{where}.tool_calls")
     fields = {name: each for name, each in raw.items() if each is not None}
     if calls:
         fields["tool_calls"] = [_with_object(where, each) for each in calls]
@@ -394,8 +405,8 @@ def _message(index: int, raw: Mapping[str, Any]) -> Message:
 def _with_object(where: str, call: Any) -> dict[str, Any]:
     """A tool call whose arguments are an object instead of JSON text."""
     try:
-        function, arguments = call["function"], call["function"].get("arguments", "{}")
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        function, arguments = call["function"], call["function"].get("arguments") or {}
+        parsed = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         return {**call, "function": {**function, "arguments": parsed}}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ApiError(400, f"{where}.tool_calls cannot be read: {error!r}", param=f"{where}.tool_calls") from error

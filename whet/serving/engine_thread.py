@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.errors import EngineError, WhetError, describe
-from whet.rollout.protocol import Event, Partial, Request, RolloutEngine
+from whet.rollout.protocol import Event, Partial, Request, RolloutEngine, Status
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.005  # a new request waits for this time at most, or for one decode step
@@ -43,8 +44,14 @@ class EngineThread:
         self._waiting: deque[Request] = deque()  # the engine was full
         self._is_stopped = False
         self.death: WhetError | None = None
+        self.status, self._seen_at = Status(version=0, running=0, waiting=0), time.monotonic()
         self._thread = threading.Thread(target=self.run, name="rollout-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time since `status` is known: long while the engine loads weights, or is started again."""
+        return time.monotonic() - self._seen_at
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Calls the function between two polls."""
@@ -104,7 +111,9 @@ class EngineThread:
             while not self._is_stopped:
                 self._carry_out_calls()
                 self._fill()
-                self._pass_on(self.engine.poll(POLL_SECONDS if self._deliver else 0.0))
+                events = self.engine.poll(POLL_SECONDS if self._deliver else 0.0)
+                self._look()
+                self._pass_on(events)
         except Exception as error:  # whatever it is, the engine is not to be used any more, and the clients must know
             self._die(named(error))
         else:
@@ -121,9 +130,14 @@ class EngineThread:
                 return
             block = False
             try:
-                future.set_result(function())
+                result = function()
+                self._look()
+                future.set_result(result)
             except Exception as error:  # of the caller, such as weights that do not fit
                 future.set_exception(error)
+
+    def _look(self) -> None:
+        self.status, self._seen_at = self.engine.status(), time.monotonic()
 
     def _fill(self) -> None:
         """Gives waiting requests to the engine, in order, while it takes them."""

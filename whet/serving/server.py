@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError, describe
 from whet.evaluation.evaluate import open_engine
 from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
@@ -121,8 +121,8 @@ class _Server:
             last = newest
             try:
                 await asyncio.to_thread(self._load, newest)
-            except (WhetError, OSError) as error:
-                log.warning("%s; the server goes on with %s", error, self._source)
+            except Exception as error:  # such as too little memory for this one; the next may be loaded
+                log.warning("%s was not loaded: %s; the server goes on with %s", newest, describe(error), self._source)
             else:
                 self._source = str(newest)
                 log.info("serving %s from now on", newest)

@@ -41,12 +41,16 @@ class EnvironmentWorker(MeasuredWorker):
         self._hosts = open_environments(config, self._undo)
 
     @register(Dispatch.ONE_TO_ALL)
-    def serve(self, calls: Sequence[Call], timeout_seconds: float) -> list[tuple[str, Result]]:
-        """Carries out calls, and waits for first results.  Returns each with its agent."""
+    def serve(
+        self, calls: Sequence[Call], timeout_seconds: float
+    ) -> tuple[list[tuple[str, Result]], list[tuple[str, str]]]:
+        """Carries out calls, and waits for first results.  Returns each with its agent, and so the ids of the episodes
+        that began."""
         for agent, method, uid, arguments in calls:
             getattr(self._hosts[agent], method)(uid, *arguments)
         seconds = timeout_seconds if len(self._hosts) == 1 else min(timeout_seconds, SHORT_SECONDS)
-        return [(agent, result) for agent, host in self._hosts.items() for result in host.poll(seconds)]
+        results = [(agent, result) for agent, host in self._hosts.items() for result in host.poll(seconds)]
+        return results, [(agent, uid) for agent, host in self._hosts.items() for uid in host.begun()]
 
     def close(self) -> None:
         self._undo.close()
@@ -120,12 +124,15 @@ class PlacedEnvironments:
         for rank in [rank for rank, call in self._open.items() if call.done()]:
             call = self._open.pop(rank)
             try:
-                results = call.result()
+                results, begun = call.result()
             except (LostWorkerError, DeadlineError) as error:
                 if not call.is_lost:
                     raise
                 self._lose(rank, error)
                 continue
+            for agent, own in begun:
+                if own in self._waiting:
+                    self.hosts[agent].note_begun(self._waiting[own])
             for agent, (own, outcome) in results:
                 uid = self._waiting.pop(own, None)
                 if uid is not None and self._num_sent[uid] < len(self._history[uid]):
@@ -172,6 +179,10 @@ class PlacedHost(EnvironmentHost):
     def add(self, result: Result) -> None:
         """Adds the result of an open episode."""
         self._results.append(result)
+
+    def note_begun(self, uid: str) -> None:
+        """Notes that an open episode began on its rank."""
+        self._begun[uid] = None
 
     def shutdown(self) -> None:
         """Does nothing: the processes end with the roles of the launch."""

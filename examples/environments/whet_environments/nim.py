@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from whet.environments.protocol import Observation
+from whet.errors import ConfigError
 from whet.options import Count
 from whet.registry import register_environment
 from whet_environments.game import Context, Encoding, Game, Outcome
@@ -50,7 +51,8 @@ class Nim(Game):
         max_tokens: Count | None = None,
     ) -> None:
         if highest > 35 or most > 9:
-            raise ValueError(f"found highest={highest} and most={most}; expected at most 35 and 9: one character each")
+            what = f"environment.options has highest={highest} and most={most}; expected at most 35 and 9"
+            raise ConfigError(f"{what}, which one character can write: lower them")
         super().__init__(max_steps=highest, encoding=encoding, context=context, max_tokens=max_tokens)
         self.highest, self.most, self.learners, self.opponent = highest, most, learners, opponent
 

@@ -39,9 +39,14 @@ class Says:
 
 
 def episode(
-    tokenizer: PreTrainedTokenizerBase, config: EnvironmentConfig, turns: Sequence[str], end: str = "<|im_end|>"
+    tokenizer: PreTrainedTokenizerBase,
+    config: EnvironmentConfig,
+    turns: Sequence[str],
+    end: str = "<|im_end|>",
+    *,
+    fails: bool = False,
 ) -> Any:
-    """The trajectory of a conversation, and the data section with which its prompt was rendered."""
+    """The trajectory of a conversation."""
     data = with_tools(DataConfig(), config)
     options = data.chat_template_kwargs
     asked = (Message("user", "1+2?"),)
@@ -60,5 +65,5 @@ def episode(
         [[trajectory]] = collector.collect([prompt], 1, SamplingParams(max_new_tokens=4000), step=0)
     finally:
         collector.close()
-    assert trajectory.failure is None, trajectory.failure
+    assert fails == (trajectory.failure is not None), trajectory.failure
     return trajectory

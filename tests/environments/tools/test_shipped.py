@@ -47,6 +47,11 @@ def test_search_reads_a_corpus(tmp_path: Path) -> None:
     assert tool.search("bears of Bern") == "Bern has bears."
     assert tool.search("whale") == "nothing found; try other words"
     assert Search(corpus=str(corpus)).search("bern").count("\n\n") == 1
+    separators = "\u2028 \u2029 \x85"  # of lines for str.splitlines, and not for JSON
+    (tmp_path / "lines.jsonl").write_text(f'{{"text": "a {separators} whale"}}\r\n{{"text": "a bear"}}')
+    assert Search(corpus=str(tmp_path / "lines.jsonl"), top=5).search("whale") == f"a {separators} whale"
+    (tmp_path / "none.jsonl").write_text("")
+    assert Search(corpus=str(tmp_path / "none.jsonl")).search("whale") == "nothing found; try other words"
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
     with pytest.raises(
         ConfigError, match=r"line 2 of the corpus .*bad\.jsonl is '\{\"body\": \"b\"\}'; expected JSON with"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from whet.config.checks import problems
 from whet.config.schema import EnvironmentConfig
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
+from whet.environments.tools.sources import _run
 from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import ConfigError
 from whet.rollout.batch import rows_of
@@ -33,6 +36,10 @@ def add(a: int, b: int = 10, *, sign: int = 1) -> int:
         a: the first
     """
     return sign * (a + b)
+
+def times_out() -> str:
+    """Has a deadline of its own."""
+    raise TimeoutError("the server did not answer within 2 s")
 
 async def slow(seconds: float) -> str:
     """Waits without a thread."""
@@ -71,6 +78,9 @@ class Unmade:
     def __init__(self): raise OSError("no such place")
     def use(self) -> str:
         """Does nothing."""
+
+def parser(text, schemas):
+    yield {}["name"] if "bad" in text else text
 
 def no_type(a): 
     """Adds."""
@@ -199,6 +209,39 @@ def test_calls_of_a_turn_run_side_by_side_each_with_its_deadline(opened: Any) ->
     assert texts(found) == ["slept", "awake", *["error: the call took longer than 1 s"] * 2]
     assert counts(found) == {"calls": 4.0, "errors": 2.0, "late": 2.0}
     assert texts(called(host, ("slow", {"seconds": 0.0}))) == ["slept"]  # a thread that hangs holds nothing up
+
+
+def test_a_deadline_of_the_tool_itself_is_not_that_of_the_call(opened: Any) -> None:
+    found = called(
+        opened("times_out", "slow", tool_limits={"seconds": 5.0}), ("times_out", {}), ("slow", {"seconds": 0})
+    )
+    assert texts(found) == ["error: TimeoutError: the server did not answer within 2 s", "slept"]
+    assert counts(found) == {"calls": 2.0, "errors": 1.0}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_result_after_the_deadline_is_ignored(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a late function ends without an error of its own, whatever comes out of the function."""
+    uncaught, done = list[Any](), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+
+    def late() -> int:
+        done.wait(20.0)
+        return 1 // (not raises)
+
+    async def call() -> None:
+        before = threading.active_count()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await _run(late, is_async=False)
+        done.set()
+        until = time.monotonic() + 20.0
+        while threading.active_count() > before and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        assert threading.active_count() == before
+
+    asyncio.run(call())
+    assert uncaught == []
 
 
 def test_what_a_tool_may_do_is_answered(opened: Any) -> None:
@@ -334,6 +377,18 @@ def test_json_of_a_call_without_its_tags_ends_no_episode(
     assert row.mask == [
         1 - number % 2 for number, part in enumerate(parts) for _ in tokenizer.encode(part, add_special_tokens=False)
     ]
+
+
+def test_a_parser_that_raises_fails_its_episode_alone(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    parser = f"{file}:parser"
+    config = EnvironmentConfig(tools=[f"{file}:add"], tool_parser=parser)
+    trajectory = episode(tokenizer, config, ["bad"], fails=True)
+    assert trajectory.failure.source == "tool"
+    said = f"environment.tool_parser={parser} raised KeyError: 'name' ({file}:"
+    assert trajectory.failure.message.startswith(said)
+    assert trajectory.failure.message.endswith("expected texts and Calls: let it yield a Call with an error")
+    assert [tokenizer.decode(list(turn.token_ids)) for turn in trajectory.turns] == ["bad<|im_end|>"]
+    assert len(episode(tokenizer, config, ["good"]).turns) == 1
 
 
 def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokenizerBase, file: str) -> None:

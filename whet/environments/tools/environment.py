@@ -113,6 +113,7 @@ class ToolEnvironment:
         """The parts that answer a call.  Raises: ToolError where the session is lost, SandboxError; both fail the
         episode."""
         limits = self._limits
+        deadline = asyncio.timeout(limits.seconds)
         self._counts["calls"] += 1
         try:
             if call.get("error"):
@@ -123,15 +124,16 @@ class ToolEnvironment:
             if call["name"] not in self._by_tool:
                 raise BadCallError(f"there is no tool {call['name']!r}; the tools are {', '.join(self._by_tool)}")
             session = self._by_tool[call["name"]]
-            parts = await asyncio.wait_for(session.call(call["name"], call["arguments"]), limits.seconds)
+            async with deadline:
+                parts = await session.call(call["name"], call["arguments"])
         except (ToolError, SandboxError):
             raise
         except BadCallError as error:
             return self._failed(str(error))
-        except TimeoutError:
-            self._counts["late"] += 1
-            return self._failed(f"the call took longer than {limits.seconds:g} s")
-        except Exception as error:  # the code of the tool may raise anything
+        except Exception as error:  # the code of the tool may raise anything, also a TimeoutError of its own
+            if deadline.expired():
+                self._counts["late"] += 1
+                return self._failed(f"the call took longer than {limits.seconds:g} s")
             return self._failed(f"{type(error).__name__}: {error}")
         return [self._fitting(part) if isinstance(part, str) else part for part in parts]
 

@@ -93,10 +93,11 @@ def words(text: str) -> list[str]:
 def _index(corpus: str) -> BM25:
     documents = []
     try:
-        lines = Path(corpus).expanduser().read_text(encoding="utf-8").splitlines()
+        text = Path(corpus).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the corpus {corpus} cannot be read: {error}; expected a .jsonl file: correct it") from error
-    for number, line in enumerate(lines, start=1):
+    lines = text.removesuffix("\n").split("\n")  # splitlines would split at U+2028 inside a JSON string too
+    for number, line in enumerate(lines if text else [], start=1):
         try:
             row = json.loads(line)
             documents.append("\n".join(str(row[name]) for name in ("title", "text") if name == "text" or name in row))

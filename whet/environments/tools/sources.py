@@ -168,6 +168,7 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
     if is_async:
         return await call()
     done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # so that the deadline cannot cancel it: it ignores a result that comes later
 
     def work() -> None:
         try:

@@ -16,7 +16,7 @@ from whet.environments.tools.environment import Role, ToolSpec
 from whet.environments.tools.parsers import parse, parser_of
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import open_source
-from whet.errors import ConfigError
+from whet.errors import ConfigError, ToolError, describe
 from whet.registry import TOOL_PARSERS
 
 if TYPE_CHECKING:
@@ -58,10 +58,16 @@ class Toolbox:
     ) -> tuple[dict[str, Any], ...]:
         """The calls in a turn, the `turn`-th of its episode. The parser sees the special tokens that some formats have.
 
-        An id has nine letters and digits, as Mistral's template wants it."""
+        An id has nine letters and digits, as Mistral's template wants it.
+
+        Raises: ToolError where the parser raises."""
         assert self.parser is not None
         text = str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
-        parsed = parse(self.parser, text, {schema.name: schema.parameters for schema in self.schemas})
+        try:
+            parsed = parse(self.parser, text, {schema.name: schema.parameters for schema in self.schemas})
+        except Exception as error:  # the code of a user's parser
+            what = f"environment.tool_parser={self.parser} raised {describe(error)}"
+            raise ToolError(f"{what}; expected texts and Calls: let it yield a Call with an error") from error
         return tuple(
             {"id": f"t{turn % 10**4:04}c{place % 10**3:03}", "name": call.name, "arguments": dict(call.arguments)}
             | ({"error": call.error} if call.error else {})
