@@ -26,7 +26,7 @@ LESSONS = {
         curve="Learning to compare two pictures with GRPO",
         recipe="two_images",
         warm_up="pictures_sft",
-        warm_enough=0.4,
+        warm_enough=0.55,
         write_problems=partial(
             write_problems, draw=two_images, num_trained=4096, ask="difference", prompt="<image><image>?"
         ),

@@ -52,7 +52,7 @@ MUTANTS = [
     ("advantages", "else advantages), advantages + values", "else advantages), advantages - values"),
     ("advantages", "1.0 - 1.0 / (alpha * lengths)", "1.0 - 1.0 / lengths"),
     ("advantages", "lengths)).clamp(min=0.0)", "lengths)).clamp(min=-9.0)"),
-    ("advantages", "response_mask, gamma * lam_critic) + values", "response_mask, gamma * lam) + values"),
+    ("advantages", "response_mask, gamma * lam_critic) + values", "response_mask, gamma * by_length) + values"),
     ("advantages", "(whitened(returns, response_mask) if whiten else returns)", "whitened(returns, response_mask)"),
     ("advantages", "return deviation / (groups.std(scores) + eps)", "return deviation / (groups.std(scores) + 1e-6)"),
     ("statistics", ".gather(1, segment)", ".gather(1, segment.clamp(max=1))"),

@@ -65,8 +65,8 @@ def vapo(
     """
     deltas = _deltas(token_level_rewards, values, response_mask, gamma)
     lengths = response_mask.sum(-1).clamp(min=1).to(deltas.dtype)
-    lam = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0) if lam_policy is None else lam_policy
-    advantages = reverse_scan(deltas, response_mask, gamma * lam)
+    by_length = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
+    advantages = reverse_scan(deltas, response_mask, gamma * (by_length if lam_policy is None else lam_policy))
     returns = reverse_scan(deltas, response_mask, gamma * lam_critic) + values
     return (whitened(advantages, response_mask) if whiten else advantages), returns
 
