@@ -7,6 +7,7 @@ Where the definitions agree the numbers do, to 1e-6. Where whet's differ on purp
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.peers.peer import ask, interpreter
+from tests.rewards.test_peers import scores
 from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.kl import kl_penalty
@@ -256,3 +258,17 @@ def test_covariance_losses_are_verls_where_the_same_tokens_are_chosen(python: Pa
         torch.testing.assert_close(ours, gradient, rtol=1e-6, atol=1e-6, msg=name)
         if name == "kl_cov":  # clip_cov: verl takes the value of the chosen out, whet their gradient alone
             torch.testing.assert_close(total.detach(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["naive", "dapo", "limited"])
+def test_verls_own_managers(name: str, model_folder: Path) -> None:
+    """The files of the release that docs/migrating.md names."""
+    [file] = (
+        interpreter("WHET_PEERS", ".venv-peers")
+        .parents[1]
+        .glob(f"lib/python3.*/site-packages/verl/experimental/reward_loop/reward_manager/{name}.py")
+    )
+    [cls] = re.findall(r"class (\w+RewardManager)\b", file.read_text())
+    settings = {"reward": {"reward_kwargs": {"overlong_buffer_cfg": None, "max_resp_len": None}}, "reward_model": {}}
+    found = scores(file, cls, model_folder, compute_score="exact_match", config=settings)
+    assert [each.reward for each in found] == [1.0, 0.0]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.peers.peer import interpreter
 from whet.cli.app import app
 from whet.errors import RegistryError, RewardError
 from whet.models.load import load_tokenizer
@@ -182,21 +180,6 @@ def test_a_manager_of_verls_reward_loop(tmp_path: Path, model_folder: Path) -> N
     assert [(each.reward, dict(each.parts)) for each in found] == [
         (1.0, {"made": 1.0, "bonus": 3.0}), (0.0, {"made": 1.0, "bonus": 3.0})
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["naive", "dapo", "limited"])
-def test_verls_own_managers(name: str, model_folder: Path) -> None:
-    """The files of the release that docs/migrating.md names."""
-    [file] = (
-        interpreter("WHET_PEERS", ".venv-peers")
-        .parents[1]
-        .glob(f"lib/python3.*/site-packages/verl/experimental/reward_loop/reward_manager/{name}.py")
-    )
-    [cls] = re.findall(r"class (\w+RewardManager)\b", file.read_text())
-    settings = {"reward": {"reward_kwargs": {"overlong_buffer_cfg": None, "max_resp_len": None}}, "reward_model": {}}
-    found = scores(file, cls, model_folder, compute_score="exact_match", config=settings)
-    assert [each.reward for each in found] == [1.0, 0.0]
 
 
 @pytest.mark.slow

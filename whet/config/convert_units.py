@@ -47,7 +47,8 @@ def _refills(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str,
     if value > 0:
         yield ours[0], value - 1
     else:
-        of.result.check.append(f"{key}={value}: no limit there; set {ours[0]}, which is 4 where it is not set")
+        default = leaf_fields(TrainConfig)[ours[0]].default
+        of.result.check.append(f"{key}={value}: no limit there; set {ours[0]}, which is {default} where it is not set")
 
 
 def _trackers(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:

@@ -32,6 +32,7 @@ from whet.models.init import init_model
 from whet.models.load import load_tokenizer, without_weight_bars
 from whet.tracking.console import shared_console
 from whet.tracking.plot import Series, plot_learning_curve
+from whet.tracking.rollouts import read_rollouts
 from whet.trainers.build import train
 from whet.trainers.run import Run
 from whet.trainers.run_dir import lock_folder
@@ -199,7 +200,7 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
     """Three sums that were wrong before; the responses after RL are by plain transformers."""
     exported = run_dir / "rl_model"
     first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
-    before = [json.loads(line) for line in first.read_text("utf-8").split("\n")[:-1]]
+    before = read_rollouts(first)
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
     with without_weight_bars():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)

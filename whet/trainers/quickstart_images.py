@@ -16,6 +16,7 @@ from PIL import Image
 
 from whet.data.drawn.figures import counting
 from whet.models.init import init_model
+from whet.tracking.rollouts import read_rollouts
 from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown
 
 NUM_TRAINED, NUM_HELD_OUT = 8192, 256
@@ -64,8 +65,7 @@ def write_model(path: Path, seed: int) -> str:
 def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
     """Three rows whose response was wrong before RL, by the name of the first picture; more of them are drawn."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
-    texts = (file.read_text("utf-8").split("\n")[:-1] for file in (files[0], files[-1]))
-    before, after = ([json.loads(line) for line in lines] for lines in texts)
+    before, after = read_rollouts(files[0]), read_rollouts(files[-1])
     answers = list(zip(held_out, before, after, strict=True))
     draw_page(run_dir / PAGE, answers[: GRID * GRID], question)
     wrong = [each for each in answers if not each[1]["accuracy"]]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +25,7 @@ from whet.rollout.protocol import SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import Rollouts
 from whet.tracking.jsonl import json_line, printable
+from whet.tracking.rollouts import read_rollouts
 from whet.tracking.tracker import TableRow
 from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
 from whet.trainers.correction import Chosen, Correction
@@ -204,8 +204,7 @@ class Run(Frame):
         earlier = [each for each in sorted(path.parent.glob("validation_*.jsonl")) if each.name < path.name]
         if not earlier:
             return
-        before = [json.loads(line) for line in earlier[-1].read_text(encoding="utf-8").split("\n")[:-1]]
-        if jumps := largest_jumps(before, lines):
+        if jumps := largest_jumps(read_rollouts(earlier[-1]), lines):
             name = path.name.replace("validation", "jumps")
             files.write(path.with_name(name), "".join(map(json_line, jumps)))
 
