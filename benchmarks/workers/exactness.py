@@ -34,10 +34,10 @@ class GradientWorker(TrainWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def gradient(self) -> torch.Tensor:
-        """What the last update left, all weights end to end."""
+        """What the last update left, all weights end to end, on the host: other processes may have no accelerator."""
         module = self.engine.whole_module()
         assert module is not None
-        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).cpu()
 
 
 def main() -> None:

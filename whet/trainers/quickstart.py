@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from whet import files
+from whet import __version__, files
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
@@ -48,7 +47,6 @@ WRITTEN = {
     *("train.jsonl", "held_out.jsonl", "images", "model", "sft", "sft_model", "rl", "rl_model"),
     *("summary.json", CURVE, PAGE),
 }
-VERSION = metadata.version("whet")
 Rows = Sequence[dict[str, Any]]
 Shown = tuple[str, str, str, str]  # a problem, its answer, the responses before and after RL
 
@@ -98,7 +96,7 @@ def clear(run_dir: Path) -> TextIOWrapper:
 
 def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str, Any]:
     started, console = time.time(), shared_console()
-    console.rule(f"whet {VERSION} quickstart: a small model learns {lesson.goal}, seed {seed}")
+    console.rule(f"whet {__version__} quickstart: a small model learns {lesson.goal}, seed {seed}")
     train_rows, held_out = lesson.write_problems(run_dir, seed)
     console.print(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
     console.print(f"2  {lesson.write_model(run_dir / 'model', seed)}, in {run_dir}/model")
@@ -123,7 +121,7 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
         "seed": seed,
         "held_out_problems": len(held_out),
         "versions": {
-            "whet": VERSION,
+            "whet": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,

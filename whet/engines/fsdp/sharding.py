@@ -31,6 +31,9 @@ from whet.models.load import body_of, layers
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout
 
+# Ranks whose rows do not reach a part of the model send zeros as its gradient: from torch 2.13 on.
+ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
 
 class Whole(nn.Module):
     """A forward pass from rows to outputs as one module, before which torch gathers the weights outside layers."""
@@ -50,6 +53,11 @@ class Whole(nn.Module):
 def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forward: bool, cpu_offload: bool) -> Whole:
     """Shards the parameters of the model over `ranks`, in place, and returns its forward pass."""
     body = body_of(model)
+    if not ADDS_ZEROS and ranks.dp_size > 1 and body.config.get_text_config() is not body.config:
+        raise ConfigError(
+            f"torch {torch.__version__}: {type(body).__name__} has parts that rows without images do not reach, and "
+            "ranks would wait for their gradients; install torch 2.13 or newer, or train on one rank"
+        )
     if ranks.tensor_mesh is not None:
         split_heads(body, ranks.tensor_mesh)
     options: dict[str, Any] = {
@@ -74,7 +82,8 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are divided by counts of all ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other factor
-            module.set_reduce_scatter_unused_params(True)
+            if ADDS_ZEROS:
+                module.set_reduce_scatter_unused_params(True)
     return whole
 
 
