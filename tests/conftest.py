@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -40,7 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rollout-engine", action="append", help="the same for rollout engines; tests of whet's own are left out"
     )
     parser.addoption("--rollout-engine-options", default="{}", help="its options, as JSON")
-    parser.addoption("--on-device", action="store_true", help="runs the suite on this machine's accelerator")
+    parser.addoption(
+        "--on-device", action="store_true", help="shows tests this machine's accelerator, and runs the suites on it"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides accelerators without --on-device: bits are those of the host, wherever the suite runs."""
+    if not config.getoption("--on-device"):
+        os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -210,7 +210,7 @@ def test_what_is_not_one_number_is_refused() -> None:
         metrics.reduce()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA and --on-device")
 def test_recording_does_not_wait_for_the_device() -> None:
     value, metrics = torch.tensor(2.0, device="cuda"), Metrics()
     torch.cuda.set_sync_debug_mode("error")

@@ -558,7 +558,7 @@ def test_load_of_another_file(tmp_path: Path) -> None:
         DataProto.load(path)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA and --on-device")
 def test_on_a_device() -> None:
     data = batch_of(3)
     there = data.to("cuda")

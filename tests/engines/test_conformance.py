@@ -159,7 +159,8 @@ def test_an_adapter(reference: Make, engine: Make) -> None:
     suite.check_update(one, other, suite.OBJECTIVES[1])
     expected = dict(one.adapter_weights())
     assert all(name.startswith("base_model.model.") and name.endswith(".weight") for name in expected)
-    torch.testing.assert_close(dict(other.adapter_weights()), expected, atol=1e-5, rtol=0)
+    found = {name: weight.to(HOST) for name, weight in other.adapter_weights()}
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert (other.forward(batch, needs)["log_probs"] - before).abs().max() > 1e-6
     with other.adapter_off():
         torch.testing.assert_close(other.forward(batch, needs)["log_probs"], before, atol=2e-5, rtol=0)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
 from tests.rollout.conftest import SHIPPED
+from whet import devices
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.errors import DeadlineError, EngineError
 from whet.models.load import load_policy, load_tokenizer
@@ -121,8 +122,9 @@ def test_the_likeliest_tokens(engine: RolloutEngine, model: PreTrainedModel, par
 @pytest.mark.parametrize("blocks", [8, 12])
 @pytest.mark.parametrize("params", [{}, SAMPLING[5]], ids=["plain", "penalties"])
 def test_preemption_changes_nothing(
-    model: PreTrainedModel, blocks: int, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, device: torch.device, blocks: int, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Log-probs but for rounding, which depends on an accelerator on how many rows are computed together."""
     monkeypatch.setattr(scheduler, "HEADROOM_BLOCKS", 0)  # as short of room as can be
     made = suite.requests(groups=3, n=4, longest=70, stop_token_ids=(), num_likeliest=2, **params)
     roomy = NativeEngine()
@@ -130,13 +132,14 @@ def test_preemption_changes_nothing(
     roomy.attach(model, 0)
     short.attach(model, 0)
     undisturbed, disturbed = generate(roomy, made), generate(short, made)
+    near = 1e-6 if device == devices.HOST else 5e-5
     assert sum(each.preemptions for each in undisturbed) == 0
     assert sum(each.preemptions for each in disturbed) >= 3
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert after.token_ids == before.token_ids and after.finish_reason == before.finish_reason
-        assert after.log_probs == pytest.approx(before.log_probs, abs=1e-6)
+        assert after.log_probs == pytest.approx(before.log_probs, abs=near)
         told, expected = (torch.tensor(each.likeliest, dtype=torch.float64) for each in (after, before))
-        assert len(told) == len(after.token_ids) and torch.allclose(told, expected, rtol=0, atol=1e-6)
+        assert len(told) == len(after.token_ids) and torch.allclose(told, expected, rtol=0, atol=near)
     cache, _ = short._require_cache()
     assert cache.num_blocks == blocks and cache.num_free == blocks
 

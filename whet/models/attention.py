@@ -124,6 +124,11 @@ def _causal(
     is_causal = not window and length == key.shape[2]
     seen = None if is_causal else ~_hidden(query, key, window, bunch)[:, None]
     grouped = query.shape[1] != key.shape[1]
+    # Of torch's kernels on an accelerator those that are fused know no grouped heads with a mask or in float32: it would
+    # take the one that writes all scores.  A plan for an accelerator has SHORT at 0.
+    if grouped and (seen is not None or query.dtype == torch.float32) and (query.device.type != "cpu" or not SHORT):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        grouped = False
     return F.scaled_dot_product_attention(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 

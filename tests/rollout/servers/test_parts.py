@@ -63,7 +63,9 @@ def test_another_process_reads_them(part_bytes: int, names: list[str]) -> None:
     assert {name: value for part in found for name, value in part.items()} == VALUES
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: handles of an accelerator's memory")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA and --on-device: handles of an accelerator's memory"
+)
 @pytest.mark.parametrize("part_bytes", [1, 23, 99])
 def test_another_process_reads_them_on_an_accelerator(part_bytes: int) -> None:
     """Nothing is left on it when they have read."""

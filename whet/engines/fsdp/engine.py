@@ -136,9 +136,11 @@ class FSDPEngine(Engine):
         """
         state = checkpoint.load(path, self._saved(), self._states(), self.ranks.group)
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
-            if isinstance(optimizer, CompactAdamW):  # it works on its rank's part
-                for kept in optimizer.state.values():
+            for weight, kept in optimizer.state.items():
+                if isinstance(optimizer, CompactAdamW):  # it works on its rank's part
                     kept.update({name: own_part(value) for name, value in kept.items()})
+                elif checkpoint.STEP in kept:  # torch's counts where the weight lies
+                    kept[checkpoint.STEP] = kept[checkpoint.STEP].to(weight.device)
         self._load_progress(state)
         start: dict[str, Any] | None = state["start"]
         return start
