@@ -33,7 +33,7 @@ def test_every_decorator_of_the_registry_can_be_taken_from_the_package() -> None
 
 def test_the_version_is_that_of_the_installed_package() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    assert project["tool"]["hatch"]["version"]["path"] == "whet/__init__.py"
+    assert project["tool"]["hatch"]["version"]["path"] == "whet/version.py"
     assert version("whet") == whet.__version__
 
 

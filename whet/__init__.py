@@ -31,5 +31,4 @@ from whet.registry import (
     register_weight as register_weight,
     register_wrapper as register_wrapper,
 )
-
-__version__ = "0.1.0"
+from whet.version import __version__ as __version__

@@ -25,8 +25,8 @@ from whet.planning.speed import training_flops
 from whet.tracking.profile import peak_flops
 from whet.trainers.objectives import PolicyObjective
 
-ANSWERS = Answers(prompts=32, n=8, shortest=16, longest=256)
-ROUNDS = 3
+ANSWERS = Answers(prompts=32, n=8, shortest=16, longest=128)
+ROUNDS = 2
 OBJECTIVE = PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None})
 
 

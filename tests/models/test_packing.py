@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -169,3 +171,20 @@ def test_attention_written_out_is_the_fused_one(window: int, monkeypatch: pytest
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [(0, [True, True, False, True]), (8, [True, True, False, True]), (9, [True, True, False, False])],
+)
+def test_heads_in_groups_are_repeated_where_torch_would_write_all_scores(
+    generation: int, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator: in float32, and with a mask before Hopper. Seen on an H100, see LOG.md."""
+    from whet.models import attention
+
+    monkeypatch.setattr(attention, "_generation", lambda device: generation)
+    cases = itertools.product((torch.float32, torch.bfloat16), (False, True))
+    found = [attention._writes_scores(torch.empty(1, dtype=d, device="meta"), is_masked=m) for d, m in cases]
+    assert found == expected
+    assert not attention._writes_scores(torch.empty(1), is_masked=True)

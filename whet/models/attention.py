@@ -8,6 +8,7 @@ from the left edge, padding on its right). All three are causal and without drop
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ NAME = "whet"
 # Rows of at most SHORT * head_dim tokens are short: their attention weights take at most SHORT times the memory of the
 # queries.
 SHORT = 8
+HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
 
 
 def implementation(config: Any) -> str | dict[str, str]:
@@ -121,15 +123,33 @@ def _causal(
     # torch's fused kernel has no cap on scores
     if cap or (query.device.type == "cpu" and length <= SHORT * head_dim):
         return _unfused(query, key, value, scores, _hidden(query, key, window, bunch))
-    is_causal = not window and length == key.shape[2]
-    seen = None if is_causal else ~_hidden(query, key, window, bunch)[:, None]
+    is_whole = not window and length == key.shape[2]
+    return _fused(query, key, value, scale, None if is_whole else ~_hidden(query, key, window, bunch)[:, None])
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """The kernel of torch, causal where no mask says which keys are `seen`."""
     grouped = query.shape[1] != key.shape[1]
-    # Of torch's kernels on an accelerator those that are fused know no grouped heads with a mask or in float32: it would
-    # take the one that writes all scores.  A plan for an accelerator has SHORT at 0.
-    if grouped and (seen is not None or query.dtype == torch.float32) and (query.device.type != "cpu" or not SHORT):
+    if grouped and _writes_scores(query, is_masked=seen is not None):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         grouped = False
+    is_causal = seen is None
     return F.scaled_dot_product_attention(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+
+
+def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
+    """Whether torch would take the kernel that writes all scores for heads in groups: on an accelerator its others know
+    none in float32, nor with a mask before Hopper, from which on it prefers cuDNN's (its sdp_utils.cpp, 2.11)."""
+    if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
+        return not SHORT and (query.dtype == torch.float32 or is_masked)
+    return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
+
+
+@cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def _unfused(

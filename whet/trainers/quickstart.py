@@ -19,7 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from whet import __version__, files
+from whet import files
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
@@ -36,6 +36,7 @@ from whet.trainers.build import train
 from whet.trainers.run import Run
 from whet.trainers.run_dir import lock_folder
 from whet.trainers.sft import SFTRun, to_batch, train_sft
+from whet.version import __version__
 
 NUM_HELD_OUT = 512
 NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
