@@ -140,8 +140,8 @@ def _fused(
 
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
-    """Whether torch would take the kernel that writes all scores for heads in groups: on an accelerator its others know
-    none in float32, nor with a mask before Hopper, from which on it prefers cuDNN's (its sdp_utils.cpp, 2.11)."""
+    """True where torch would take the kernel that writes all scores for heads in groups: on an accelerator its others
+    know none in float32, nor with a mask before Hopper, from which on it prefers cuDNN's (its sdp_utils.cpp, 2.11)."""
     if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
         return not SHORT and (query.dtype == torch.float32 or is_masked)
     return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
