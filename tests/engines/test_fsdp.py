@@ -72,8 +72,8 @@ def test_what_is_not_finite_moves_nothing_and_is_counted(plain: WorkerGroup) -> 
 # -- every option, slow ------------------------------------------------------------------------------------------------
 
 BFLOAT16 = {"dtype": "bfloat16"}
-# What bfloat16 costs: `single` is as far from itself with other micro-batches (muon orthogonalises in bfloat16): the norm
-# of the gradient by 0.4 %, the largest ratio by 1.8 %, of 20 times the bound.
+# What bfloat16 costs: `single` is as far from itself with other micro-batches (muon orthogonalises in bfloat16): the
+# norm of the gradient by 0.4 %, the largest ratio by 1.8 %, of 20 times the bound.
 NARROW, ROUNDED = 1e-3, 2e-3
 ROLES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     # name: (what differs from plain, of both engines; the sharded engine's options; bound)

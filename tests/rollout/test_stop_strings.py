@@ -14,7 +14,7 @@ from whet.errors import EngineError
 from whet.models.load import load_tokenizer
 from whet.rollout.hf import HFEngine
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.stop_strings import StopStrings
+from whet.rollout.stop_strings import KEPT, LastStops, StopStrings
 
 TEXT = "The answer is 42. Größe: 7 €, 🙂🙃 done.\n\nObservation: 東京 </tool_call>\nnext one"
 
@@ -107,3 +107,14 @@ def test_only_who_has_stop_strings_needs_a_tokenizer(tokenizer: PreTrainedTokeni
     assert engine.stops_of(asking) is engine.stops_of(asking) is not None and loads == 1
     with pytest.raises(EngineError, match=r"stop strings \('7',\) need a tokenizer"):
         HFEngine().stops_of(asking)
+
+
+def test_only_the_last_stop_strings_are_kept(tokenizer: PreTrainedTokenizerBase) -> None:
+    kept = LastStops()
+    first, second = (kept.of((each,), lambda: tokenizer) for each in "ab")
+    for number in range(KEPT - 2):
+        kept.of((f"{number}",), lambda: tokenizer)
+    assert kept.of(("a",), lambda: tokenizer) is first
+    kept.of(("new",), lambda: tokenizer)
+    assert kept.of(("a",), lambda: tokenizer) is first and kept.of(("b",), lambda: tokenizer) is not second
+    assert len(kept._kept) == KEPT and kept.of((), None) is None

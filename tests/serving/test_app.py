@@ -226,3 +226,34 @@ def test_the_next_checkpoint_is_loaded_after_any_error(
     assert [each.getMessage() for each in caplog.records if each.levelno == logging.INFO] == [
         f"serving {folder} from now on" for folder in folders[2:]
     ]
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Back from step 8 to 5, and to a step 8 that was written again."""
+    checkpoints, loaded = tmp_path / "run" / "checkpoints", list[str]()
+
+    def complete(step: int) -> None:
+        (checkpoints / f"global_step_{step}").mkdir(parents=True)
+        (checkpoints / f"global_step_{step}" / server.checkpoint.MANIFEST).write_text("{}")
+
+    monkeypatch.setattr(server, "FOLLOW_SECONDS", 0.01)
+    monkeypatch.setattr(server._Server, "_load", lambda self, source: loaded.append(source.name))
+    complete(8)
+    following = server._Server.__new__(server._Server)
+    following._settings = replace(SETTINGS, follow=True, model=str(tmp_path / "run"))
+    following._source = str(checkpoints / "global_step_8")
+
+    async def follow() -> None:
+        task = asyncio.create_task(following._follow())
+        await asyncio.sleep(0.1)
+        (checkpoints / "global_step_8").rename(checkpoints / "global_step_8.left_behind")
+        for number, step in enumerate((5, 8), start=1):
+            complete(step)
+            while len(loaded) < number:
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(follow(), 20))
+    assert loaded == ["global_step_5", "global_step_8"]

@@ -22,7 +22,16 @@ from whet.models.load import load_policy, load_tokenizer, stop_token_ids
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.serving.app import in_own_words
-from whet.serving.bodies import UNSUPPORTED, ApiError, BodyReader, ChatBody, TextBody, ToolsAsked, WithoutEffect
+from whet.serving.bodies import (
+    UNSUPPORTED,
+    ApiError,
+    BodyReader,
+    ChatBody,
+    TextBody,
+    ToolsAsked,
+    WithoutEffect,
+    _names_read,
+)
 from whet.types import Message
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -151,12 +160,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", 3]}, "stop"),
     ({"stop": ["a", ""]}, "stop has an empty string"),
     ({"stop": ["a", "b\ud800"]}, "stop has half of a surrogate pair"),
+    ({"stop": ["a"] * 65}, "stop has 65 strings, the longest of 1 characters; expected at most 64 of at most 1024"),
+    ({"stop": "a" * 1025}, "stop has 1 strings, the longest of 1025 characters"),
     ({"temperature": "1"}, "temperature is '1': input should be a valid number"),
     ({"stream_options": {"include_usage": True}}, "stream_options is set without stream=true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage is True: extra inputs"),
     ({"tools": [{"type": "code"}]}, r"tools\[0\] is"),
     ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, r"tools\[0\]\.function\.strict=True is not"),
     ({"tool_choice": "required"}, "tool_choice is 'required' without tools"),
+    ({"tools": [TOOL, TOOL]}, "tools has 'f' 2 times; give each a name"),
+    ({"tools": [{**TOOL, "function": {"name": 'a b"}'}}]}, r"tools\[0\]\.function\.name is .*; expected 1 to 64"),
+    ({"tools": [TOOL], "tool_choice": {"type": "zzz", "function": {"name": "f"}}}, "tool_choice is {.*; expected"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "this server reads text"),
     ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice is 'f'; expected auto, none, required, or type function"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice is {.*; expected"),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls is 'no': input should be a valid boolean"),
@@ -173,6 +188,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"moderation": {"model": "omni"}}, "the server moderates nothing"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, "the chat template of this model does not read it"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "does not read it"),
+    ({"chat_template_kwargs": {"message_": 1}}, "does not read it"),
     ({"best": 1}, "unknown parameter best; remove it"),
     ({"max_token": 1}, r"unknown parameter max_token; did you mean max_tokens\?"),
 ]
@@ -292,3 +308,10 @@ def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25
     with pytest.raises(EngineError) as error:
         engine.submit(Request("1", (5,), SamplingParams(10**5), 0))
     assert in_own_words(error.value).endswith("; raise --option kv_cache_bytes or lower max_tokens")
+
+
+def test_names_that_a_template_reads() -> None:
+    """Neither parts of them, nor fields and texts."""
+    template = "{% if enable_thinking %}{{ message.role }}{{ message['name'] }}{% endif %}{% generation %} thinking"
+    assert _names_read(template) >= {"enable_thinking", "message"}
+    assert not _names_read(template) & {"enable_think", "thinking", "role", "name"}

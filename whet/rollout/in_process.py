@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from whet.errors import EngineError, WeightSyncError
 from whet.models.load import fitting
@@ -21,7 +21,7 @@ from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Likeliest, Partial, Request, Status, Weights
-from whet.rollout.stop_strings import StopStrings
+from whet.rollout.stop_strings import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
 from whet.types import Failure, FinishReason, Versions, last_versions
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -78,7 +78,6 @@ class LiveRequest:
 
 
 L = TypeVar("L", bound=LiveRequest)
-LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at which stop string
 
 
@@ -146,7 +145,7 @@ class InProcessEngine(ABC, Generic[L]):
         self._streaming: dict[str, L] = {}  # those of them that give their tokens as they come
         self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
         self._events: list[Event] = []
-        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._stops = LastStops()
         self._paused = False
         self._first_late_at = float("inf")
 
@@ -282,11 +281,9 @@ class InProcessEngine(ABC, Generic[L]):
     def stops_of(self, request: Request) -> StopStrings | None:
         """The stop strings of a request.  Raises: EngineError where there are some and no tokenizer."""
         strings = request.params.stop
-        if strings and strings not in self._stops:
-            if self.load_tokenizer is None:
-                raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
-            self._stops[strings] = StopStrings(strings, self.load_tokenizer())
-        return self._stops.get(strings)
+        if strings and self.load_tokenizer is None:
+            raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
+        return self._stops.of(strings, self.load_tokenizer)
 
     @property
     @abstractmethod

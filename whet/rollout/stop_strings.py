@@ -5,13 +5,16 @@ The text is what environments and rewards read: all tokens decoded, special ones
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
+
+KEPT = 64  # different stop strings whose tables are kept
 
 
 class StopStrings:
@@ -52,6 +55,23 @@ class StopStrings:
 
     def _has_text(self, token: int) -> bool:
         return token < self._size and token not in self._silent
+
+
+class LastStops:
+    """The stop strings of the last requests; older ones are forgotten, as a server's clients may send ever new ones."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first
+
+    def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer | None) -> StopStrings | None:
+        """Those of a request; the tokenizer is loaded for new ones alone."""
+        if not strings or load_tokenizer is None:
+            return None
+        found = self._kept.pop(strings, None) or StopStrings(strings, load_tokenizer())
+        self._kept[strings] = found
+        if len(self._kept) > KEPT:
+            self._kept.pop(next(iter(self._kept)), None)
+        return found
 
 
 def _listed(ids: torch.Tensor | Sequence[int]) -> list[int]:

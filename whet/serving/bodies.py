@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
+from jinja2 import Environment
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -23,8 +26,9 @@ from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
 from whet.types import Message
 
-ERROR_TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
+ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # of statuses whose type is no other's
 MAX_CHOICES = 128  # n
+MAX_STOPS, MAX_STOP = 64, 1024  # strings, characters of each: all are compared with every piece of a stream
 MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
@@ -48,6 +52,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": ((), "ask for it in the prompt"),
     "web_search_options": ((), "the server has no search"),
 }
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 B = TypeVar("B", bound="Body")
 Whole = Annotated[int, Field(ge=1)]
@@ -217,6 +222,11 @@ class BodyReader:
         if body.tool_choice not in (None, "auto", "none") and not body.tools:
             raise ApiError(400, f"tool_choice is {body.tool_choice!r:.80} without tools", param="tool_choice")
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
+        names = [tool["function"]["name"] for tool in tools]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ApiError(
+                400, f"tools has {twice[0]!r} {names.count(twice[0])} times; give each a name", param="tools"
+            )
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
         template = self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
         asked = self._tools(template, tools, body) if tools else None
@@ -270,7 +280,7 @@ class BodyReader:
         opening: str,
     ) -> list[int]:
         for name in extra:
-            if name in RESERVED or name not in template:
+            if name in RESERVED or name not in _names_read(template):
                 why = "the chat template of this model does not read it"
                 raise unsupported("chat_template_kwargs", {name: extra[name]}, why)
         options = {**extra, **({"tools": tools} if tools else {})}
@@ -312,6 +322,10 @@ class BodyReader:
                 code="context_length_exceeded",
             )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        if len(stop) > MAX_STOPS or max(map(len, stop), default=0) > MAX_STOP:
+            found = f"{len(stop)} strings, the longest of {max(map(len, stop))} characters"
+            expected = f"expected at most {MAX_STOPS} of at most {MAX_STOP} characters"
+            raise ApiError(400, f"stop has {found}; {expected}", param="stop")
         if "" in stop:
             raise ApiError(400, "stop has an empty string; leave it out", param="stop")
         if any("\ud800" <= character <= "\udfff" for character in "".join(stop)):
@@ -330,6 +344,14 @@ class BodyReader:
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
             num_likeliest=body.likeliest,
         )
+
+
+@lru_cache(maxsize=4)
+def _names_read(template: str) -> frozenset[str]:
+    """The names in a chat template's code, those behind a point left out."""
+    tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    pairs = zip([("", ""), *tokens], tokens, strict=False)
+    return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -351,6 +373,9 @@ def _tool(index: int, raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(
             400, f"tools[{index}] is {raw!r:.80}; expected type function and a function with a name", param="tools"
         )
+    if not TOOL_NAME.fullmatch(function["name"]):
+        expected = "expected 1 to 64 letters, digits, underscores and dashes"
+        raise ApiError(400, f"tools[{index}].function.name is {function['name']!r:.80}; {expected}", param="tools")
     schema = function.get("parameters") or {}
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
         found = f"{schema!r:.80}; expected a JSON schema, an object whose properties are one"
@@ -365,7 +390,7 @@ def _opening(parser: str, names: Sequence[str], choice: Any) -> str:
     if choice in (None, "auto"):
         return ""
     if isinstance(choice, dict):
-        function = choice.get("function")
+        function = choice.get("function") if choice.get("type") == "function" else None
         names = [name for name in names if isinstance(function, dict) and function.get("name") == name]
     if not names or not (isinstance(choice, dict) or choice == "required"):
         known = "auto, none, required, or type function and a function with the name of one of the tools"
@@ -386,7 +411,8 @@ def _message(index: int, raw: Mapping[str, Any]) -> Message:
         texts = [
             part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
         ]
-        content = None if None in texts else "".join(map(str, texts))
+        found = [text for text in texts if isinstance(text, str)]
+        content = "".join(found) if len(found) == len(texts) else None
     if not isinstance(content, str) and not (content is None and raw.get("content") is None and calls):
         raise ApiError(
             400, f"{where}.content is {raw.get('content')!r:.80}; this server reads text", param=f"{where}.content"

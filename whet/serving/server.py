@@ -112,13 +112,13 @@ class _Server:
 
     async def _follow(self) -> None:
         """Loads each new checkpoint of the run, between two decode steps."""
-        run, last = Path(self._settings.model).expanduser(), Path(self._source)
+        run, last = Path(self._settings.model).expanduser(), _identity(Path(self._source))
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             newest = checkpoint.newest(run)
-            if newest is None or checkpoint.number(newest) <= checkpoint.number(last):
+            if newest is None or _identity(newest) == last:
                 continue
-            last = newest
+            last = _identity(newest)
             try:
                 await asyncio.to_thread(self._load, newest)
             except Exception as error:  # such as too little memory for this one; the next may be loaded
@@ -168,6 +168,14 @@ def _source(settings: Settings) -> str:
     if best is None:
         raise ConfigError(f"no checkpoint of {run} has a validation score; leave --best out to serve the newest")
     return str(best)
+
+
+def _identity(folder: Path) -> tuple[Path, int]:
+    """A checkpoint's folder and the time at which it was complete: a run that goes on from an older one writes its
+    folders again."""
+    with suppress(OSError):  # removed meanwhile
+        return folder, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
+    return folder, 0
 
 
 def _step(source: str) -> int | None:

@@ -135,5 +135,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def num_begun(text: str, strings: Iterable[str]) -> int:
     """Characters at the end of `text` that one of the strings may begin with."""
-    begun = (size for string in strings for size in range(1, len(string)) if text.endswith(string[:size]))
+    sizes = ((string, size) for string in strings for size in range(1, min(len(string), len(text) + 1)))
+    begun = (size for string, size in sizes if text.endswith(string[:size]))
     return max(begun, default=0)

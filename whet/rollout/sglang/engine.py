@@ -29,7 +29,7 @@ from whet.rollout.servers.parts import Part
 from whet.rollout.servers.words import Live
 from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
-from whet.rollout.stop_strings import StopStrings
+from whet.rollout.stop_strings import LastStops
 from whet.types import last_versions
 
 PACKAGE = Package(
@@ -122,7 +122,7 @@ class SGLangEngine(ServerEngine):
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
-        self._load_tokenizer, self._stops = cache(load), dict[tuple[str, ...], StopStrings]()
+        self._load_tokenizer, self._stops = cache(load), LastStops()
         self._never = () if self.vision is None else self.vision.forbidden
         variables = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
         self.launch(command, arguments, variables, python=python, port=port, server=server)
@@ -133,7 +133,10 @@ class SGLangEngine(ServerEngine):
 
     async def sample(self, live: Live) -> Completion:
         """Sends a request and reads its answer, piece by piece."""
-        name, sampled = _named(live.name), Sampled(live.rest, self._stops.get(live.request.params.stop))
+        name, sampled = (
+            _named(live.name),
+            Sampled(live.rest, self._stops.of(live.request.params.stop, self._load_tokenizer)),
+        )
         self._streams[name] = live, sampled
         with ExitStack() as files:
             files.callback(self._streams.pop, name, None)
@@ -216,9 +219,7 @@ class SGLangEngine(ServerEngine):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        strings = request.params.stop
-        if strings and strings not in self._stops:
-            self._stops[strings] = StopStrings(strings, self._load_tokenizer())
+        self._stops.of(request.params.stop, self._load_tokenizer)
 
     @classmethod
     def refused(cls, sampling: Sampling) -> str | None:
