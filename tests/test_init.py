@@ -307,3 +307,15 @@ def test_a_run_that_is_overwritten_leaves_nothing_of_the_earlier_one(model_folde
     assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["global_step_2"]
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     assert [each["step"] for each in train(3, "auto")] == [1, 2, 3]
+
+
+def test_a_function_and_the_key_that_it_stands_for_are_not_both_given() -> None:
+    with pytest.raises(ConfigError, match=r"reward= and reward\.function are both given; leave one out"):
+        whet.train(reward=len, data=[{"prompt": "1"}], **{"reward.function": "math"})
+    with pytest.raises(ConfigError, match=r"data= and data\.train_files are both given"):
+        whet.train(data=[{"prompt": "1"}], **{"data.train_files": "a.jsonl"})
+
+
+def test_export_takes_a_run_and_names_its_argument() -> None:
+    with pytest.raises(DataError, match=r"checkpoint: 5 is no run"):
+        whet.export(5, "out")  # type: ignore[arg-type]

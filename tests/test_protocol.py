@@ -612,6 +612,15 @@ def test_the_batch_dimensions_of_verl() -> None:
     assert DataProto(TensorDict({}, [2]), None).non_tensor_batch == {}  # type: ignore[arg-type]
 
 
+def test_arguments_of_verl() -> None:
+    data = batch_of(3)
+    assert uids(data.repeat()) == [0, 0, 1, 1, 2, 2]
+    assert_same(data.select(deepcopy=True), data)
+    assert data.select(deepcopy=True)["ids"].data_ptr() != data["ids"].data_ptr()
+    assert_same(DataProto.concat(data=[data, data]), data.repeat(2, interleave=False))
+    assert DataProto(data.batch, meta_info=None).meta_info == {}  # type: ignore[arg-type]
+
+
 def test_auto_padding_lets_chunks_differ_by_a_row() -> None:
     rows = {"x": torch.arange(5), "o": list("abcde")}
     with pytest.raises(DataError, match="5 rows do not divide into 3"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import DataError, RewardError, WhetError, no_exit
+from whet.errors import ConfigError, DataError, RewardError, WhetError, no_exit
 
 if TYPE_CHECKING:
     from whet.evaluation.evaluate import Evaluation
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 Recipe = str | Path | None
+STANDS_FOR = {"reward": "reward.function", "data": "data.train_files", "val_data": "data.val_files"}
 
 
 @no_exit()
@@ -130,7 +131,7 @@ def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: An
 
 @no_exit()
 def export(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Frame,
     out: str | Path,
     *,
     adapter: bool = False,
@@ -140,12 +141,15 @@ def export(
     private: bool = False,
 ) -> Path:
     """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
+    `checkpoint` is a folder, or what `whet.train` returned.
 
     `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved.
     The folder is uploaded to the repository `hub` (owner/name), which is made where it is missing."""
     from whet.checkpoints.export import export as run
 
-    written = run(Path(checkpoint), Path(out), adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+    with _argument("checkpoint"):
+        folder = _run_folder(checkpoint)
+    written = run(folder, Path(out), adapter=adapter, base=base, trust_remote_code=trust_remote_code)
     if hub is not None:
         from whet.checkpoints.hub import upload
 
@@ -204,6 +208,10 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
     from whet.config import load_config
 
     given = {name for name, value in objects.items() if value is not None}
+    for name in given.intersection(STANDS_FOR):
+        section, _, field = STANDS_FOR[name].partition(".")
+        if STANDS_FOR[name] in overrides or (isinstance(found := overrides.get(section), Mapping) and field in found):
+            raise ConfigError(f"{name}= and {STANDS_FOR[name]} are both given; leave one out")
     return load_config(schema, recipe, overrides, given=given).config
 
 

@@ -49,8 +49,9 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.non_tensor_batch is None:
-            object.__setattr__(self, "non_tensor_batch", {})
+        for name in ("non_tensor_batch", "meta_info"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, {})
         if self.batch is not None and self.batch.batch_dims != 1:
             raise DataError(f"batch has batch size {list(self.batch.batch_size)}, expected one dimension, [B]")
         rules.check_columns(
@@ -119,25 +120,25 @@ class DataProto:
         return result
 
     @classmethod
-    def concat(cls, parts: Sequence[Self], places: Sequence[Sequence[int]] | None = None) -> Self:
+    def concat(cls, data: Sequence[Self], places: Sequence[Sequence[int]] | None = None) -> Self:
         """Joins the rows of all parts in order, or those of part i at the row numbers `places[i]` of the result.
         Columns, dtypes and trailing sizes must agree.
 
         `meta_info` is the union: a key may be missing in some parts, and must be equal in all others.
         """
-        if not parts:
+        if not data:
             raise DataError("concat of no parts: there are no columns to make a batch of; pass at least one DataProto")
-        first, meta_info = parts[0], dict(parts[0].meta_info)
-        for number, part in enumerate(parts[1:], start=1):
+        first, meta_info = data[0], dict(data[0].meta_info)
+        for number, part in enumerate(data[1:], start=1):
             rules.check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
             rules.check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
             meta_info = rules.merged(meta_info, part.meta_info, "meta_info")
-        if len(parts) == 1 and places is None:
+        if len(data) == 1 and places is None:
             return first.select()
-        where = None if places is None else rules.check_places(places, [len(part) for part in parts])
-        columns = [part.columns() for part in parts]
+        where = None if places is None else rules.check_places(places, [len(part) for part in data])
+        columns = [part.columns() for part in data]
         whole = {name: rules.joined([each[name] for each in columns], where) for name in columns[0]}
-        return first._assemble(whole, meta_info, sum(map(len, parts)))
+        return first._assemble(whole, meta_info, sum(map(len, data)))
 
     def __len__(self) -> int:
         if self.batch is not None:
@@ -198,13 +199,14 @@ class DataProto:
         batch_keys: Names | None = None,
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
+        deepcopy: bool = False,
     ) -> Self:
-        """Keeps the named columns and keys; None keeps all of that kind."""
+        """Keeps the named columns and keys; None keeps all of that kind. `deepcopy` copies them too."""
         tensors = rules.pick(self.tensors(), batch_keys, "tensor column")
         objects = rules.pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
-        return self._assemble(
-            {**tensors, **objects}, rules.pick(self.meta_info, meta_info_keys, "meta_info key"), len(self)
-        )
+        meta_info = rules.pick(self.meta_info, meta_info_keys, "meta_info key")
+        chosen = self._assemble({**tensors, **objects}, meta_info, len(self))
+        return copy.deepcopy(chosen) if deepcopy else chosen
 
     def pop(
         self,
@@ -288,7 +290,7 @@ class DataProto:
         ends = np.cumsum(split_size, dtype=np.int64).tolist()
         return [self[end - size : end] for size, end in zip(split_size, ends, strict=True)]
 
-    def repeat(self, repeat_times: int, interleave: bool = True) -> Self:
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeats each row `repeat_times` times: rows 0 0 1 1 interleaved, else 0 1 0 1."""
         order = np.arange(len(self))
         return self[order.repeat(repeat_times) if interleave else np.tile(order, repeat_times)]

@@ -94,6 +94,10 @@ def test_plot_draws_the_metrics_of_runs_beside_each_other(capsys: pytest.Capture
     assert whet("plot", "runs", "-m", "val/accuracy", "-m", "actor/*", "-o", "deep/two.png") == 0
     assert capsys.readouterr().out == "wrote deep/two.png: val/accuracy, actor/entropy of 2 runs\n"
     assert imread("deep/two.png").shape[:2] == (675, 1500)
+    make_run(Path("runs/failed"))
+    assert whet("plot", "runs", "-m", "val/accuracy", "-o", "two.png") == 0
+    told = "left out, without metrics: runs/failed\nwrote two.png: val/accuracy of 2 runs\n"
+    assert capsys.readouterr().out == told
 
 
 @pytest.mark.parametrize(

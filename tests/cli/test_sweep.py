@@ -87,6 +87,11 @@ def test_a_failed_run_does_not_end_the_rest_and_a_second_call_goes_on(
     assert "run 1 of 3 is finished already: runs/s/seed-1" in capsys.readouterr().out
     assert whet(*[word.replace("steps=3", "steps=4") for word in words]) == 0
     assert len(Process.begun) == 7  # more steps are asked for
+    Path("runs/s/seed-1/config.yaml").write_text("rollout: {n: 8}\n")
+    assert whet(*words, "rollout.n=5") == 2
+    told = capsys.readouterr().err
+    assert "runs/s/seed-1 holds a run of another config" in told and "rollout.n: 8, now 5" in told
+    assert len(Process.begun) == 7
 
 
 def test_a_signal_ends_the_sweep_after_the_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

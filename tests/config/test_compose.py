@@ -4,7 +4,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hydra import compose as hydra_compose, initialize_config_dir
 
 from whet.config.compose import compose, find_recipe, flatten, key_lines, shipped_recipes
@@ -128,8 +130,11 @@ def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:
     assert values["model"]["path"] == "a/b"
     assert values["actor"]["optim"]["betas"] == [0.8, 0.9]
     assert sources["rollout.n"] == sources["actor.optim.betas"] == "argument"
-    with pytest.raises(ConfigError, match="expected text, numbers, lists and mappings as config values"):
+    hint = "expected text, numbers, lists and mappings; hand a function over as reward="
+    with pytest.raises(ConfigError, match=f"reward.function is <built-in function print>; {hint}"):
         compose(TrainConfig, None, {"reward.function": print})
+    values, _ = compose(TrainConfig, recipe, {"rollout.n": np.int64(8), "actor.optim": {"lr": torch.tensor(0.5)}})
+    assert (values["rollout"]["n"], values["actor"]["optim"]["lr"]) == (8, 0.5)
 
 
 def test_composing_leaves_a_hydra_that_is_in_use_as_it_was(tmp_path: Path) -> None:

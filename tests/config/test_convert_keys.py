@@ -304,8 +304,9 @@ def test_losses_of_trl_with_the_ratio_of_a_sequence_or_a_second_bound() -> None:
     found = trl(delta=4.0, importance_sampling_level="token")
     assert found.values["algorithm.policy_loss"] == "delta" and found.values["algorithm.loss_options.delta"] == 4.0
     assert not [line for line in found.ignored if "without effect" in line]
-    check = trl(delta=4.0, importance_sampling_level="sequence").check
-    assert "delta=4.0: set algorithm.policy_loss (gspo has no such bound here)" in check
+    found = trl(delta=4.0, importance_sampling_level="sequence")
+    assert "delta=4.0: set algorithm.policy_loss (gspo has no such bound here)" in found.check
+    assert found.values["algorithm.policy_loss"] == "gspo"
 
 
 def test_options_of_trl() -> None:
@@ -470,3 +471,39 @@ def test_megatron_by_the_name_of_its_config() -> None:
     command = "python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' a=1"
     values = convert(read(f"{command} {ACTOR}.optim.lr=1e-6", "verl"), "verl").values
     assert [values.get(f"{role}.engine.name") for role in ("actor", "ref", "critic")] == ["fsdp"] * 3
+
+
+BUFFER = {f"reward_model.overlong_buffer.{name}": value for name, value in {"len": 512, "penalty_factor": 0.5}.items()}
+
+
+@pytest.mark.parametrize("manager", [None, "naive", "prime"])
+def test_only_the_manager_dapo_of_verl_reads_the_buffer(manager: str | None) -> None:
+    """workers/reward_manager/dapo.py of verl 0.9 is the only one that does."""
+    named = {} if manager is None else {"reward_model.reward_manager": manager}
+    found = verl(**BUFFER, **named, **{"reward_model.overlong_buffer.enable": True})
+    assert not [key for key in found.values if key.startswith("algorithm.overlong")]
+    told = f"left out, as verl's manager {manager or 'naive'} does not read it (dapo does)"
+    assert f"reward_model.overlong_buffer.len=512: {told}" in found.check
+    found = verl(**BUFFER, **{"reward.reward_manager.name": "dapo"})
+    assert found.values["algorithm.overlong.penalty"] == 0.5
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(8192, False), (4096, True)])
+def test_another_length_that_the_penalty_counts_from_is_told(length: int, is_told: bool) -> None:
+    keys = {"reward_model.reward_manager": "dapo", "data.max_response_length": 8192}
+    found = verl(**keys, **{"reward_model.reward_kwargs.max_resp_len": length})
+    told = f"max_resp_len={length}: the penalty counts back from data.max_response_length here"
+    assert any(line.endswith(told) for line in found.check) == is_told
+
+
+def test_the_critic_of_verl_has_the_aggregation_of_the_actor() -> None:
+    """Its critic.yaml: loss_agg_mode is that of the actor where it is not set."""
+    mode = {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}
+    found = {each: verl(**mode, **{"algorithm.adv_estimator": each}) for each in ("gae", "grpo")}
+    told = {
+        each: [line for line in one.check if "loss of a critic is a mean over tokens" in line]
+        for each, one in found.items()
+    }
+    assert len(told["gae"]) == 1 and not told["grpo"]
+    assert found["gae"].values["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
+    assert any("a mean over tokens" in line for line in verl(**{"critic.loss_agg_mode": "seq-mean-token-sum"}).check)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from whet.tracking.plot import Drawing
     from whet.tracking.runs import RunFolder
 
+log = logging.getLogger(__name__)
 COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "killed": "red"}
 # Of a run's end: each row is the first of these metrics that the run has; a minus: lower is better, ~: neither is.
 MAIN = (
@@ -99,14 +101,19 @@ def check_png(option: str, output: Path) -> None:
 
 
 def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
-    """Reads the runs in the folders.  Raises: DataError where one of them has no metrics, or there is none."""
+    """Reads the runs in the folders; below a folder with several, those without metrics are left out.
+    Raises: DataError where a named one has no metrics, or none is left."""
     from whet.tracking.runs import find_runs, read_run
 
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
-    read = [read_run(path) for path in dict.fromkeys(paths)]
-    if not read:
+    found = [read_run(path) for path in dict.fromkeys(paths)]
+    if not found:
         raise DataError("no run is named; name the folder of a run")
-    if empty := [str(run.path) for run in read if not run.records]:
+    read = [run for run in found if run.records]
+    empty = [str(run.path) for run in found if not run.records and (not read or run.path in folders)]
+    if left_out := [str(run.path) for run in found if not run.records and str(run.path) not in empty]:
+        log.warning("left out, without metrics: %s", ", ".join(left_out))
+    if empty:
         raise DataError(
             f"{', '.join(empty)}: no metrics to draw yet; wait for a first step, or add jsonl to trainer.logger"
         )

@@ -74,15 +74,21 @@ def sweep(
     """Starts the runs of a sweep that are not finished, and prints a table of all of them. The exit status is 0 if all
     are finished, 1 if not, 130 after Ctrl-C.
 
-    Raises: ConfigError for a mistake in any of the runs, before the first one starts."""
+    Raises: ConfigError for a mistake in any of the runs, and for one that was begun with other settings, before the
+    first one starts."""
     from whet.config import load_config
     from whet.tracking.console import shared_console
+    from whet.tracking.runs import is_run
     from whet.trainers.frame import run_folder
+    from whet.trainers.run_dir import is_begun
 
     found = members(words)
     configs = [load_config(schema, recipe, member.overrides).config for member in found]
     root = run_folder(configs[0].trainer)
     console, asked = shared_console(), list[int]()
+    for member, config in zip(found, configs, strict=True):
+        if config.trainer.resume == "auto" and is_run(root / member.name):
+            is_begun(root / member.name, config, {})
     for number, (member, config) in enumerate(zip(found, configs, strict=True), start=1):
         folder = root / member.name
         settings = " ".join(f"{key}={value}" for key, value in member.values.items())

@@ -271,11 +271,19 @@ def _node_lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Converts arguments to plain YAML values: paths to text, tuples to lists.  Raises: ConfigError."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(arguments), default=os.fspath))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"expected text, numbers, lists and mappings as config values: {error}") from error
+    plain: dict[str, Any] = {}
+    for name, value in arguments.items():
+        try:
+            plain[str(name)] = json.loads(json.dumps(value, default=_as_plain))
+        except (TypeError, ValueError) as error:
+            hint = "; hand a function over as reward=" if callable(value) else ""
+            raise ConfigError(f"{name} is {value!r:.80}; expected text, numbers, lists and mappings{hint}") from error
     return plain
+
+
+def _as_plain(value: Any) -> Any:
+    """A path as text, a number of numpy or torch as one of Python."""
+    return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
 def _explain(error: Exception) -> str:

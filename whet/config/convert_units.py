@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Unit = Iterator[tuple[str, Any]]
 
+# The newest first.
+VERL_MANAGER = ("reward.reward_manager.name", "reward.reward_manager", "reward_model.reward_manager")
+
 
 def _updates(of: Conversion, role: str) -> int:
     """Updates of a role (actor, critic) in a step."""
@@ -76,9 +79,19 @@ def _dual(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ..
 
 
 def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """DAPO's penalty, where the buffer is switched on."""
-    if of.given.get(f"{key.rpartition('.')[0]}.enable", True):
+    """DAPO's penalty, where the buffer is switched on and the manager reads it."""
+    manager = next((name for each in VERL_MANAGER if isinstance(name := of.given.get(each), str)), "naive")
+    if manager != "dapo":
+        of.result.check.append(f"{key}={value}: left out, as verl's manager {manager} does not read it (dapo does)")
+    elif of.given.get(f"{key.rpartition('.')[0]}.enable", True):
         yield ours[0], value
+
+
+def _response_length(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """The length from which DAPO's penalty counts back: that of responses here."""
+    if value != of.given.get("data.max_response_length", value):
+        of.result.check.append(f"{key}={value}: the penalty counts back from data.max_response_length here")
+    yield from ()
 
 
 def _weight(level: str, is_masked: bool, low: float | None, high: float | None) -> Unit:
@@ -286,6 +299,7 @@ UNITS: Mapping[str, Callable[..., Unit]] = {
     "ratio": _ratio,
     "dual": _dual,
     "overlong": _overlong,
+    "response_length": _response_length,
     "verl_weight": _verl_weight,
     "verl_rejection": _verl_rejection,
     "beta": _beta,

@@ -114,11 +114,11 @@ def open_run_dir(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mappi
                 f"trainer.resume=never, and {path} holds an earlier run; choose another trainer.run_dir or "
                 "trainer.experiment_name, delete the run: trainer.resume=overwrite, or go on in it: trainer.resume=auto"
             )
-        is_begun = is_used and _is_begun(path, config, inputs or {})
-        found = checkpoint.find(path, resume, is_begun=is_begun)
+        begun = is_used and is_begun(path, config, inputs or {})
+        found = checkpoint.find(path, resume, is_begun=begun)
         if found is None:
             log.info("starting afresh in %s", path)
-        elif is_begun and resume not in ("auto", str(found)):
+        elif begun and resume not in ("auto", str(found)):
             log.info("resuming from %s, which this run came to from %s", found, resume)
         else:
             log.info("resuming from %s", found)
@@ -219,7 +219,7 @@ def _unlock() -> None:
 os.register_at_fork(after_in_child=_unlock)
 
 
-def _is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[str, str]) -> bool:
+def is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[str, str]) -> bool:
     """Tells whether a folder's run is the one that `config` and `inputs` describe, started as `trainer.resume` says.
 
     Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
