@@ -216,7 +216,8 @@ class DataProto:
     ) -> tuple[Self, Self]:
         """Splits into (the named columns and keys, all others); None selects none of that kind."""
         taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
-        popped = self.select(*(() if keys is None else keys for keys in taken))
+        batch, objects, meta_info = (() if keys is None else keys for keys in taken)
+        popped = self.select(batch, objects, meta_info)
         rest = self.select(
             [name for name in self.tensors() if name not in popped],
             [name for name in self.non_tensor_batch if name not in popped],
