@@ -148,7 +148,7 @@ def read_observation(raw: object) -> Observation:
 
 
 def unpaid(seen: Observation, moved: Sequence[str]) -> str:
-    """Why a reward in `rewards` is for nobody; "" without one. `moved` has the player of each turn so far.
+    """Returns why a reward in `rewards` is for nobody, or "". `moved` has the player of each turn so far.
 
     Players are known by their observations. Another name is a player who has not moved yet where all that have moved
     are paid too, or after the first turn, unless players have no names at all."""

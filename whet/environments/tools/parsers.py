@@ -99,14 +99,10 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
     if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
         yield from read(text, schemas)
         return
-    masked, position = "", 0
-    for part in read(text, schemas):
-        written = part if isinstance(part, str) else part.text
-        start = max(position, text.find(written, position))  # a user's parser may leave out text
-        is_valid = isinstance(part, Call) and part.error is None
-        masked += text[position:start] + (" " * len(written) if is_valid else written)
-        position = start + len(written)
-    masked, position = masked + text[position:], 0
+    masked, position = text, 0
+    calls = {part.text for part in read(text, schemas) if isinstance(part, Call) and part.error is None}
+    for call in sorted(calls, key=len, reverse=True):
+        masked = masked.replace(call, " " * len(call))
     for thought in re.finditer(f"{_UNOPENED}|{_THOUGHT}" if is_whole else _THOUGHT, masked, re.DOTALL):
         if position < thought.start():
             yield from read(text[position : thought.start()], schemas)
