@@ -74,6 +74,26 @@ def test_show_prints_description_and_options(capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_play_shows_the_rewards_that_training_pays(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A turn's `reward` and an entry of `rewards` for its player are added."""
+    (tmp_path / "duel.py").write_text(
+        "from whet.environments.protocol import Observation\n"
+        "class Duel:\n"
+        "    turns = 0\n"
+        "    def reset(self, prompt, seed): return Observation(False, player='white')\n"
+        "    def step(self, answer):\n"
+        "        self.turns += 1\n"
+        "        if self.turns == 1: return Observation(False, player='black', reward=0.25)\n"
+        "        return Observation(True, reward=0.5, rewards={'white': -1.0, 'black': 1.0})\n"
+    )
+    typed(monkeypatch, "1", "2")
+    out = printed(capsys, "play", f"{tmp_path / 'duel.py'}:Duel")
+    assert re.findall("reward of .*", out) == ["reward of white 0.25", "reward of white -1", "reward of black 1.5"]
+    assert "sum of rewards white -0.75, black 1.5" in out
+
+
 def test_play_reads_lines_until_the_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     typed(monkeypatch, "<calc>6*7</calc>", "42")
     out = printed(capsys, "play", "calculator", "--prompt", "What is 6*7?")

@@ -48,6 +48,22 @@ def test_a_config_without_mistakes_has_no_problems(folder: Path) -> None:
 
 APART = "cluster: {placement: {a: {roles: [actor]}, b: {roles: [rollout]}}}"
 SECTIONS_AND_REFUSALS = [
+    (
+        "environment: {agents: {helper: {name: nosuch}}}",
+        "environment.agents.helper.name: no environment is called 'nosuch'",
+    ),
+    (
+        "environment: {agents: {helper: {name: calculator, options: {roel: user}}}}",
+        "environment.agents.helper.options: environment 'calculator' has no option 'roel'; did you mean 'role'?",
+    ),
+    (
+        "environment: {agents: {helper: {tools: [nosuch]}}}",
+        "environment.agents.helper.tools[0]: no tool is called 'nosuch'",
+    ),
+    (
+        "environment: {agents: {helper: {tool_parser: hermes}}}",
+        "environment.agents.helper.tool_parser is set, but environment.agents.helper.tools is empty",
+    ),
     ("model: {path: null}", "model.path is not set; name a model folder"),
     ("model: {path: ./nowhere}", "model.path=./nowhere is not a folder"),
     ("model: {path: train.jsonl}", "model.path=train.jsonl is not a folder"),

@@ -282,6 +282,18 @@ class SlowExpression(Right):
 
 
 @caught_by("rewards")
+class PaysNobody(Right):
+    """The name of a player is wrong at the end."""
+
+    def look(self) -> Observation:
+        return said("?", player=("white", "black")[self.left % 2])
+
+    def step(self, answer: Answer) -> Observation:
+        found = super().step(answer)
+        return Observation(done=True, rewards={"wite": 1.0, "black": -1.0}) if found.done else found
+
+
+@caught_by("rewards")
 class NotANumber(Right):
     """Pays nan."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from whet.environments.forms import _is_gymnasium
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation, Result, Task
 from whet.types import Failure, Message, Prompt
@@ -39,6 +40,12 @@ class Once:
     """In the short form: it pays every step."""
     def __init__(self, prompt): pass
     def step(self, text): return Observation(done=True, reward=1.0)
+
+class Optional:
+    """The long form with defaults."""
+    def reset(self, prompt=None, seed=0):
+        return Observation(False, (Message("user", f"{prompt and prompt.uid} {seed}"),))
+    def step(self, answer): return Observation(True)
 
 class Manager:
     """Asks sub-agents, twice, two of them side by side."""
@@ -97,6 +104,34 @@ def test_gymnasium_form(world: Any) -> None:
     )
     stepped(host, "right")
     assert stepped(host, "right") == Observation(True, (Message("user", "at 1"),), 1.0, {"moves": 1.0})
+
+
+def test_what_may_take_a_prompt_is_the_long_form() -> None:
+    class Long:
+        def reset(self, prompt=None, seed=0): ...  # type: ignore[no-untyped-def]
+
+    class OtherName(Long):
+        def reset(self, row=None, seed=0): ...  # type: ignore[no-untyped-def]
+
+    class ByName(Long):
+        def reset(self, prompt=None, *, seed=0): ...  # type: ignore[no-untyped-def]
+
+    class Plain(Long):
+        def reset(self, seed=None, options=None): ...  # type: ignore[no-untyped-def,override]
+
+    class OptionsFirst(Long):
+        def reset(self, options=None, seed=None): ...  # type: ignore[no-untyped-def,override]
+
+    class Wraps(Long):
+        def reset(self, *args, **kwargs): ...  # type: ignore[no-untyped-def]
+
+    forms = {kind: _is_gymnasium(kind().reset) for kind in (Long, OtherName, ByName, Plain, OptionsFirst, Wraps)}
+    assert [*forms.values()] == [False, False, False, True, True, True]
+
+
+def test_a_prompt_with_a_default_gets_the_prompt(world: Any) -> None:
+    _, first = world("Optional")
+    assert first == Observation(False, (Message("user", "0:7 1"),))
 
 
 def test_gymnasium_form_truncates(world: Any) -> None:

@@ -552,6 +552,19 @@ def test_modules_of_easyr1(kind, code):
     assert adapt(module["f"], kwargs={}, correct_threshold=1.0).takes_batch == (kind == "batch")
 
 
+def test_the_annotation_of_a_manager_beats_the_type_of_its_module():
+    pytest.importorskip("torch")
+    module = {}
+    manager = (
+        "class Manager:\n def __call__(self, batch: DataProto, return_dict=False):\n"
+        "  import torch\n  return torch.arange(len(batch.batch['responses']), dtype=torch.float32)\n"
+    )
+    code = "from __future__ import annotations\n" + EASYR1.replace("{kind}", "sequential") + manager
+    exec(code, module)
+    adapted = adapt(module["Manager"]().__call__, kwargs={}, correct_threshold=1.0)
+    assert adapted.takes_batch and [each.reward for each in adapted.score(ITEMS)] == [0.0, 1.0]
+
+
 def test_a_sandbox_that_is_lost_is_told_from_a_reward_that_fails():
     def lost(solution_str):
         raise SandboxError("no bubblewrap here; install it")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import numpy as np
 import pytest
 
 from whet.rewards.exact_match import compute_score
@@ -38,6 +39,19 @@ TAGS = {"after": "<answer>", "before": "</answer>"}
         ("Rome", ["Paris", "Rome"], {}, 1.0),
         ("Bonn", ("Paris", "Rome"), {}, 0.0),
         ("", "", {}, 1.0),
+        # nothing is left of these ground truths
+        ("", "The", {"ignore_articles": True}, 0.0),
+        ("", "?!", {"ignore_punctuation": True}, 0.0),
+        ("B", "A", {"ignore_articles": True}, 0.0),
+        ("A", "A", {"ignore_articles": True}, 1.0),
+        ("a", "A", {"ignore_articles": True, "ignore_case": True}, 1.0),
+        ("the", "A", {"ignore_articles": True}, 0.0),
+        ("", "", {"ignore_articles": True, "ignore_punctuation": True}, 1.0),
+        ("", ["Paris", "The"], {"ignore_articles": True}, 0.0),
+        # a list column of pandas
+        ("Rome", np.array(["Paris", "Rome"], dtype=object), {}, 1.0),
+        ("Rome", np.array(["Paris"]), {}, 0.0),
+        ("Rome", np.array("Rome"), {}, 1.0),
     ],
 )
 def test_strings_are_equal_or_not(answer, truth, options, score):
@@ -49,7 +63,7 @@ def test_what_was_compared_is_said():
     assert compute_score("two", "2", after="=") == {"reward": 0.0, "pred": None}
 
 
-@pytest.mark.parametrize("truth", [None, [], [None]])
+@pytest.mark.parametrize("truth", [None, [], [None], np.array([])])
 def test_no_ground_truth_is_an_error(truth):
     with pytest.raises(ValueError, match="the ground truth is"):
         compute_score("", truth)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.adapters import estimate
 from whet.environments.host import Deadlines
+from whet.environments.protocol import Observation, unpaid
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS
 from whet.rollout.batch import rows_of, to_batch
@@ -35,7 +36,7 @@ def say(text, **more):
 
 class Duel:
     """Two players say a number each, twice; the larger sum wins."""
-    def __init__(self, *, learners="white black"): self.learners = learners.split()
+    def __init__(self, *, learners="white black", wrong=""): self.learners, self.wrong = learners.split(), wrong
     def reset(self, prompt, seed):
         self.said = []
         return self.turn("white", "1+")
@@ -46,6 +47,7 @@ class Duel:
         if len(self.said) < 4:
             return self.turn(("white", "black")[len(self.said) % 2], f"{self.said[-1]}+")
         won = 1.0 if self.said[0] + self.said[2] > self.said[1] + self.said[3] else -1.0
+        if self.wrong: return Observation(True, rewards={self.wrong: won, "black": -won})
         return Observation(True, rewards={"white": won, "black": -won}, fields={"success": float(won > 0)})
 
 class Manager:
@@ -161,6 +163,38 @@ def test_players_are_groups_of_their_own(play: Any) -> None:
     metrics = Metrics()
     measure_groups(metrics, [group])
     assert metrics.value("reward/groups_all_equal") == 0.0
+
+
+def test_a_reward_for_nobody_fails_the_episode(play: Any) -> None:
+    [trajectory] = play("Duel", "5", "3", "4", "2", options={"wrong": "wite"})
+    assert trajectory.failure is not None and trajectory.failure.message == (
+        "Observation.rewards pays 'wite', and the players are 'white', 'black'; correct the name, or, for a player who "
+        "has not moved yet, name in rewards all who have, with 0.0 too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("moved", "reward", "rewards", "is_lost"),
+    [
+        (["white"], 0.0, {"black": 1.0}, False),  # an error in the first turn: the winner has not moved
+        (["white"], 0.0, {"white": -1.0, "black": 1.0}, False),
+        (["a", "b"], 0.0, {"a": 0.5, "b": -1.0, "c": 0.5}, False),
+        (["a", "b"], -1.0, {"a": 0.5, "c": 0.5}, False),  # `reward` pays b
+        (["a", "b"], 0.0, {"a": 0.5, "c": 0.5}, True),
+        (["a", "b"], 0.0, {"a": 0.5, "c": 0.0}, False),
+        (["a", "a"], 0.0, {"A": 1.0}, True),
+        ([""], 0.0, {"agent": 1.0}, True),  # players have no names
+        ([], 0.0, {"white": 1.0}, False),  # before the first turn nobody is paid
+    ],
+)
+def test_which_rewards_are_for_nobody(
+    moved: list[str], reward: float, rewards: dict[str, float], is_lost: bool
+) -> None:
+    assert bool(unpaid(Observation(True, reward=reward, rewards=rewards), moved)) == is_lost
+
+
+def test_a_player_who_moves_next_may_be_paid() -> None:
+    assert unpaid(Observation(False, player="b", rewards={"b": 1.0}), ["a", "a"]) == ""
 
 
 def test_a_player_that_does_not_learn(play: Any) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from whet.environments.tools.parsers import Call
+from whet.environments.tools.parsers import Call, parts_of
 from whet.models.load import load_tokenizer
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import SamplingParams
@@ -113,6 +113,21 @@ def test_a_call_is_given_when_it_is_whole(parser: str) -> None:
     assert [each.name for each in more] == ["add"] and tools.add([], is_last=True) == ("", [])
 
 
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "phi", "mistral", "llama3_json"])
+@pytest.mark.parametrize("is_thinking", [False, True])  # whether the prompt has the opening tag
+def test_a_call_in_a_thought_is_text(parser: str, is_thinking: bool) -> None:
+    call = CALLS[parser][0]
+    thought = f"{'' if is_thinking else '<think>'}I could\n{call}\nbut no.</think>"
+    tools, given, calls = ToolText(asking(parser), is_thinking=is_thinking), "", []
+    for letter in f"{thought}\n{call}":
+        text, new = tools.add([(letter, False)])
+        given, calls = given + text, calls + new
+    text, new = tools.add([], is_last=True)
+    assert given + text == thought and [each.name for each in calls + new] == ["add"]
+    unclosed = ToolText(asking(parser), is_thinking=is_thinking)
+    assert unclosed.add([(thought.removesuffix("</think>"), False)], is_last=True) == (thought[:-8], [])
+
+
 # Pieces that calls are made of, in any order.
 PIECES = [
     *("<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": 1}}', '{"name": "add"', "}", "{", "[", "]"),
@@ -121,7 +136,7 @@ PIECES = [
     *("<|channel|>", " to=functions.add", "<|constrain|>json", "<|message|>", "<|call|>", "<|start|>", "<|end|>"),
     *("<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]add", "[CALL_ID]a1", "[ARGS]", "[ARGS]{}", '[{"name": "add"},'),
     *("[TOOL_CALLS]", '[{"name": "add"}]', '[{"name": "add"}, 3]', '"parameters": ', '{"a": 1}', "1e999", "NaN"),
-    *(',"name":', *(call for call, _ in CALLS.values())),
+    *(',"name":', "<think>", "</think>", *(call for call, _ in CALLS.values())),
 ]
 
 
@@ -149,7 +164,7 @@ def test_any_parts_are_what_the_whole_is(
 def test_calls_are_those_that_environments_read(parser: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     content, calls = whole(asking(parser), [(text, False)])
-    parts = list(TOOL_PARSERS[parser].load()(text, SCHEMAS))
+    parts = list(parts_of(parser, text, SCHEMAS, is_whole=False))
     read = [part for part in parts if isinstance(part, Call)]
     if not read:
         assert (content, calls) == (text, [])

@@ -15,7 +15,7 @@ import torch
 import whet
 from whet import serialization
 from whet.config import TrainConfig
-from whet.errors import ConfigError, EnvError, RewardError
+from whet.errors import ConfigError, EnvError, RewardError, WhetError
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
@@ -606,6 +606,24 @@ def test_an_environment_that_refuses_its_options_is_named_before_a_model_is_load
     agents = {"a": {"name": name, "options": options, **tools}}
     with pytest.raises(EnvError, match=r"environment\.agents\.a\.name="):
         train(train_config({"environment.agents": agents}), reward=length, data=additions)
+
+
+def test_an_environment_that_cannot_be_made_leaves_the_earlier_run(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    pytest.importorskip("gymnasium")
+    train(train_config({}), reward=length, data=additions)
+    kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.jsonl")}
+    assert kept
+    tools = {"tools": ["calculator"]}  # the template shows no tools
+    for environment, said in (
+        ({"name": "gymnasium", "options": {"env_id": "Nope-v1"}}, r"environment\.options\.env_id=Nope-v1"),
+        ({"agents": {"helper": tools}}, "the chat template shows no known format of calls"),
+    ):
+        over = {f"environment.{key}": value for key, value in environment.items()}
+        with pytest.raises(WhetError, match=said):
+            train(train_config({"trainer.resume": "overwrite", **over}), reward=length, data=additions)
+        assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.jsonl")} == kept
 
 
 # ---- the same again

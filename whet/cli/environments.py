@@ -122,7 +122,10 @@ async def _play(
             continue
         tell(outcome.messages, outcome.media)
         if answers:
-            for paid, reward in outcome.rewards.items() or [(player, outcome.reward)]:
+            rewards = dict(outcome.rewards)
+            if outcome.reward or not rewards:
+                rewards[player] = rewards.get(player, 0.0) + outcome.reward
+            for paid, reward in rewards.items():
                 sums[paid] = sums.get(paid, 0.0) + reward
                 typer.echo(f"reward{paid and f' of {paid}'} {reward:g}")
         if outcome.done or outcome.truncated:

@@ -45,7 +45,9 @@ def check(config: schema.Section, given: Collection[str] = ()) -> None:
 def problems(config: schema.Section, given: Collection[str] = ()) -> list[str]:
     """Returns one line for each error that `check` would raise."""
     found: dict[str, None] = {}
-    for key, section in config.sections():
+    environment = config.get("environment")
+    agents = environment.agents if isinstance(environment, schema.EnvironmentConfig) else {}
+    for key, section in [*config.sections(), *((f"environment.agents.{name}", each) for name, each in agents.items())]:
         for kind, rule in RULES:
             if isinstance(section, kind):
                 found |= dict.fromkeys(_lines(rule, section, Place(key, config, given)))

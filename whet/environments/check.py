@@ -20,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from whet.environments.protocol import Answer, Closes, Observation, Result
+from whet.environments.protocol import Answer, Closes, Observation, Result, unpaid
 from whet.environments.running import EnvironmentSpec, Running
 from whet.errors import describe
 from whet.keyed import key
@@ -274,6 +274,7 @@ class _Played:
     seed: int
     transcript: list[Parts] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)  # tasks since the last observation
+    players: list[str] = field(default_factory=list)  # of each turn
     faults: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
     characters: int = 0  # of the largest observation
@@ -312,6 +313,8 @@ class _Played:
             outcome, rounds = await self.running.call("step", Answer("", results=results)), rounds + 1
         if isinstance(outcome, Observation) and outcome.tasks:
             outcome = Failure("environment", f"it gave tasks {rounds} times in one {arguments[0]}")
+        if isinstance(outcome, Observation) and (why := unpaid(outcome, self.players)):
+            outcome = Failure("environment", why)
         self._note(name, outcome)
         return outcome
 
@@ -337,6 +340,7 @@ class _Played:
         self.characters = max(self.characters, sum(len(str(message.content)) for message in outcome.messages))
         self.rewards += [outcome.reward, *outcome.rewards.values()]
         self.is_over = outcome.done or outcome.truncated
+        self.players += [] if self.is_over else [outcome.player]
 
 
 def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
@@ -424,6 +428,7 @@ async def _restores(make: Callable[[Prompt], Any], plan: Plan) -> Found:
         return {"is_ok": None, "what": f"it cannot be copied: {describe(error)}"}
     copied.running.take(copied.environment)
     copied.transcript, copied.is_over = [*played.transcript], played.is_over
+    copied.players = [*played.players]
     for each in (played, copied):
         for _ in range(plan.max_turns):
             await each.turn()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -152,12 +153,14 @@ def _parameters(method: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _is_gymnasium(reset: Callable[..., Any]) -> bool:
-    """Tells whether `reset(seed=0)` is a possible call: the long form needs a prompt."""
+    """Tells whether `reset(seed=0)` is a possible call, and nothing stands where the long form has its prompt."""
     try:
-        inspect.signature(reset).bind(seed=0)
+        signature = inspect.signature(reset)
+        signature.bind(seed=0)
     except (TypeError, ValueError):
         return False
-    return True
+    before = itertools.takewhile(lambda each: each.name != "seed", signature.parameters.values())
+    return {each.name for each in before if each.kind is each.POSITIONAL_OR_KEYWORD} <= {"options"}
 
 
 async def awaited(result: Any) -> Any:

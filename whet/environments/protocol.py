@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -144,6 +144,22 @@ def read_observation(raw: object) -> Observation:
         rewards={name: _number(f"rewards[{name!r}]", value, "a finite number") for name, value in raw.rewards.items()},
         is_trained=_flag("is_trained", raw.is_trained),
         tasks=tuple(raw.tasks),
+    )
+
+
+def unpaid(seen: Observation, moved: Sequence[str]) -> str:
+    """Returns why a reward in `rewards` is for nobody, or "". `moved` has the player of each turn so far.
+
+    Players are known by their observations. Another name is a player who has not moved yet where all that have moved
+    are paid too, or after the first turn, unless players have no names at all."""
+    known = [*dict.fromkeys(moved)] if seen.done or seen.truncated else [*dict.fromkeys((*moved, seen.player))]
+    unknown = [name for name, reward in seen.rewards.items() if reward and name not in known]
+    paid = {*seen.rewards, moved[-1]} if moved and seen.reward else {*seen.rewards}
+    if not moved or not unknown or (any(known) and (len(moved) == 1 or {*moved} <= paid)):
+        return ""
+    return (
+        f"Observation.rewards pays {unknown[0]!r}, and the players are {', '.join(map(repr, known))}; correct the "
+        "name, or, for a player who has not moved yet, name in rewards all who have, with 0.0 too"
     )
 
 

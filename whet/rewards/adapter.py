@@ -256,7 +256,7 @@ def _recognise(
     parameters: Sequence[inspect.Parameter], *, takes_batch: bool, options: Collection[str], annotation: str | None
 ) -> _Form | None:
     """The form of a signature; `takes_batch` decides where it leaves both open, as `**kwargs` does. `annotation` takes
-    the place of that of the first parameter."""
+    the place of that of the first parameter, unless that is a DataProto."""
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
@@ -264,7 +264,9 @@ def _recognise(
     if names & {"completions", "completion_ids"}:
         return _recognise_trl(named, has_keywords=bool(common), options=options)
     if named and named[0].name not in _FIELDS and named[0].name not in columns:
-        whole = _recognise_whole(named[0].name, annotation or _annotation_text(named[0]), names)
+        own = _annotation_text(named[0])
+        chosen = own if _WHOLE["data"].match(own) else annotation or own  # EasyR1 has no DataProto
+        whole = _recognise_whole(named[0].name, chosen, names)
         if whole is not None:
             return whole
     of_batch = {_plural(name) for name in _RESPONSE_FIELDS}

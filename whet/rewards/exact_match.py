@@ -7,6 +7,8 @@ import re
 import unicodedata
 from typing import Any
 
+from numpy import ndarray
+
 from whet.registry import register_reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.IGNORECASE)
@@ -29,9 +31,10 @@ def compute_score(
     (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0.
     Where `before` (`</answer>`) is set too, the answer ends at its first occurrence, and the reward is 0 without one:
     `<answer>London</answer>` has the answer London.
-    `ignore_articles` is for English. `pred` is the normalised answer.
+    `ignore_articles` is for English; text of only articles or punctuation keeps them. `pred` is the normalised answer.
     Raises: ValueError for an empty list of ground truths, and where one is None.
     """
+    ground_truth = ground_truth.tolist() if isinstance(ground_truth, ndarray) else ground_truth
     truths = list(ground_truth) if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     if not truths or None in truths:
         raise ValueError(
@@ -48,13 +51,12 @@ def compute_score(
 
     def normalise(text: str) -> str:
         text = unicodedata.normalize("NFKC", text)
-        if ignore_case:
-            text = text.casefold()
+        whole = left = text.casefold() if ignore_case else text
         if ignore_punctuation:
-            text = "".join(each for each in text if not unicodedata.category(each).startswith("P"))
+            left = "".join(each for each in left if not unicodedata.category(each).startswith("P"))
         if ignore_articles:
-            text = _ARTICLES.sub(" ", text)
-        return " ".join(text.split())
+            left = _ARTICLES.sub(" ", left)
+        return " ".join(left.split()) or " ".join(whole.split())
 
     answer = normalise(solution_str)
     return {"reward": float(any(normalise(str(truth)) == answer for truth in truths)), "pred": answer}

@@ -87,6 +87,12 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
             engine.check_media(vision, prompt.media, f"row {prompt.index}")
 
 
+def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Checks the environments of the config with their tools, as far as that starts none.  Raises: as `stage_of`."""
+    for stage in (config.environment, *config.environment.agents.values()):
+        _stage(stage, config, tokenizer)
+
+
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:

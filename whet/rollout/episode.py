@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from whet.data.chat import assistant_message, check_message
-from whet.environments.protocol import Answer, Observation, Result, Task
+from whet.environments.protocol import Answer, Observation, Result, Task, unpaid
 from whet.errors import TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
@@ -281,7 +281,11 @@ class Episode:
         return [Step(self.id, Answer("", results=results))]
 
     def _pay(self, observation: Observation) -> None:
-        """Adds the rewards of an observation to the last turns of the players."""
+        """Adds the rewards of an observation to the last turns of the players.  Raises: TextError."""
+        if observation.rewards and (
+            why := unpaid(observation, [t.player for t in self.turns if t.agent == self.agent])
+        ):
+            raise TextError(why)
         for player, reward in ((self._read.player, observation.reward), *observation.rewards.items()):
             if reward and player in self._last:
                 turn = self.turns[self._last[player]]

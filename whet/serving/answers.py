@@ -49,7 +49,8 @@ class Sample:
         self.num_characters = 0  # of the tokens so far, one by one
         marks = {token: text for token, text in special.items() if token not in params.stop_token_ids}
         self._text = MarkedText(tokenizer, params.stop, marks)
-        self._tools = ToolText(asked.tools) if asked.tools else None
+        ending = str(tokenizer.decode(list(self.prompt_ids[-16:]))).rstrip() if asked.tools else ""
+        self._tools = ToolText(asked.tools, is_thinking=ending.endswith("<think>")) if asked.tools else None
         self._opening = [(asked.tools.opening, False)] if asked.tools else []
 
     def add(

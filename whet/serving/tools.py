@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
-from whet.environments.tools.parsers import CONTROL, Call
+from whet.environments.tools.parsers import CONTROL, Call, parts_of
 from whet.errors import describe
 from whet.registry import TOOL_PARSERS
 from whet.serving.bodies import ApiError, ToolsAsked
@@ -38,14 +38,16 @@ class ToolText:
     no valid call stays text, with its marks but those of ends of turns; other text has none. White space around calls
     is left out."""
 
-    def __init__(self, asked: ToolsAsked) -> None:
+    def __init__(self, asked: ToolsAsked, *, is_thinking: bool = False) -> None:
+        """`is_thinking`: the prompt ends with the opening tag of a thought."""
         entry = TOOL_PARSERS[asked.parser]
-        self._asked, self._parser = asked, entry.load()
+        self._asked = asked
         self._begins, self._ends = entry.marks.get("begin", ()), entry.marks.get("end", ())
         # Without marks the pattern is empty, and fits everywhere: all text waits for the end.
         self._begin = re.compile("|".join([*map(re.escape, self._begins), *entry.marks.get("begin_patterns", ())]))
-        self._text, self._is_shown = "", bytearray()  # all text with its marks, and 0 for characters of marks
-        self._num_given = self._num_parsed = 0  # characters
+        self._text = "<think>" if is_thinking else ""  # all text with its marks
+        self._is_shown = bytearray(len(self._text))  # 0 for characters of marks
+        self._num_given = self._num_parsed = len(self._text)  # characters
         self._num_calls = 0  # given, or left out as too many
         self._space, self._is_after_call = "", False
 
@@ -94,7 +96,7 @@ class ToolText:
         """The parts before `end`: where each begins and ends, and its calls, of which several may have one text."""
         groups, position = list[tuple[int, int, list[Call]]](), 0
         try:
-            for part in self._parser(self._text[:end], self._asked.schemas):
+            for part in parts_of(self._asked.parser, self._text[:end], self._asked.schemas, is_whole=False):
                 text, calls = (part, []) if isinstance(part, str) else (part.text, [part])
                 if calls and not text and groups and groups[-1][2] and groups[-1][0] < position:
                     groups[-1][2].extend(calls)

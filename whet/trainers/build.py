@@ -40,6 +40,7 @@ from whet.rollout.build import (
     check_engine,
     check_media,
     check_sampling,
+    check_stages,
     open_environments,
     sampling_params,
 )
@@ -144,34 +145,38 @@ def build(
     has_reward = scorer is None and is_scored(config, reward)
     specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
     inputs = digests(config, begun.prompts, val_prompts, reward)
-    with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
-        if "console" in config.trainer.logger and not dry_run:
-            introduce(setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step))
-        hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, undo)
-        roles = launch_roles(specs, config.cluster)
-        undo.callback(roles["rollout"].close)
-        scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
-        run = Run(
-            config=config,
-            opened=opened,
-            services=services,
-            tokenizer=tokenizer,
-            roles=roles,
-            rollouts=_rollouts(begun, config, roles, scorer, hosts),
-            columns=columns,
-            estimator=Chosen.estimator(config.algorithm),
-            correction=Correction.from_config(config),
-            policy_objective=PolicyObjective.from_config(config),
-            value_objective=ValueObjective.from_config(config) if "critic" in roles else None,
-            shaper=Shaper(config),
-            entropy_controller=_entropy_controller(config.algorithm),
-            val_prompts=val_prompts,
-            val_params=sampling_params(validation, config.data.max_response_length, begun.stop_ids, tokenizer),
-            total_steps=total_steps,
-            callbacks=begun.callbacks,
-        )
-        run.start()
-        undo.pop_all()
+    with ExitStack() as ahead:  # what an environment refuses is said before an earlier run is deleted
+        hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
+        with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
+            if "console" in config.trainer.logger and not dry_run:
+                introduce(
+                    setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step)
+                )
+            roles = launch_roles(specs, config.cluster)
+            undo.callback(roles["rollout"].close)
+            scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
+            run = Run(
+                config=config,
+                opened=opened,
+                services=services,
+                tokenizer=tokenizer,
+                roles=roles,
+                rollouts=_rollouts(begun, config, roles, scorer, hosts),
+                columns=columns,
+                estimator=Chosen.estimator(config.algorithm),
+                correction=Correction.from_config(config),
+                policy_objective=PolicyObjective.from_config(config),
+                value_objective=ValueObjective.from_config(config) if "critic" in roles else None,
+                shaper=Shaper(config),
+                entropy_controller=_entropy_controller(config.algorithm),
+                val_prompts=val_prompts,
+                val_params=sampling_params(validation, config.data.max_response_length, begun.stop_ids, tokenizer),
+                total_steps=total_steps,
+                callbacks=begun.callbacks,
+            )
+            run.start()
+            undo.pop_all()
+        ahead.pop_all()
     return run
 
 
@@ -207,6 +212,7 @@ def begin(
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
     tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
     workers.check_reward_model(config, tokenizer)
+    check_stages(config, tokenizer)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
     total_steps = run_steps(config.trainer, len(loaded.items), config.data.train_batch_size)
     draws = total_steps * config.data.train_batch_size

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from whet.environments.tools.parsers import CONTROL, FORMS, Call, parse, parser_of
+from whet.environments.tools.schema import checked, schema_of
 from whet.registry import TOOL_PARSERS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -329,3 +330,118 @@ def test_code_without_an_interpreter_is_malformed() -> None:
 )
 def test_the_template_tells_the_parser(sign: str, parser: str | None) -> None:
     assert parser_of("{% for m in messages %}" + sign) == parser
+
+
+CALLED = f"<tool_call>{ADD}</tool_call>"
+IN_CODE = '<tool_call>{"name": "say", "arguments": {"text": "%s"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "said"),
+    [
+        (f"<think>I could {CALLED}, but no.</think>The answer is 5.", None, []),
+        (f"I could {CALLED}, but no.</think>The answer is 5.", None, []),  # the prompt has the opening tag
+        (f"<think>I could {CALLED}, but", None, []),  # cut off
+        (f"Well. <think>Maybe {CALLED}", None, []),
+        (f"[THINK]Maybe {CALLED}.[/THINK]5", None, []),
+        (f"<think>Maybe <tool_call>{ADD} or not</think>5", None, []),
+        (f"<think>Maybe {CALLED}.</think>\n{CALLED}", f"<think>Maybe {CALLED}.</think>", [("add", {"a": 1})]),
+        (f"{CALLED}<think>{CALLED}</think>{CALLED}", f"<think>{CALLED}</think>", [("add", {"a": 1})] * 2),
+        # tags inside of a call are its own
+        (IN_CODE % "</think>", "", [("say", {"text": "</think>"})]),
+        (f"Hm.</think>{IN_CODE % '<think>'}", "Hm.</think>", [("say", {"text": "<think>"})]),
+        (f"<think>{IN_CODE % '</think>'} no</think>5", None, []),
+    ],
+)  # fmt: skip
+def test_a_call_in_a_thought_is_a_thought(text: str, content: str | None, said: list[Any]) -> None:
+    found = parse("hermes", text, SCHEMAS)
+    assert told("hermes", text) == said
+    assert found.content == (text if content is None else content)
+
+
+@pytest.mark.parametrize("parser", [each for each in FORMATS if each not in ("gpt-oss", "python_tag")])
+def test_each_format_begins_after_the_thought(parser: str) -> None:
+    call = written(parser, [("add", {"a": 1})])
+    assert told(parser, f"<think>\n{call}\n</think>\n\n{call}") == [("add", {"a": 1})]
+    assert told(parser, f"<think>\n{call}\n</think>\n\n5") == []
+
+
+def test_values_of_references_enums_and_parts() -> None:
+    """A schema as pydantic writes it for models, enums and unions, and as MCP servers write others."""
+    properties = {
+        "model": {"$ref": "#/$defs/Point"},
+        "level": {"$ref": "#/$defs/Level", "default": 1},
+        "colour": {"$ref": "#/$defs/Colour"},
+        "either": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+        "one": {"oneOf": [{"$ref": "#/$defs/Point"}, {"$ref": "#/$defs/Line"}]},
+        "all": {"allOf": [{"$ref": "#/definitions/n~1a"}], "description": "a"},
+        "literal": {"enum": [1, 2]},
+        "constant": {"const": True},
+        "text": {"const": "1"},
+        "circle": {"$ref": "#/$defs/Circle"},
+        "nowhere": {"$ref": "#/$defs/Nowhere"},
+        "elsewhere": {"$ref": "https://example.com/schema"},
+    }
+    root = {
+        "properties": properties,
+        "$defs": {
+            "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+            "Line": {"type": "array"},
+            "Level": {"enum": [1, 2], "type": "integer"},
+            "Colour": {"enum": ["1", "2"], "type": "string"},
+            "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}, {"type": "integer"}]},
+        },
+        "definitions": {"n/a": {"type": "number"}},
+    }
+    given = {
+        "model": '{"x": 1}',
+        "level": "2",
+        "colour": "1",
+        "either": '{"x": 2}',
+        "one": "[3]",
+        "all": "4.5",
+        "literal": "1",
+        "constant": "True",
+        "text": "1",
+        "circle": "5",
+        "nowhere": "6",
+        "elsewhere": "7",
+    }
+    values = "".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in given.items())
+    [call] = parse("qwen3_coder", f"<tool_call><function=f>{values}</function></tool_call>", {"f": root}).calls
+    assert call.error is None and call.arguments == {
+        "model": {"x": 1},
+        "level": 2,
+        "colour": "1",
+        "either": {"x": 2},
+        "one": [3],
+        "all": 4.5,
+        "literal": 1,
+        "constant": True,
+        "text": "1",
+        "circle": 5,
+        "nowhere": "6",
+        "elsewhere": "7",
+    }
+
+
+def test_a_tool_with_a_model_and_an_enum_can_be_called() -> None:
+    from enum import Enum
+
+    from pydantic import BaseModel
+
+    class Point(BaseModel):
+        x: int
+
+    class Level(Enum):
+        LOW = 1
+
+    def draw(point: Point, level: Level) -> str:
+        """Draws."""
+        return ""
+
+    draw.__annotations__ = {"point": Point, "level": Level, "return": str}
+    schema, model = schema_of(draw, "draw", "tools")
+    text = written("qwen3_coder", [("draw", {"point": {"x": 1}, "level": 1})])
+    [call] = parse("qwen3_coder", text, {"draw": schema.parameters}).calls
+    assert checked(model, call.arguments) == {"point": Point(x=1), "level": Level.LOW}

@@ -35,10 +35,15 @@ SIGNS: tuple[tuple[str, str | None], ...] = (
 )
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
 CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
-_THOUGHTS = re.compile(r"(?s).*(?:</think>|\[/THINK\]|<think>.*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)")
+_THOUGHT = r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)"
+_UNOPENED = r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # a prompt may end with the opening tag
+_THOUGHTS = re.compile(
+    r"(?s).*(?:</think>|\[/THINK\]|<think>.*|\[THINK\].*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)"
+)
 MAX_BROKEN = 100  # places in a text at which JSON may break off before no more is looked for
 _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
+_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 FORMS = {  # of calls, for a model that writes them in another way
     "hermes": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
     "llama3_json": '{"name": ..., "parameters": {...}} at the start of a line',
@@ -79,11 +84,32 @@ def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
     expected = f"expected {FORMS.get(parser, 'the format that you were told')}"
     parts = [
         each
-        for part in TOOL_PARSERS[parser].load()(text, schemas)
+        for part in parts_of(parser, text, schemas)
         for each in ([part] if isinstance(part, Call) else _outside(part, schemas, expected))
     ]
     content = "".join(part for part in parts if isinstance(part, str))
     return Parsed(CONTROL.sub("", content).strip(), tuple(part for part in parts if isinstance(part, Call)))
+
+
+def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
+    """The parts of a text by a registered parser, which reads none of its thoughts: they are text. Without its closing
+    tag a thought goes on to the end; with `is_whole` all before the first closing tag is one, with an opening tag or
+    not. Tags in the text of a valid call are the call's. The channels of gpt-oss are left to its parser."""
+    read = TOOL_PARSERS[parser].load()
+    if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
+        yield from read(text, schemas)
+        return
+    masked, position = text, 0
+    calls = {part.text for part in read(text, schemas) if isinstance(part, Call) and part.error is None}
+    for call in sorted(calls, key=len, reverse=True):
+        masked = masked.replace(call, " " * len(call))
+    for thought in re.finditer(f"{_UNOPENED}|{_THOUGHT}" if is_whole else _THOUGHT, masked, re.DOTALL):
+        if position < thought.start():
+            yield from read(text[position : thought.start()], schemas)
+        yield text[thought.start() : thought.end()]
+        position = thought.end()
+    if position < len(text):
+        yield from read(text[position:], schemas)
 
 
 def parser_of(template: str) -> str | None:
@@ -316,23 +342,34 @@ def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
     rest = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", inner, flags=re.DOTALL)
     if rest.strip():
         return Call(name, error=f"a parameter has no end, or there is other text; {expected}", text=part)
-    types = schemas.get(name, {}).get("properties", {})
-    values = {key.strip(): _typed(value, types.get(key.strip())) for key, value in parameters}
+    root = schemas.get(name, {})
+    types = root.get("properties", {})
+    values = {key.strip(): _typed(value, _kinds(types.get(key.strip()), root)) for key, value in parameters}
     return Call(name, values, text=part)
 
 
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names."""
+def _kinds(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = ()) -> set[str]:
+    """The types that a schema names, by itself, by its values, in its parts or by references into `root`."""
     if not isinstance(schema, Mapping):  # true is a schema too
         return set()
-    own, more = schema.get("type"), schema.get("anyOf")
+    own, reference, values = schema.get("type"), schema.get("$ref"), schema.get("enum", [])
     found = {each for each in (own if isinstance(own, list) else [own]) if isinstance(each, str)}
-    return found.union(*map(_kinds, more if isinstance(more, list) else ()))
+    if not found:
+        values = [*values, *([schema["const"]] if "const" in schema else ())] if isinstance(values, list) else []
+        found = {_JSON_TYPES.get(type(value), "null") for value in values}
+    lists = (schema.get(name) for name in ("anyOf", "oneOf", "allOf"))
+    parts = [each for parts in lists if isinstance(parts, list) for each in parts]
+    if isinstance(reference, str) and reference.startswith("#") and reference not in seen:
+        place: Any = root
+        for name in reference.split("/")[1:]:
+            place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+        parts, seen = [*parts, place], (*seen, reference)
+    return found.union(*(_kinds(each, root, seen) for each in parts))
 
 
-def _typed(value: str, schema: Any) -> Any:
-    """A value of XML as its schema has it: text, or JSON where that is no text."""
-    value, kinds = value.removeprefix("\n").removesuffix("\n"), _kinds(schema)
+def _typed(value: str, kinds: set[str]) -> Any:
+    """A value of XML as a schema of these types has it: text, or JSON where that is no text."""
+    value = value.removeprefix("\n").removesuffix("\n")
     if not kinds or kinds == {"string"}:
         return value
     found, end = _decoded({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value), 0, whole=True)
