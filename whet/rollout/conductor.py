@@ -8,24 +8,28 @@ and their versions.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError
 
+from whet.keyed import key
 from whet.rollout import groups
 from whet.rollout.episode import Episode
 from whet.rollout.groups import Admitted, HandOut, Start, Stream
 from whet.rollout.protocol import Completion
-from whet.rollout.stream import PromptSource
+from whet.rollout.stream import ReturnedFirst
 from whet.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
+_Sampled: TypeAlias = tuple[dict[int, Trajectory], dict[int, Completion]]  # both by sample
 PURPOSE = "rollout"  # of the episodes that are trained on
 
 
@@ -51,7 +55,7 @@ class Conductor:
     """The stream, and the trajectories of groups that are not scored."""
 
     stream: Stream
-    source: PromptSource
+    source: ReturnedFirst
     episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, for a step
     sampled: dict[str, dict[int, Trajectory]] = field(default_factory=dict)  # by uid of the prompt and sample
 
@@ -95,22 +99,27 @@ class Conductor:
         return entries
 
     def restore(self, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
-        """Puts the groups of a snapshot back: scored ones into the queue, others go on where they were."""
+        """Puts the groups of a snapshot back: scored ones into the queue, others go on where they were.
+
+        A group of another row than the data has now, or with tokens that are too old for this run, begins again from
+        its prompt; prompts that there is no room for come back as the next of the source."""
         queue, episodes, commands = list[Admitted](), list[Episode](), list[Command]()
-        for entry in entries:
+        again = Counter[str]()
+        room = self.stream.most_outstanding
+        for place, entry in enumerate(entries[:room]):
             prompt, step = self.source.find(entry["uid"]), entry["step"]
-            samples = {
-                each["sample"]: TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]
-            }
+            samples, partial = _sampled(entry, prompt, self.stream.n)
+            if (why := self._misfit(place, version, entry, prompt, (samples, partial))) is not None:
+                samples, partial, again[why] = {}, {}, again[why] + 1
             admitted = Admitted(prompt, step)
             queue.append(admitted)
-            if entry["is_kept"]:
+            if entry["is_kept"] and len(samples) == len(entry["samples"]) == self.stream.n:
                 admitted.samples, admitted.is_kept = samples, True
                 continue
             for episode in self.episodes([prompt], step):
                 if episode.sample not in samples:
-                    if (sampled := entry["partial"].get(str(episode.sample))) is not None:
-                        episode.go_on_from(COMPLETION.validate_python(sampled))
+                    if episode.sample in partial:
+                        episode.go_on_from(partial[episode.sample])
                     episodes.append(episode)
             self.sampled[prompt.uid] = {}
             commands += [command for each in samples.values() for command in self.on_sampled(each)]
@@ -121,8 +130,25 @@ class Conductor:
                 *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
                 sum(entry.get("again", 0) for entry in entries),
             )
+        for why, count in again.items():
+            log.warning("%d groups of the checkpoint begin again from their prompts: %s", count, why)
+        self.source.put_back([entry["uid"] for entry in entries[room:]])
         self.stream.restart(version, queue)
         return [*commands, Run(episodes)]
+
+    def _misfit(
+        self, place: int, version: int, entry: Mapping[str, Any], prompt: Prompt, sampled: _Sampled
+    ) -> str | None:
+        """Says why what a checkpoint has of a group cannot be used; None where it can."""
+        if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
+            return "the data has other rows now under their numbers"
+        samples, partial = sampled
+        runs = [turn.versions for each in samples.values() for turn in each.turns]
+        runs += [each.versions for each in partial.values()]
+        oldest = min((version for version, _ in chain.from_iterable(runs)), default=version)
+        if self.stream.may_be(version - oldest, place):
+            return None
+        return "their tokens are older than rollout.max_staleness and data.train_batch_size allow now"
 
     def _carry_out(self, commands: Iterable[groups.Command]) -> list[Command]:
         carried_out = list[Command]()
@@ -135,6 +161,19 @@ class Conductor:
             else:
                 carried_out.append(command)
         return carried_out
+
+
+def _digest(prompt: Prompt) -> int:
+    """A number of what is read of a row; of objects without a form in JSON only the type counts."""
+    read = (prompt.token_ids, prompt.ground_truth, [media.digest for media in prompt.media])
+    return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
+
+
+def _sampled(entry: Mapping[str, Any], prompt: Prompt, n: int) -> _Sampled:
+    """The trajectories and the tokens so far of the first n samples of a saved group."""
+    samples = [TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]]
+    partial = {int(sample): COMPLETION.validate_python(each) for sample, each in entry["partial"].items()}
+    return {each.sample: each for each in samples if each.sample < n}, {k: v for k, v in partial.items() if k < n}
 
 
 def _entry(
@@ -151,6 +190,7 @@ def _entry(
             is_scored = False
     return {
         "uid": admitted.prompt.uid,
+        "prompt": _digest(admitted.prompt),
         "step": admitted.step,
         "is_kept": is_scored,
         "samples": samples,
