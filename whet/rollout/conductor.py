@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 from pydantic import TypeAdapter
-from pydantic_core import PydanticSerializationError
 
 from whet.keyed import key
 from whet.rollout import groups
@@ -84,7 +84,7 @@ class Conductor:
         """Returns every group that is not trained on as JSON values, in the order of admission; with the tokens so far
         of the episodes that are `running`."""
         running = [episode for episode in running if episode.rules.purpose == PURPOSE]
-        partial = {(each.prompt.uid, each.sample): each.sampled for each in running if not each.turns}
+        partial = {(each.prompt.uid, each.sample): each for each in running if not each.turns}
         again = Counter(each.prompt.uid for each in running if each.turns)
         entries = []
         for handed_out in self.stream.untrained:
@@ -119,7 +119,8 @@ class Conductor:
             for episode in self.episodes([prompt], step):
                 if episode.sample not in samples:
                     if episode.sample in partial:
-                        episode.go_on_from(partial[episode.sample])
+                        context = entry["partial"][str(episode.sample)].get("context")
+                        episode.go_on_from(partial[episode.sample], context)
                     episodes.append(episode)
             self.sampled[prompt.uid] = {}
             commands += [command for each in samples.values() for command in self.on_sampled(each)]
@@ -176,16 +177,24 @@ def _sampled(entry: Mapping[str, Any], prompt: Prompt, n: int) -> _Sampled:
     return {each.sample: each for each in samples if each.sample < n}, {k: v for k, v in partial.items() if k < n}
 
 
+def _plain(value: Any) -> Any:
+    """The Python number of a numpy scalar, which has a form in JSON.  Raises: TypeError for other objects."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
 def _entry(
-    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Completion | None]
+    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Episode | None]
 ) -> dict[str, Any]:
     """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
     is_scored = admitted.is_kept is True
     samples = []
     for trajectory in (admitted.samples if is_scored else sampled).values():
         try:
-            samples.append(TRAJECTORY.dump_python(trajectory, mode="json", exclude={"prompt"}))
-        except PydanticSerializationError as error:
+            values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
+            samples.append(values)
+        except (TypeError, ValueError) as error:
             log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
             is_scored = False
     return {
@@ -195,8 +204,8 @@ def _entry(
         "is_kept": is_scored,
         "samples": samples,
         "partial": {
-            str(sample): COMPLETION.dump_python(each, mode="json")
+            str(sample): {**COMPLETION.dump_python(each.sampled, mode="json"), "context": each.context_digest}
             for sample, each in partial.items()
-            if each is not None and sample not in sampled
+            if each is not None and each.sampled is not None and sample not in sampled
         },
     }
