@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,13 +25,14 @@ from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader
 from whet.errors import DeadlineError, EngineError
 from whet.metrics import Metrics
+from whet.phases import phase
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import SWITCH_SECONDS, BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Admitted, Filter, HandOut, Start, Stream
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.stream import Rollouts
-from whet.types import Prompt, Trajectory
+from whet.types import Failure, Prompt, RewardResult, Trajectory
 
 # ---- the machine
 
@@ -403,7 +404,7 @@ class LateEngine(Slow):
         return super().poll(timeout_seconds)
 
 
-@pytest.mark.parametrize("part", ["sampling", "rewards", "training"])
+@pytest.mark.parametrize("part", ["sampling", "rewards", "training", "saving", "sync"])
 def test_a_run_says_which_part_the_others_waited_for(
     part: str, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,12 +413,14 @@ def test_a_run_says_which_part_the_others_waited_for(
     with continuous(tokenizer, "4", engine=engine, scorer=LateScorer() if part == "rewards" else None) as of:
         for step in (1, 2, 3):
             of.start(2, step=step).result()
-            time.sleep(0.4 if part == "training" else 0.0)
+            with phase({"saving": "save", "sync": "time/sync"}.get(part, "time/update")):
+                time.sleep(0.4 if part in ("training", "saving", "sync") else 0.0)
             of.on_weights(step)
     [line] = [record.getMessage() for record in caplog.records if "limited the run" in record.getMessage()]
     assert line.startswith(f"{part} limited the run")
     seconds = {name: float(number) for name, number in re.findall(r"(\w+) ([\d.]+) s", line)}
-    assert seconds.keys() == {"sampling", "environments", "rewards", "training"}
+    assert seconds.keys() == {"sampling", "environments", "rewards", "training", "saving", "sync"}
+    assert ("trainer.save_freq" in line) == (part == "saving")
     assert seconds[part] > 0.7 and sum(seconds.values()) - seconds[part] < 0.5 * seconds[part]
 
 
@@ -576,6 +579,23 @@ def test_a_run_without_staleness_begins_with_the_prompts_of_an_asynchronous_one(
         found = [uid for step in (3, 4, 5) for uid in uids(of.take(2, step=step).groups)]
         assert found == ["0:4", "0:5", "1:0", "1:1", "1:2", "1:3"]
         assert of.prompts is not None and "first" not in of.prompts.state()
+
+
+def test_tokens_of_failed_responses_are_unused(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each response has two tokens; the two of the first group fail in their reward."""
+
+    class Failing(LateScorer):
+        def submit_batch(self, items: Any) -> Any:
+            done: Future[list[Any]] = Future()
+            fails = [item.prompt_str == "0+0=" for item in items]
+            done.set_result([Failure("reward", "no") if each else RewardResult(1.0, 1.0) for each in fails])
+            return done
+
+    with continuous(tokenizer, "4", scorer=Failing()) as of:
+        numbers = [of.start(2, step=1).result().metrics.reduce()]
+        of.on_weights(1)
+        numbers.append(of.start(2, step=2).result().metrics.reduce())
+    assert [each["rollout/unused_tokens"] for each in numbers] == [2 * 2, 0]
 
 
 def test_an_error_of_the_engine_reaches_the_loop(tokenizer: PreTrainedTokenizerBase) -> None:
