@@ -319,7 +319,7 @@ def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[str]:
             f"{key} with algorithm.correction.weight_options.{bound}=inf weighs old tokens without a bound, and one "
             f"may be worth more than all others; set {bound} to a number, such as 2"
         )
-    if math.floor(rollout.max_staleness * (size := config.data.train_batch_size)) == 0:
+    if rollout.max_staleness * (size := config.data.train_batch_size) < 1:
         yield (
             f"{key} is less than one prompt of data.train_batch_size={size}, so nothing is sampled ahead; set "
             f"rollout.max_staleness to {math.ceil(1e4 / size) / 1e4:g} or more"

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -29,7 +29,6 @@ from whet.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
-_Sampled: TypeAlias = tuple[dict[int, Trajectory], dict[int, Completion]]  # both by sample
 PURPOSE = "rollout"  # of the episodes that are trained on
 
 
@@ -104,23 +103,22 @@ class Conductor:
         A group of another row than the data has now, or with tokens that are too old for this run, begins again from
         its prompt; prompts that there is no room for come back as the next of the source."""
         queue, episodes, commands = list[Admitted](), list[Episode](), list[Command]()
-        again = Counter[str]()
-        room = self.stream.most_outstanding
+        room, again = self.stream.most_outstanding, Counter[str]()
         for place, entry in enumerate(entries[:room]):
             prompt, step = self.source.find(entry["uid"]), entry["step"]
-            samples, partial = _sampled(entry, prompt, self.stream.n)
-            if (why := self._misfit(place, version, entry, prompt, (samples, partial))) is not None:
+            found = [TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]]
+            samples, partial = {each.sample: each for each in found if each.sample < self.stream.n}, entry["partial"]
+            if why := _misfit(entry, prompt, version - self.stream.most_age(place)):
                 samples, partial, again[why] = {}, {}, again[why] + 1
             admitted = Admitted(prompt, step)
             queue.append(admitted)
-            if entry["is_kept"] and len(samples) == len(entry["samples"]) == self.stream.n:
+            if entry["is_kept"] and len(samples) == len(found) == self.stream.n:
                 admitted.samples, admitted.is_kept = samples, True
                 continue
             for episode in self.episodes([prompt], step):
                 if episode.sample not in samples:
-                    if episode.sample in partial:
-                        context = entry["partial"][str(episode.sample)].get("context")
-                        episode.go_on_from(partial[episode.sample], context)
+                    if (sampled := partial.get(str(episode.sample))) is not None:
+                        episode.go_on_from(COMPLETION.validate_python(sampled), sampled.get("context"))
                     episodes.append(episode)
             self.sampled[prompt.uid] = {}
             commands += [command for each in samples.values() for command in self.on_sampled(each)]
@@ -136,20 +134,6 @@ class Conductor:
         self.source.put_back([entry["uid"] for entry in entries[room:]])
         self.stream.restart(version, queue)
         return [*commands, Run(episodes)]
-
-    def _misfit(
-        self, place: int, version: int, entry: Mapping[str, Any], prompt: Prompt, sampled: _Sampled
-    ) -> str | None:
-        """Says why what a checkpoint has of a group cannot be used; None where it can."""
-        if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
-            return "the data has other rows now under their numbers"
-        samples, partial = sampled
-        runs = [turn.versions for each in samples.values() for turn in each.turns]
-        runs += [each.versions for each in partial.values()]
-        oldest = min((version for version, _ in chain.from_iterable(runs)), default=version)
-        if self.stream.may_be(version - oldest, place):
-            return None
-        return "their tokens are older than rollout.max_staleness and data.train_batch_size allow now"
 
     def _carry_out(self, commands: Iterable[groups.Command]) -> list[Command]:
         carried_out = list[Command]()
@@ -170,11 +154,13 @@ def _digest(prompt: Prompt) -> int:
     return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
 
 
-def _sampled(entry: Mapping[str, Any], prompt: Prompt, n: int) -> _Sampled:
-    """The trajectories and the tokens so far of the first n samples of a saved group."""
-    samples = [TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]]
-    partial = {int(sample): COMPLETION.validate_python(each) for sample, each in entry["partial"].items()}
-    return {each.sample: each for each in samples if each.sample < n}, {k: v for k, v in partial.items() if k < n}
+def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
+    """Says why the tokens of a saved group cannot be used, "" where they can; `oldest` is the first version allowed."""
+    if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
+        return "the data has other rows now under their numbers"
+    turns = chain(*(each["turns"] for each in entry["samples"]), entry["partial"].values())
+    is_old = any(version < oldest for turn in turns for version, _ in turn["versions"])
+    return "tokens are older than rollout.max_staleness and data.train_batch_size allow now" if is_old else ""
 
 
 def _plain(value: Any) -> Any:

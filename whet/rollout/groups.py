@@ -171,11 +171,11 @@ class Stream:
         self.queue = {each.prompt.uid: each for each in queue}
         self._incomplete = sum(each.is_kept is None for each in queue)
 
-    def may_be(self, age: int, place: int) -> bool:
-        """Tells whether tokens that are `age` versions old may be at a place of the queue: a batch is trained on for
-        each of these versions. A filter may leave a step fewer groups, so that those behind it wait for longer."""
+    def most_age(self, place: int) -> int:
+        """Versions that tokens at a place of the queue may be old: a batch is trained on for each. A filter may leave a
+        step fewer groups, so that those behind it wait for longer."""
         most = self.batch_size * (1 + math.ceil(self.max_staleness)) if self.group_filter else self.most_outstanding
-        return place + self.batch_size * age < most
+        return (most - 1 - place) // self.batch_size
 
     @property
     def _samples_in_rounds(self) -> bool:

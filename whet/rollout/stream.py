@@ -71,6 +71,7 @@ class ReturnedFirst:
 
     def __init__(self, source: PromptSource) -> None:
         self.source, self._returned = source, list[Prompt]()
+        self.find, self.observe = source.find, source.observe
 
     def put_back(self, uids: Sequence[str]) -> None:
         """Lets these prompts come first, and says so.  Raises: DataError for one that is not among the data."""
@@ -82,14 +83,6 @@ class ReturnedFirst:
         """The next n prompts."""
         first, self._returned = self._returned[:n], self._returned[n:]
         return [*first, *self.source.take(n - len(first))]
-
-    def find(self, uid: str) -> Prompt:
-        """The prompt that `take` gave under this uid.  Raises: DataError."""
-        return self.source.find(uid)
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Shows groups to the source."""
-        self.source.observe(groups)
 
     def state(self) -> dict[str, Any]:
         """The place of the source; under `first` the uids that were put back, if there are any."""
