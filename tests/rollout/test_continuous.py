@@ -503,11 +503,13 @@ def test_groups_of_rows_that_changed_begin_again(
     tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Row 3 has another prompt, row 4 another ground truth; the other groups are used as they are."""
+    caplog.set_level("INFO", logger="whet")
     state = sampled_ahead(tokenizer)
     rows = [text_prompt(tokenizer, f"{index}+{int(index == 3)}=", index) for index in range(6)]
     rows[4] = replace(rows[4], ground_truth="other")
     found = resumed(tokenizer, state, k=2, loader=PromptLoader(rows, shuffle=False), steps=2)
     assert found == [("0:2", [0, 0]), ("0:3", [1, 1]), ("0:4", [1, 1]), ("0:5", [0, 0])]
+    assert "4 groups that were sampled ahead go on from the checkpoint, 4 of them complete" in caplog.text
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("2 groups of the checkpoint begin again from their prompts: the data has other rows now")
 

@@ -126,7 +126,7 @@ class Conductor:
             log.info(
                 "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
                 "rest is sampled; %d episodes of several turns begin again, with their seeds",
-                *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
+                *(len(queue) - again.total(), sum(each.is_kept is True for each in queue), len(episodes)),
                 sum(entry.get("again", 0) for entry in entries),
             )
         for why, count in again.items():
