@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,24 @@ SECTIONS_AND_REFUSALS = [
         "rollout.max_staleness=1 with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound",
     ),
     (
+        f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: "
+        "{correction: {weight: icepop, weight_options: {high: .inf}}}}",
+        "rollout.max_staleness=1 with algorithm.correction.weight_options.high=inf weighs old tokens without a bound",
+    ),
+    *(
+        (
+            f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: "
+            f"{{correction: {{rejection: divergence, rejection_options: {options}}}}}}}",
+            "algorithm.correction.rejection=divergence has no bound, so no token is rejected; set",
+        )
+        for options in ("{}", "{high: .inf}", "{form: k2, low: -1}", "{form: k1, low: -.inf}")
+    ),
+    (
+        f"{{rollout: {{max_staleness: 0.03}}, {APART}, algorithm: {{correction: {{weight: importance}}}}}}",
+        "rollout.max_staleness=0.03 is less than one prompt of data.train_batch_size=32, so nothing is sampled ahead; "
+        "set rollout.max_staleness to 0.0313 or more",
+    ),
+    (
         "algorithm: {correction: {old_log_probs: interpolated, weight: importance}}",
         "algorithm.correction.weight=importance compares the trainer's log-probs with the rollout's, but "
         "algorithm.correction.old_log_probs=interpolated has the former in the loss alone; unset",
@@ -355,3 +374,15 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     with pytest.raises(ValidationError, match="less than or equal to 2"):
         GenerateConfig.model_validate({"rollout": {"presence_penalty": 2.5}})
     assert [line.split()[0] for line in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]
+
+
+def test_a_divergence_with_a_bound_and_the_least_staleness_are_taken(folder: Path) -> None:
+    for size in (1, 3, 32, 49, 1000):
+        for options in ({"high": 0.3}, {"form": "k1", "low": -0.5}):
+            config = train_config(
+                rollout={"max_staleness": math.ceil(1e4 / size) / 1e4},
+                data={"train_batch_size": size},
+                algorithm={"correction": {"rejection": "divergence", "rejection_options": options}},
+                **yaml.safe_load(f"{{{APART}}}"),
+            )
+            assert not problems(config)

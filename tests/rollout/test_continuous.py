@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,13 +25,14 @@ from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader
 from whet.errors import DeadlineError, EngineError
 from whet.metrics import Metrics
+from whet.phases import phase
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import SWITCH_SECONDS, BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Admitted, Filter, HandOut, Start, Stream
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.stream import Rollouts
-from whet.types import Prompt, Trajectory
+from whet.types import Failure, Prompt, RewardResult, Trajectory
 
 # ---- the machine
 
@@ -253,6 +255,7 @@ def continuous(
     tokenizer: PreTrainedTokenizerBase,
     *answers: str,
     k: float = 1,
+    n: int = 2,
     engine: Scripted | None = None,
     deadline_seconds: float = 30.0,
     state: dict[str, Any] | None = None,
@@ -273,7 +276,7 @@ def continuous(
     loader = loader or PromptLoader(rows, seed=0, shuffle=False)
     params = SamplingParams(8)
     made = ContinuousRollouts(
-        loader, collector, pool, tokenizer, n=2, params=params, batch_size=2, max_staleness=k, last_step=9, **options
+        loader, collector, pool, tokenizer, n=n, params=params, batch_size=2, max_staleness=k, last_step=9, **options
     )
     with closing(made):
         if state is not None:
@@ -401,7 +404,7 @@ class LateEngine(Slow):
         return super().poll(timeout_seconds)
 
 
-@pytest.mark.parametrize("part", ["sampling", "rewards", "training"])
+@pytest.mark.parametrize("part", ["sampling", "rewards", "training", "saving", "sync"])
 def test_a_run_says_which_part_the_others_waited_for(
     part: str, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -410,12 +413,14 @@ def test_a_run_says_which_part_the_others_waited_for(
     with continuous(tokenizer, "4", engine=engine, scorer=LateScorer() if part == "rewards" else None) as of:
         for step in (1, 2, 3):
             of.start(2, step=step).result()
-            time.sleep(0.4 if part == "training" else 0.0)
+            with phase({"saving": "save", "sync": "time/sync"}.get(part, "time/update")):
+                time.sleep(0.4 if part in ("training", "saving", "sync") else 0.0)
             of.on_weights(step)
     [line] = [record.getMessage() for record in caplog.records if "limited the run" in record.getMessage()]
     assert line.startswith(f"{part} limited the run")
     seconds = {name: float(number) for name, number in re.findall(r"(\w+) ([\d.]+) s", line)}
-    assert seconds.keys() == {"sampling", "environments", "rewards", "training"}
+    assert seconds.keys() == {"sampling", "environments", "rewards", "training", "saving", "sync"}
+    assert ("trainer.save_freq" in line) == (part == "saving")
     assert seconds[part] > 0.7 and sum(seconds.values()) - seconds[part] < 0.5 * seconds[part]
 
 
@@ -457,6 +462,142 @@ def test_a_checkpoint_has_every_group_that_was_not_trained_on(tokenizer: PreTrai
         resumed.on_weights(2)
         assert uids(resumed.start(2, step=3).result().groups) == ["0:4", "0:5"]
         assert not [each.uid for each in engine.requests if each.uid.startswith("rollout:1:0:0:")], "sampled twice"
+
+
+def sampled_ahead(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The checkpoint of step 1 with two steps ahead: 0:2 to 0:5 of the first weights, 1:0 and 1:1 of the second."""
+    engine = Slow(tokenizer, "4")
+    with continuous(tokenizer, k=2, engine=engine) as of:
+        of.start(2, step=1).result()
+        until = time.monotonic() + 20
+        while of.stream.ready < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        engine.version = 1
+        of.on_weights(1)
+        while of.stream.ready < 6 and time.monotonic() < until:
+            time.sleep(0.01)
+        state: dict[str, Any] = json.loads(json.dumps(of.state()))
+    assert [entry["uid"] for entry in state["stream"]] == ["0:2", "0:3", "0:4", "0:5", "1:0", "1:1"]
+    assert all(entry["is_kept"] for entry in state["stream"])
+    return state
+
+
+def resumed(
+    tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], steps: int = 3, **options: Any
+) -> list[tuple[str, list[int]]]:
+    """The uid of each group that a resumed run trains on, and the version of each of its responses; the engine says
+    the version of the step before."""
+    found, engine = list[tuple[str, list[int]]](), Slow(tokenizer, "4")
+    engine.version = 1
+    with continuous(tokenizer, engine=engine, state=state, version=1, **options) as of:
+        for step in range(2, 2 + steps):
+            for group in of.start(2, step=step).result().groups:
+                assert [each.turns[0].context_ids for each in group.trajectories] == [group.prompt.token_ids] * of.n
+                found.append((group.prompt.uid, [each.turns[0].policy_version for each in group.trajectories]))
+            engine.version = step
+            of.on_weights(step)
+    return found
+
+
+def test_groups_of_rows_that_changed_begin_again(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Row 3 has another prompt, row 4 another ground truth; the other groups are used as they are."""
+    caplog.set_level("INFO", logger="whet")
+    state = sampled_ahead(tokenizer)
+    rows = [text_prompt(tokenizer, f"{index}+{int(index == 3)}=", index) for index in range(6)]
+    rows[4] = replace(rows[4], ground_truth="other")
+    found = resumed(tokenizer, state, k=2, loader=PromptLoader(rows, shuffle=False), steps=2)
+    assert found == [("0:2", [0, 0]), ("0:3", [1, 1]), ("0:4", [1, 1]), ("0:5", [0, 0])]
+    assert "4 groups that were sampled ahead go on from the checkpoint, 4 of them complete" in caplog.text
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("2 groups of the checkpoint begin again from their prompts: the data has other rows now")
+
+
+def test_a_checkpoint_without_digests_is_read_as_before(tokenizer: PreTrainedTokenizerBase) -> None:
+    state = sampled_ahead(tokenizer)
+    for entry in state["stream"]:
+        assert isinstance(entry.pop("prompt"), int)
+    assert resumed(tokenizer, state, k=2, steps=2) == [(f"0:{index}", [0, 0]) for index in (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [
+        # three may be outstanding: a batch trained on next, and half of the one behind it. 0:2 is one version old and
+        # first in its batch, 0:3 would be the second old one in a batch that may have one.
+        (0.5, [("0:2", [0, 0]), ("0:3", [1, 1]), ("0:4", [1, 1]), ("0:5", [2, 2])]),
+        (1, [("0:2", [0, 0]), ("0:3", [0, 0]), ("0:4", [1, 1]), ("0:5", [1, 1]), ("1:0", [2, 2]), ("1:1", [2, 2])]),
+        (2, [("0:2", [0, 0]), ("0:3", [0, 0]), ("0:4", [0, 0]), ("0:5", [0, 0]), ("1:0", [1, 1]), ("1:1", [1, 1])]),
+    ],
+)
+def test_a_smaller_bound_holds_for_the_groups_of_a_checkpoint(
+    k: float, expected: list[tuple[str, list[int]]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Groups that are too old begin again, those that there is no room for are the next prompts."""
+    assert resumed(tokenizer, sampled_ahead(tokenizer), k=k, steps=len(expected) // 2) == expected
+
+
+def test_prompts_that_there_is_no_room_for_are_in_the_next_checkpoint(tokenizer: PreTrainedTokenizerBase) -> None:
+    before = sampled_ahead(tokenizer)
+    with continuous(tokenizer, "4", k=0.5, state=before, version=1) as of:
+        state = dict(of.state())
+    assert [entry["uid"] for entry in state["stream"]] == ["0:2", "0:3", "0:4"]
+    assert state["first"] == ["0:5", "1:0", "1:1"]
+    found = resumed(tokenizer, state, k=1, steps=4)
+    assert [uid for uid, _ in found] == ["0:2", "0:3", "0:4", "0:5", "1:0", "1:1", "1:2", "1:3"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_groups_of_a_checkpoint_get_as_many_responses_as_the_run_asks_for(
+    n: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Those that are there are kept, those that are missing sampled."""
+    state = sampled_ahead(tokenizer)
+    state["stream"][1] |= {"is_kept": False, "samples": state["stream"][1]["samples"][1:]}  # one of two was over
+    versions = {1: ([0], [1]), 3: ([0, 0, 1], [1, 0, 1])}[n]
+    assert resumed(tokenizer, state, k=2, n=n, steps=1) == [("0:2", versions[0]), ("0:3", versions[1])]
+
+
+def test_a_run_without_staleness_begins_with_the_prompts_of_an_asynchronous_one(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    state = sampled_ahead(tokenizer)
+
+    def synchronous() -> Rollouts:
+        loader = PromptLoader([text_prompt(tokenizer, f"{i}+0=", i) for i in range(6)], seed=0, shuffle=False)
+        plain = Collector(Slow(tokenizer, "4"), tokenizer, apply_chat_template=False, seed=1)
+        pool = RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
+        return Rollouts(loader, plain, pool, tokenizer, n=2, params=SamplingParams(8))
+
+    with closing(synchronous()) as of:
+        of.load_state(state)
+        assert uids(of.take(2, step=2).groups) == ["0:2", "0:3"]
+        of.on_weights(2)
+        state = json.loads(json.dumps(of.state()))
+    assert state["first"] == ["0:4", "0:5", "1:0", "1:1"] and "stream" not in state
+    with closing(synchronous()) as of:
+        of.load_state(state)
+        found = [uid for step in (3, 4, 5) for uid in uids(of.take(2, step=step).groups)]
+        assert found == ["0:4", "0:5", "1:0", "1:1", "1:2", "1:3"]
+        assert of.prompts is not None and "first" not in of.prompts.state()
+
+
+def test_tokens_of_failed_responses_are_unused(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each response has two tokens; the two of the first group fail in their reward."""
+
+    class Failing(LateScorer):
+        def submit_batch(self, items: Any) -> Any:
+            done: Future[list[Any]] = Future()
+            fails = [item.prompt_str == "0+0=" for item in items]
+            done.set_result([Failure("reward", "no") if each else RewardResult(1.0, 1.0) for each in fails])
+            return done
+
+    with continuous(tokenizer, "4", scorer=Failing()) as of:
+        numbers = [of.start(2, step=1).result().metrics.reduce()]
+        of.on_weights(1)
+        numbers.append(of.start(2, step=2).result().metrics.reduce())
+    assert [each["rollout/unused_tokens"] for each in numbers] == [2 * 2, 0]
 
 
 def test_an_error_of_the_engine_reaches_the_loop(tokenizer: PreTrainedTokenizerBase) -> None:

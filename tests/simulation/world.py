@@ -28,7 +28,7 @@ from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.groups import Filter, HandOut, Stream
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.router import Load, Router, Synced, Tell
-from whet.rollout.stream import with_outcomes
+from whet.rollout.stream import ReturnedFirst, with_outcomes
 from whet.types import Group, Prompt, Trajectory
 
 PATIENCE = 12.0  # seconds without a word after which a busy replica is given up
@@ -147,7 +147,7 @@ class World:
         stream = Stream(
             plan.n, plan.batch_size, plan.staleness, filter_of(plan), self.source.observe, last_step=plan.steps
         )
-        self.conductor = Conductor(stream, self.source, partial(episodes_of, plan))
+        self.conductor = Conductor(stream, ReturnedFirst(self.source), partial(episodes_of, plan))
         self.state = "training"
         for number, replica in self.replicas.items():
             if replica.is_alive:
@@ -226,7 +226,7 @@ class World:
     def _save(self) -> None:
         self.saved = self._snapshot() if self.plan.staleness else self._boundary
         self.router, self.conductor = pickle.loads(pickle.dumps((self.router, self.conductor)))
-        self.source = self.conductor.source  # type: ignore[assignment]
+        self.source = self.conductor.source.source  # type: ignore[assignment]
 
     def _snapshot(self) -> Saved:
         stream = self.conductor.stream

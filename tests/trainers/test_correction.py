@@ -32,7 +32,10 @@ def length(solution_str: str) -> float:
     [
         ({"algorithm.correction.weight": "importance"}, ["old_log_probs"]),
         ({"algorithm.correction.weight": "top_entropy"}, ["entropy"]),
-        ({"algorithm.correction.rejection": "divergence"}, ["old_log_probs"]),
+        (
+            {"algorithm.correction.rejection": "divergence", "algorithm.correction.rejection_options": {"high": 9.0}},
+            ["old_log_probs"],
+        ),
         (
             {
                 "algorithm.policy_loss": "reinforce",

@@ -211,6 +211,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm.filter.metric": "sevens",
         "algorithm.correction.weight": "importance",
         "algorithm.correction.rejection": "divergence",
+        "algorithm.correction.rejection_options": {"high": 9.0},
     },
     "a critic, KL in the loss, validation": {
         "reward.domains": {"all": {"function": "exact_match", "sources": ["*"]}},

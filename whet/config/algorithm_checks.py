@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from whet import registry
@@ -88,6 +89,13 @@ def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[str]:
             f"policy loss {loss.name!r} corrects for the mismatch of trainer and rollout itself, and "
             f"algorithm.correction.weight={correction.weight} would correct it twice; unset "
             "algorithm.correction.weight, or set algorithm.policy_loss=ppo_clip"
+        )
+    given = correction.rejection_options
+    bounds = [given.get("high"), given.get("low") if given.get("form") == "k1" else None]  # the others are never < 0
+    if correction.rejection == "divergence" and all(each in (None, math.inf, -math.inf) for each in bounds):
+        yield (
+            "algorithm.correction.rejection=divergence has no bound, so no token is rejected; set "
+            "algorithm.correction.rejection_options.high, such as 0.3: the k3 of a token that became twice as likely"
         )
     if correction.old_log_probs == "trainer":
         return

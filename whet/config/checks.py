@@ -315,10 +315,16 @@ def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[str]:
         )
     if rollout.free_cache_engine:
         yield f"{key} samples all the time, so rollout.free_cache_engine=true frees nothing; unset one of the two"
-    if correction.weight == "importance" and correction.weight_options.get("cap") == math.inf:
+    bound = {"importance": "cap", "icepop": "high"}.get(correction.weight or "", "")
+    if correction.weight_options.get(bound) == math.inf:
         yield (
-            f"{key} with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound, and one may be "
-            "worth more than all others; set a cap, such as 2"
+            f"{key} with algorithm.correction.weight_options.{bound}=inf weighs old tokens without a bound, and one "
+            f"may be worth more than all others; set {bound} to a number, such as 2"
+        )
+    if rollout.max_staleness * (size := config.data.train_batch_size) < 1:
+        yield (
+            f"{key} is less than one prompt of data.train_batch_size={size}, so nothing is sampled ahead; set "
+            f"rollout.max_staleness to {math.ceil(1e4 / size) / 1e4:g} or more"
         )
     loss = POLICY_LOSSES[config.algorithm.policy_loss].columns
     chosen = [
@@ -331,8 +337,8 @@ def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[str]:
         yield (
             f"{key} trains on tokens that older weights sampled, and nothing in algorithm.correction corrects for it; "
             "set algorithm.correction.weight=importance (truncated importance sampling; with several updates a step "
-            "decoupled PPO) or icepop, algorithm.correction.rejection=divergence, or, with a loss that clips its "
-            "ratio, algorithm.correction.old_log_probs=rollout"
+            "decoupled PPO) or icepop, algorithm.correction.rejection=divergence with rejection_options.high, or, with "
+            "a loss that clips its ratio, algorithm.correction.old_log_probs=rollout"
         )
 
 

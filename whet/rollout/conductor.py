@@ -8,20 +8,23 @@ and their versions.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
-from pydantic_core import PydanticSerializationError
 
+from whet.keyed import key
 from whet.rollout import groups
 from whet.rollout.episode import Episode
 from whet.rollout.groups import Admitted, HandOut, Start, Stream
 from whet.rollout.protocol import Completion
-from whet.rollout.stream import PromptSource
+from whet.rollout.stream import ReturnedFirst
 from whet.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class Conductor:
     """The stream, and the trajectories of groups that are not scored."""
 
     stream: Stream
-    source: PromptSource
+    source: ReturnedFirst
     episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, for a step
     sampled: dict[str, dict[int, Trajectory]] = field(default_factory=dict)  # by uid of the prompt and sample
 
@@ -80,7 +83,7 @@ class Conductor:
         """Returns every group that is not trained on as JSON values, in the order of admission; with the tokens so far
         of the episodes that are `running`."""
         running = [episode for episode in running if episode.rules.purpose == PURPOSE]
-        partial = {(each.prompt.uid, each.sample): each.sampled for each in running if not each.turns}
+        partial = {(each.prompt.uid, each.sample): each for each in running if not each.turns}
         again = Counter(each.prompt.uid for each in running if each.turns)
         entries = []
         for handed_out in self.stream.untrained:
@@ -95,22 +98,27 @@ class Conductor:
         return entries
 
     def restore(self, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
-        """Puts the groups of a snapshot back: scored ones into the queue, others go on where they were."""
+        """Puts the groups of a snapshot back: scored ones into the queue, others go on where they were.
+
+        A group of another row than the data has now, or with tokens that are too old for this run, begins again from
+        its prompt; prompts that there is no room for come back as the next of the source."""
         queue, episodes, commands = list[Admitted](), list[Episode](), list[Command]()
-        for entry in entries:
+        room, again = self.stream.most_outstanding, Counter[str]()
+        for place, entry in enumerate(entries[:room]):
             prompt, step = self.source.find(entry["uid"]), entry["step"]
-            samples = {
-                each["sample"]: TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]
-            }
+            found = [TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]]
+            samples, partial = {each.sample: each for each in found if each.sample < self.stream.n}, entry["partial"]
+            if why := _misfit(entry, prompt, version - self.stream.most_age(place)):
+                samples, partial, again[why] = {}, {}, again[why] + 1
             admitted = Admitted(prompt, step)
             queue.append(admitted)
-            if entry["is_kept"]:
+            if entry["is_kept"] and len(samples) == len(found) == self.stream.n:
                 admitted.samples, admitted.is_kept = samples, True
                 continue
             for episode in self.episodes([prompt], step):
                 if episode.sample not in samples:
-                    if (sampled := entry["partial"].get(str(episode.sample))) is not None:
-                        episode.go_on_from(COMPLETION.validate_python(sampled))
+                    if (sampled := partial.get(str(episode.sample))) is not None:
+                        episode.go_on_from(COMPLETION.validate_python(sampled), sampled.get("context"))
                     episodes.append(episode)
             self.sampled[prompt.uid] = {}
             commands += [command for each in samples.values() for command in self.on_sampled(each)]
@@ -118,9 +126,12 @@ class Conductor:
             log.info(
                 "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
                 "rest is sampled; %d episodes of several turns begin again, with their seeds",
-                *(len(queue), sum(each.is_kept is True for each in queue), len(episodes)),
+                *(len(queue) - again.total(), sum(each.is_kept is True for each in queue), len(episodes)),
                 sum(entry.get("again", 0) for entry in entries),
             )
+        for why, count in again.items():
+            log.warning("%d groups of the checkpoint begin again from their prompts: %s", count, why)
+        self.source.put_back([entry["uid"] for entry in entries[room:]])
         self.stream.restart(version, queue)
         return [*commands, Run(episodes)]
 
@@ -137,26 +148,50 @@ class Conductor:
         return carried_out
 
 
+def _digest(prompt: Prompt) -> int:
+    """A number of what is read of a row; of objects without a form in JSON only the type counts."""
+    read = (prompt.token_ids, prompt.ground_truth, [media.digest for media in prompt.media])
+    return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
+
+
+def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
+    """Says why the tokens of a saved group cannot be used, "" where they can; `oldest` is the first version allowed."""
+    if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
+        return "the data has other rows now under their numbers"
+    turns = chain(*(each["turns"] for each in entry["samples"]), entry["partial"].values())
+    is_old = any(version < oldest for turn in turns for version, _ in turn["versions"])
+    return "tokens are older than rollout.max_staleness and data.train_batch_size allow now" if is_old else ""
+
+
+def _plain(value: Any) -> Any:
+    """The Python number of a numpy scalar, which has a form in JSON.  Raises: TypeError for other objects."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
 def _entry(
-    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Completion | None]
+    admitted: Admitted, sampled: Mapping[int, Trajectory], partial: Mapping[int, Episode | None]
 ) -> dict[str, Any]:
     """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
     is_scored = admitted.is_kept is True
     samples = []
     for trajectory in (admitted.samples if is_scored else sampled).values():
         try:
-            samples.append(TRAJECTORY.dump_python(trajectory, mode="json", exclude={"prompt"}))
-        except PydanticSerializationError as error:
+            values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
+            samples.append(values)
+        except (TypeError, ValueError) as error:
             log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
             is_scored = False
     return {
         "uid": admitted.prompt.uid,
+        "prompt": _digest(admitted.prompt),
         "step": admitted.step,
         "is_kept": is_scored,
         "samples": samples,
         "partial": {
-            str(sample): COMPLETION.dump_python(each, mode="json")
+            str(sample): {**COMPLETION.dump_python(each.sampled, mode="json"), "context": each.context_digest}
             for sample, each in partial.items()
-            if each is not None and sample not in sampled
+            if each is not None and each.sampled is not None and sample not in sampled
         },
     }

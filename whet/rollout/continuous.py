@@ -11,23 +11,22 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from itertools import chain
+from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from whet.errors import DataError, WorkerError
 from whet.metrics import Metrics
-from whet.phases import counted
+from whet.phases import counted, watching
 from whet.rollout.collect import Collector, by_prompt
 from whet.rollout.conductor import PURPOSE, Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode
 from whet.rollout.groups import HandOut, Stream
 from whet.rollout.protocol import SamplingParams, late
 from whet.rollout.stream import Rollouts, Sampled, Taken, count_failures, count_judges, with_outcomes
-from whet.types import Group, Outcomes, Prompt, Trajectory
+from whet.types import Outcomes, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
@@ -38,7 +37,10 @@ HELP = {  # by the part that limits a run
     "environments": "a pool for environments (cluster.placement)",
     "rewards": "a higher reward.num_workers, or a faster reward function",
     "training": "more ranks of the actor, a higher actor.max_tokens_per_micro_batch, or fewer actor.epochs",
+    "saving": "a higher trainer.save_freq, or a faster disk",
+    "sync": "a higher data.train_batch_size, which brings new weights less often",
 }
+DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
 T = TypeVar("T")
 
 
@@ -203,6 +205,7 @@ class ContinuousRollouts(Rollouts):
         self._handed_out: Future[HandOut] | None = None  # what the loop waits for
         self._noted = Future[None]()  # the last version
         self._idle_seconds = 0.0  # of the engine, up to the last hand-out
+        self._does, self._watched = "training", ExitStack()  # the loop's part now
 
     def start(self, n: int, *, step: int) -> Sampled[Taken]:
         """Waits for the groups of a step."""
@@ -225,6 +228,7 @@ class ContinuousRollouts(Rollouts):
     def on_weights(self, version: int) -> None:
         """Lets sampling go as far ahead as these weights allow."""
         if not self.collector.has_started:
+            self._watched.enter_context(watching(self._watch))
             self.collector.start()
             self._finish(lambda: self._begin(version))
         # Training need not wait for the thread: what it is called for next comes behind this.
@@ -243,6 +247,7 @@ class ContinuousRollouts(Rollouts):
 
     def close(self) -> None:
         """Ends the thread, and the processes of environments and rewards; says which part the others waited for."""
+        self._watched.close()
         super().close()
         seconds = {part: self.collector.limit_seconds[part] for part in HELP}
         slowest = max(seconds, key=lambda part: seconds[part])
@@ -250,11 +255,20 @@ class ContinuousRollouts(Rollouts):
             shown = ", ".join(f"{part} {seconds[part]:.1f} s" for part in HELP)
             log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
 
+    @contextmanager
+    def _watch(self, phase: str) -> Iterator[None]:
+        """Notes a phase of the loop."""
+        before, self._does = self._does, DOES.get(phase, self._does)
+        try:
+            yield
+        finally:
+            self._does = before
+
     def _limit(self) -> str | None:
         """The part of the run that the others wait for: what the loop lacks, or the loop where nothing is sampled."""
         driver, is_asked = self.collector.driver, self._handed_out is not None and not self._handed_out.done()
         if not is_asked:
-            return None if driver.is_sampling or self._handed_out is None else "training"
+            return None if driver.is_sampling or self._handed_out is None else self._does
         if driver.is_sampling:
             return "sampling"
         return "rewards" if driver.is_idle else "environments"
@@ -296,7 +310,7 @@ class ContinuousRollouts(Rollouts):
         count_failures(sampled, metrics)
         count_judges(sampled, metrics, self.spent)
         lags = Counter[int]()  # tokens by the number of versions that they are behind
-        for version, count in _versions(found.kept):
+        for version, count in _versions(each for group in found.kept for each in group.trajectories):
             lags[found.step - 1 - version] += count
         if lags:
             total = lags.total()
@@ -305,7 +319,9 @@ class ContinuousRollouts(Rollouts):
             metrics.mean("staleness/stale_fraction", 1 - lags[0] / total, total)
         metrics.mean("rollout/outstanding_groups", self.stream.outstanding)
         metrics.mean("rollout/ready_groups", self.stream.ready)
-        metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(found.dropped)))
+        unused = [each for group in found.dropped for each in group.trajectories]
+        unused += [each for group in found.kept for each in group.trajectories if each.failure is not None]
+        metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(unused)))
         idle = self.collector.idle_seconds
         metrics.seconds("time/rollout_idle", idle - self._idle_seconds)
         self._idle_seconds = idle
@@ -322,7 +338,6 @@ class ContinuousRollouts(Rollouts):
         self._carry_out(commands)
 
 
-def _versions(groups: Iterable[Group]) -> Iterable[tuple[int, int]]:
+def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
     """The runs of (version, number of tokens) of all turns."""
-    trajectories = chain.from_iterable(group.trajectories for group in groups)
     return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)

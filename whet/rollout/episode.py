@@ -156,6 +156,7 @@ class Episode:
     fields: dict[str, Any] = field(default_factory=dict)
     over: bool = False
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
+    _behind: int | None = None  # digest of the context of `_partial`, where an earlier run sampled it
     _attempt: int = 0
     _noted: Completion | None = None  # of the attempt that is running
     _read: Observation = BEGINNING  # before the turn that is being sampled
@@ -241,9 +242,16 @@ class Episode:
         if partial.attempt == self._attempt:
             self._noted = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
 
-    def go_on_from(self, sampled: Completion) -> None:
-        """Lets the first turn begin with tokens that an earlier run sampled."""
-        self._partial, self._attempt = sampled, self._attempt + 1
+    def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
+        """Lets the first turn begin with tokens that an earlier run sampled, unless its context is another now."""
+        self._partial, self._behind, self._attempt = sampled, context_digest, self._attempt + 1
+
+    @property
+    def context_digest(self) -> int | None:
+        """A number of what `sampled` is behind; None where that is not known."""
+        if (context := self._contexts.get(self._read.player)) is None:
+            return self._behind
+        return key(0, "context", *context.token_ids, *(media.digest for media in context.media))
 
     @property
     def sampled(self) -> Completion | None:
@@ -385,6 +393,9 @@ class Episode:
             opening=self._context.row_start if self._context.media else None,
             keeps_cache=turn + 1 < rules.limits.max_turns,
         )
+        if self._behind is not None and self._behind != self.context_digest:  # the environment begins differently now
+            self._partial = None
+        self._behind = None
         self._partial = self._partial and unfinished(self._partial, request)
         return request if self._partial is None else replace(request, sampled_ids=self._partial.token_ids)
 

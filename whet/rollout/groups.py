@@ -118,6 +118,11 @@ class Stream:
         return self._live + sum(len(each.kept) for each in self.untrained)
 
     @property
+    def most_outstanding(self) -> int:
+        """Groups that may be outstanding."""
+        return self.batch_size + math.floor(self.max_staleness * self.batch_size)
+
+    @property
     def ready(self) -> int:
         """Groups that wait to be handed out."""
         return sum(each.is_kept is True for each in list(self.queue.values()))  # other threads ask too
@@ -166,6 +171,12 @@ class Stream:
         self.queue = {each.prompt.uid: each for each in queue}
         self._incomplete = sum(each.is_kept is None for each in queue)
 
+    def most_age(self, place: int) -> int:
+        """Versions that tokens at a place of the queue may be old: a batch is trained on for each. A filter may leave a
+        step fewer groups, so that those behind it wait for longer."""
+        most = self.batch_size * (1 + math.ceil(self.max_staleness)) if self.group_filter else self.most_outstanding
+        return (most - 1 - place) // self.batch_size
+
     @property
     def _samples_in_rounds(self) -> bool:
         return self.max_staleness == 0
@@ -195,9 +206,8 @@ class Stream:
     def _start(self) -> list[Command]:
         """Fills the room, step by step of the draws' names."""
         live, wanted = self._live, self.batch_size
-        ahead = math.floor(self.max_staleness * wanted)
         taken = wanted * len(self.untrained)  # a step takes its place even with fewer groups
-        room = int(min(wanted + ahead - taken - live, self._most_admitted - len(self.queue)))
+        room = int(min(self.most_outstanding - taken - live, self._most_admitted - len(self.queue)))
         if self._samples_in_rounds and (self._asked is None or self._incomplete):
             room = 0
         steps: dict[int, int] = {}

@@ -66,6 +66,34 @@ class PromptSource(Protocol):
         ...
 
 
+class ReturnedFirst:
+    """A source whose next prompts are those that were put back, if there are any."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self.source, self._returned = source, list[Prompt]()
+        self.find, self.observe = source.find, source.observe
+
+    def put_back(self, uids: Sequence[str]) -> None:
+        """Lets these prompts come first, and says so.  Raises: DataError for one that is not among the data."""
+        if uids:
+            log.warning("%d prompts that were sampled ahead begin again, as the next that are sampled", len(uids))
+        self._returned = [*map(self.find, uids), *self._returned]
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts."""
+        first, self._returned = self._returned[:n], self._returned[n:]
+        return [*first, *self.source.take(n - len(first))]
+
+    def state(self) -> dict[str, Any]:
+        """The place of the source; under `first` the uids that were put back, if there are any."""
+        return {**self.source.state(), **({"first": [each.uid for each in self._returned]} if self._returned else {})}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from that place."""
+        self.source.load_state(state)
+        self._returned = [self.find(uid) for uid in state.get("first", ())]
+
+
 @dataclass(frozen=True)
 class Taken:
     """The groups that `take` hands out, and their metrics."""
@@ -108,7 +136,8 @@ class Rollouts:
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.length_stages = dict(length_stages or {})
-        self.prompts, self.collector, self.scorer, self.tokenizer = prompts, collector, scorer, tokenizer
+        self.prompts = None if prompts is None else ReturnedFirst(prompts)
+        self.collector, self.scorer, self.tokenizer = collector, scorer, tokenizer
         self.n, self.params, self.group_filter = n, params, group_filter
         self.correct_threshold = correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
@@ -231,10 +260,11 @@ class Rollouts:
         return {} if self.prompts is None else self._before or dict(self.prompts.state())
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from that place."""
+        """Continues from that place. Groups that an asynchronous run had sampled ahead begin again."""
         self._before = None
         if self.prompts is not None:
             self.prompts.load_state(state)
+            self.prompts.put_back([entry["uid"] for entry in state.get("stream", ())])
 
     def _taken(self, handed_out: Command, metrics: Metrics) -> Taken:
         """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
