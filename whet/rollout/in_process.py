@@ -281,7 +281,9 @@ class InProcessEngine(ABC, Generic[L]):
     def stops_of(self, request: Request) -> StopStrings | None:
         """The stop strings of a request.  Raises: EngineError where there are some and no tokenizer."""
         strings = request.params.stop
-        if strings and self.load_tokenizer is None:
+        if not strings:
+            return None
+        if self.load_tokenizer is None:
             raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
         return self._stops.of(strings, self.load_tokenizer)
 
