@@ -64,7 +64,7 @@ class LastStops:
         self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first
 
     def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer | None) -> StopStrings | None:
-        """Those of a request; the tokenizer is loaded for new ones alone."""
+        """Returns those of a request; the tokenizer is loaded for new ones alone."""
         if not strings or load_tokenizer is None:
             return None
         found = self._kept.pop(strings, None) or StopStrings(strings, load_tokenizer())
