@@ -146,7 +146,7 @@ def test_limits_of_requests_tokens_and_concurrency() -> None:
         assert judge.most == 2
     with judging(["fine"]) as judge:
         ask(judge.address, *"abcd", requests_per_minute=300)
-        assert judge.times[-1] - judge.times[0] >= 0.58  # three gaps of 0.2 s
+        assert judge.times[-1] - judge.times[0] >= 0.5  # three gaps of 0.2 s, less what the first needs to connect
     with judging(["fine"]) as judge:  # each request is estimated at 522 tokens, and takes 110
         ask(judge.address, *"abcde", tokens_per_minute=60_000, concurrency=1)
         assert 0.3 <= judge.times[-1] - judge.times[1] < 1.2  # the first waits for its connection too
