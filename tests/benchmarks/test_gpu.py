@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,11 @@ def test_a_slow_part_is_cut_off_at_its_own_limit_and_the_others_run(
     lines = gpu.PAGE.read_text().splitlines()
     assert any(line.startswith("| Slow | ") and line.endswith(" | cut off |") for line in lines)
     assert any(line.startswith("| Quick | ") and line.endswith(" | ok |") for line in lines) and "here" in lines
+
+
+def test_the_tests_that_need_an_accelerator_are_there() -> None:
+    """All that are skipped without one, by the names that pytest is given."""
+    skipped = re.compile(r"@pytest\.mark\.skipif\(\s*not torch\.cuda\.is_available\(\)(?:.|\n)*?\ndef (test_\w+)")
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    found = {f"{file.relative_to(ROOT)}::{name}" for file in files for name in skipped.findall(file.read_text("utf-8"))}
+    assert found == set(gpu.NEED_ACCELERATOR)

@@ -98,6 +98,8 @@ def test_plot_draws_the_metrics_of_runs_beside_each_other(capsys: pytest.Capture
     assert whet("plot", "runs", "-m", "val/accuracy", "-o", "two.png") == 0
     told = "left out, without metrics: runs/failed\nwrote two.png: val/accuracy of 2 runs\n"
     assert capsys.readouterr().out == told
+    assert whet("plot", "runs", "runs/failed", "-m", "val/accuracy") == 2
+    assert "DataError: runs/failed: no metrics to draw yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_a_failed_run_does_not_end_the_rest_and_a_second_call_goes_on(
     told = capsys.readouterr().err
     assert "runs/s/seed-1 holds a run of another config" in told and "rollout.n: 8, now 5" in told
     assert len(Process.begun) == 7
+    assert whet(*words, "rollout.n=5", "--dry-run") == 0  # as for a run, which writes nothing then
 
 
 def test_a_signal_ends_the_sweep_after_the_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

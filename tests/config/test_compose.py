@@ -133,6 +133,9 @@ def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:
     hint = "expected text, numbers, lists and mappings; hand a function over as reward="
     with pytest.raises(ConfigError, match=f"reward.function is <built-in function print>; {hint}"):
         compose(TrainConfig, None, {"reward.function": print})
+    for several in (torch.ones(2), np.ones(2)):
+        with pytest.raises(ConfigError, match=r"rollout\.n is .*; expected text, numbers, lists and mappings$"):
+            compose(TrainConfig, None, {"rollout.n": several})
     values, _ = compose(TrainConfig, recipe, {"rollout.n": np.int64(8), "actor.optim": {"lr": torch.tensor(0.5)}})
     assert (values["rollout"]["n"], values["actor"]["optim"]["lr"]) == (8, 0.5)
 

@@ -494,6 +494,8 @@ def test_another_length_that_the_penalty_counts_from_is_told(length: int, is_tol
     found = verl(**keys, **{"reward_model.reward_kwargs.max_resp_len": length})
     told = f"max_resp_len={length}: the penalty counts back from data.max_response_length here"
     assert any(line.endswith(told) for line in found.check) == is_told
+    keys = {"reward_model.reward_manager": "dapo", "reward_model.reward_kwargs.max_resp_len": 512}
+    assert not [line for line in verl(**keys).check if "max_resp_len" in line]  # verl's default for responses
 
 
 def test_the_critic_of_verl_has_the_aggregation_of_the_actor() -> None:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +16,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
+from tests import pictures
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
+from whet.engines.fsdp import sharding
 from whet.engines.role import RoleSettings
+from whet.errors import ConfigError
+from whet.models.load import load_policy
 from whet.trainers.objectives import ValueObjective
 from whet.trainers.workers import AdapterOffWorker
 
@@ -73,8 +78,9 @@ def test_what_is_not_finite_moves_nothing_and_is_counted(plain: WorkerGroup) -> 
 
 BFLOAT16 = {"dtype": "bfloat16"}
 # What bfloat16 costs: `single` is as far from itself with other micro-batches (muon orthogonalises in bfloat16): the
-# norm of the gradient by 0.4 %, the largest ratio by 1.8 %, of 20 times the bound.
-NARROW, ROUNDED = 1e-3, 2e-3
+# norm of the gradient by 0.4 %, the largest ratio by 1.8 %; 20 times the bound are 1 %.
+NARROW, ROUNDED = 5e-4, 2e-3
+WIDER = {"actor/ratio_max": 2.0}
 ROLES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     # name: (what differs from plain, of both engines; the sharded engine's options; bound)
     "frozen embedding": ({"freeze": ("model.embed_tokens.*",)}, {}, suite.BOUND),
@@ -118,7 +124,7 @@ def test_an_option_changes_nothing_beyond_its_bound(
 ) -> None:
     both, _, bound = ROLES[name]
     expected = suite.drive(suite.launched({"actor": suite.settings(model_folder, **both)}, 1)["actor"])
-    suite.check_records(expected, suite.drive(optioned[name]), bound)
+    suite.check_records(expected, suite.drive(optioned[name]), bound, WIDER if bound == NARROW else {})
 
 
 @pytest.mark.slow
@@ -233,3 +239,12 @@ def test_a_state_goes_on_with_any_number_of_ranks(changes: dict[str, Any], model
         group.save(str(tmp_path / f"{part + 1}.state"))
         group.close()
     suite.check_records(expected, replace(got, metrics=metrics))
+
+
+def test_a_torch_that_adds_no_zeros_trains_models_that_see_on_one_rank_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "ADDS_ZEROS", False)
+    model, ranks = load_policy(pictures.seeing_folder(tmp_path / "seeing", "qwen2.5_vl")), SimpleNamespace(dp_size=2)
+    with pytest.raises(ConfigError, match=r"Qwen2_5_VL\w+ has parts that rows without images do not reach"):
+        sharding.shard(model, cast(Any, ranks), is_narrow=False, reshard_after_forward=True, cpu_offload=False)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.simulation.actors import Letters
 from whet.data.loader import PromptLoader
 from whet.environments.protocol import Observation
 from whet.rollout.conductor import Command, Conductor, Run, ScoreGroup
@@ -17,28 +18,7 @@ from whet.rollout.episode import Episode, Rules, Sample
 from whet.rollout.groups import Stream
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.rollout.stream import ReturnedFirst
-from whet.types import Media, Message, Prompt, Trajectory, Turn
-
-
-class Letters:
-    """A codec whose tokens are the numbers of letters."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-    def calls(self, token_ids: Sequence[int], turn: int) -> Sequence[Mapping[str, Any]]:
-        return ()
-
-    def read(self, observation: Observation) -> Observation:
-        return observation
-
-    def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
-        return [ord(letter) for message in messages for letter in str(message.content)]
-
-    def continuation(
-        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media]
-    ) -> list[int]:
-        return self.opening(new, media)
+from whet.types import Message, Prompt, Trajectory, Turn
 
 
 def made() -> Conductor:

@@ -117,4 +117,4 @@ def test_only_the_last_stop_strings_are_kept(tokenizer: PreTrainedTokenizerBase)
     assert kept.of(("a",), lambda: tokenizer) is first
     kept.of(("new",), lambda: tokenizer)
     assert kept.of(("a",), lambda: tokenizer) is first and kept.of(("b",), lambda: tokenizer) is not second
-    assert len(kept._kept) == KEPT and kept.of((), None) is None
+    assert len(kept._kept) == KEPT and kept.of((), lambda: tokenizer) is None

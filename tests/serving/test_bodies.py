@@ -168,7 +168,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "code"}]}, r"tools\[0\] is"),
     ({"tools": [{**TOOL, "function": {"name": "f", "strict": True}}]}, r"tools\[0\]\.function\.strict=True is not"),
     ({"tool_choice": "required"}, "tool_choice is 'required' without tools"),
-    ({"tools": [TOOL, TOOL]}, "tools has 'f' 2 times; give each a name"),
+    ({"tools": [TOOL, TOOL]}, "tools has 'f' 2 times; give each tool a name of its own"),
     ({"tools": [{**TOOL, "function": {"name": 'a b"}'}}]}, r"tools\[0\]\.function\.name is .*; expected 1 to 64"),
     ({"tools": [TOOL], "tool_choice": {"type": "zzz", "function": {"name": "f"}}}, "tool_choice is {.*; expected"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "this server reads text"),

@@ -109,14 +109,14 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
     found = [read_run(path) for path in dict.fromkeys(paths)]
     if not found:
         raise DataError("no run is named; name the folder of a run")
-    read = [run for run in found if run.records]
-    empty = [str(run.path) for run in found if not run.records and (not read or run.path in folders)]
-    if left_out := [str(run.path) for run in found if not run.records and str(run.path) not in empty]:
-        log.warning("left out, without metrics: %s", ", ".join(left_out))
-    if empty:
+    read, empty = [run for run in found if run.records], [run.path for run in found if not run.records]
+    if wrong := [path for path in empty if path in folders or not read]:
         raise DataError(
-            f"{', '.join(empty)}: no metrics to draw yet; wait for a first step, or add jsonl to trainer.logger"
+            f"{', '.join(map(str, wrong))}: no metrics to draw yet; wait for a first step, or add jsonl to "
+            "trainer.logger"
         )
+    if empty:
+        log.warning("left out, without metrics: %s", ", ".join(map(str, empty)))
     return read
 
 

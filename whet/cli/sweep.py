@@ -87,7 +87,7 @@ def sweep(
     root = run_folder(configs[0].trainer)
     console, asked = shared_console(), list[int]()
     for member, config in zip(found, configs, strict=True):
-        if config.trainer.resume == "auto" and is_run(root / member.name):
+        if not dry_run and config.trainer.resume == "auto" and is_run(root / member.name):
             is_begun(root / member.name, config, {})
     for number, (member, config) in enumerate(zip(found, configs, strict=True), start=1):
         folder = root / member.name

@@ -45,9 +45,7 @@ def check(config: schema.Section, given: Collection[str] = ()) -> None:
 def problems(config: schema.Section, given: Collection[str] = ()) -> list[str]:
     """Returns one line for each error that `check` would raise."""
     found: dict[str, None] = {}
-    environment = config.get("environment")
-    agents = environment.agents if isinstance(environment, schema.EnvironmentConfig) else {}
-    for key, section in [*config.sections(), *((f"environment.agents.{name}", each) for name, each in agents.items())]:
+    for key, section in config.sections():
         for kind, rule in RULES:
             if isinstance(section, kind):
                 found |= dict.fromkeys(_lines(rule, section, Place(key, config, given)))

@@ -275,7 +275,7 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         try:
             plain[str(name)] = json.loads(json.dumps(value, default=_as_plain))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for several numbers
             hint = "; hand a function over as reward=" if callable(value) else ""
             raise ConfigError(f"{name} is {value!r:.80}; expected text, numbers, lists and mappings{hint}") from error
     return plain

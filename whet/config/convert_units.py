@@ -80,7 +80,7 @@ def _dual(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ..
 
 def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """DAPO's penalty, where the buffer is switched on and the manager reads it."""
-    manager = next((name for each in VERL_MANAGER if isinstance(name := of.given.get(each), str)), "naive")
+    manager = next((name for each in VERL_MANAGER if isinstance(name := of.value(each), str)), "naive")
     if manager != "dapo":
         of.result.check.append(f"{key}={value}: left out, as verl's manager {manager} does not read it (dapo does)")
     elif of.given.get(f"{key.rpartition('.')[0]}.enable", True):
@@ -89,7 +89,7 @@ def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str
 
 def _response_length(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The length from which DAPO's penalty counts back: that of responses here."""
-    if value != of.given.get("data.max_response_length", value):
+    if value != of.given.get(ours[0], leaf_fields(TrainConfig)[ours[0]].default):  # one default here and there
         of.result.check.append(f"{key}={value}: the penalty counts back from data.max_response_length here")
     yield from ()
 

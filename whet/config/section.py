@@ -66,10 +66,12 @@ class Section(BaseModel):
         return list(self.__dict__.items())
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
-        """Yields the sections below this one, then itself, each with its dotted key."""
+        """Yields the sections below this one, those in mappings too, then itself, each with its dotted key."""
         for name, value in self.items():
-            if isinstance(value, Section):
-                yield from value.sections(f"{key}.{name}" if key else name)
+            place = f"{key}.{name}" if key else name
+            for inner, below in value.items() if isinstance(value, dict) else [("", value)]:
+                if isinstance(below, Section):
+                    yield from below.sections(f"{place}.{inner}" if inner else place)
         yield key, self
 
 

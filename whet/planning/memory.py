@@ -24,8 +24,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Fitted to measured runs: memory of tokenizer, rows and libraries; and heap bytes for each byte of tensors, more where
 # sampling between updates fragments the heap.
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
-# Memory of an accelerator's libraries on the host and on the device, and allocated bytes for each byte of tensors: 1.05
-# to 1.13 on an H100 (`make gpu` measures it).
+# Memory of an accelerator's libraries on the host (not measured yet), on the device (0.5 GiB on an H100), and allocated
+# bytes for each byte of tensors (1.05 to 1.13 there); `make gpu` shows the last two.
 DEVICE_PROCESS_BYTES, DEVICE_BYTES, DEVICE_HEAP = 2 * 2**30, 2**30, 1.1
 
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
-
 KEPT = 64  # different stop strings whose tables are kept
 
 
@@ -63,9 +62,9 @@ class LastStops:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first
 
-    def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer | None) -> StopStrings | None:
-        """Returns those of a request; the tokenizer is loaded for new ones alone."""
-        if not strings or load_tokenizer is None:
+    def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer) -> StopStrings | None:
+        """Returns those of a request, None where it has none; the tokenizer is loaded for new ones alone."""
+        if not strings:
             return None
         found = self._kept.pop(strings, None) or StopStrings(strings, load_tokenizer())
         self._kept[strings] = found

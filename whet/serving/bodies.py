@@ -224,9 +224,8 @@ class BodyReader:
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
         names = [tool["function"]["name"] for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ApiError(
-                400, f"tools has {twice[0]!r} {names.count(twice[0])} times; give each a name", param="tools"
-            )
+            found = f"tools has {twice[0]!r} {names.count(twice[0])} times"
+            raise ApiError(400, f"{found}; give each tool a name of its own", param="tools")
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
         template = self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
         asked = self._tools(template, tools, body) if tools else None

@@ -116,9 +116,9 @@ class _Server:
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             newest = checkpoint.newest(run)
-            if newest is None or _identity(newest) == last:
+            if newest is None or (found := _identity(newest)) == last:
                 continue
-            last = _identity(newest)
+            last = found
             try:
                 await asyncio.to_thread(self._load, newest)
             except Exception as error:  # such as too little memory for this one; the next may be loaded
@@ -170,12 +170,12 @@ def _source(settings: Settings) -> str:
     return str(best)
 
 
-def _identity(folder: Path) -> tuple[Path, int]:
-    """A checkpoint's folder and the time at which it was complete: a run that goes on from an older one writes its
+def _identity(folder: Path) -> tuple[str, int]:
+    """A checkpoint's name and the time at which it was complete: a run that goes on from an older one writes its
     folders again."""
     with suppress(OSError):  # removed meanwhile
-        return folder, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
-    return folder, 0
+        return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
+    return folder.name, 0
 
 
 def _step(source: str) -> int | None:
