@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides accelerators without --on-device: bits are those of the host, wherever the suite runs."""
     if not config.getoption("--on-device"):
         os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever test
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

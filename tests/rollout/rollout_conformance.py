@@ -229,6 +229,15 @@ def assert_same(found: Sequence[Completion], expected: Sequence[Completion], tol
         assert one.log_probs == pytest.approx(other.log_probs, rel=0, abs=tolerance)
 
 
+def assert_same_but_for_rounding(found: Sequence[Completion], expected: Sequence[Completion], near: float) -> None:
+    """Equal completions, but for the rounding of log-probs, those of the likeliest tokens too."""
+    bare = [[replace(each, likeliest=()) for each in completions] for completions in (found, expected)]
+    assert_same(*bare, near)
+    for one, other in zip(found, expected, strict=True):
+        told = (torch.tensor(each.likeliest, dtype=torch.float64) for each in (one, other))
+        assert torch.allclose(*told, rtol=0, atol=near)
+
+
 def check_company_does_not_matter(engine: RolloutEngine, made: Sequence[Request], tolerance: float = 0.0) -> None:
     """A request gives the same tokens and log-probs alone, among 7 and among all others, in any order."""
     together = generate(engine, made)

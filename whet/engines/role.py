@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 import torch
 
 from whet.engines.optim import OptimSettings
+from whet.models.compiled_layers import compile_layers
 from whet.models.freeze import freeze
 from whet.models.load import (
     TrainedModel,
     body_of,
-    compile_layers,
     load_policy,
     load_reward_model,
     load_value_model,
@@ -43,7 +43,7 @@ class EngineSettings(Protocol):
     @property
     def logits_chunk_tokens(self) -> int: ...
     @property
-    def compile(self) -> bool: ...
+    def compile(self) -> bool | None: ...
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ from transformers import AttentionInterface
 from whet.errors import ModelError
 from whet.models.packing import Bunch, Layout
 from whet.models.sequence_parallel import TokenShare
+from whet.models.varlen import has_kernel, varlen_attention
 
 NAME = "whet"
 # Rows of at most SHORT * head_dim tokens are short: their attention weights take at most SHORT times the memory of the
 # queries.
 SHORT = 8
+LONGEST_HEAD = 256  # numbers of a head that FlashAttention takes
 HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
 
 
@@ -45,6 +47,13 @@ def token_bytes(config: Any, item_bytes: int) -> int:
     return int(2 * config.num_hidden_layers * heads * head_size(config) * item_bytes)
 
 
+def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """True where one call of FlashAttention computes a layer's attention over packed rows, for a model with this text
+    config: in bfloat16, with heads of at most 256 numbers, and without a cap on scores."""
+    size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
+    return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0 and has_kernel(device)
+
+
 class Scores(NamedTuple):
     """The form of attention scores: s = scale query key^T, or with a cap cap tanh(s / cap)."""
 
@@ -56,8 +65,17 @@ class Scores(NamedTuple):
 class PagedContext(Protocol):
     """The argument `paged=` that a rollout engine passes."""
 
+    @property
+    def compiles(self) -> bool:
+        """True where `layer` gives what a compiled layer can read."""
+        ...
+
+    def layer(self, number: int) -> PagedContext:
+        """The part for one layer."""
+        ...
+
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
         ...
@@ -84,13 +102,16 @@ def attention(
     scores = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window or 0, softcap or 0.0)
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        layer: Any = module.layer_idx
-        return paged.attend(layer, query, key, value, scores)[None], None
+        return paged.attend(module, query, key, value, scores)[None], None
     if packed is None:
         return _causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # once, instead of in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if packed.stretches is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        one = varlen_attention(query, key, value, packed.stretches, scores.scale, scores.window)
+        return one[None], None
     if token_share is None:
         return _packed(query, key, value, scores, packed), None
     query, key, value = (token_share.to_heads(x) for x in (query, key, value))

@@ -290,12 +290,6 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def compile_layers(model: torch.nn.Module) -> None:
-    """Marks each layer for torch.compile at its first call, for rows of any length."""
-    for layer in layers(body_of(model)):
-        layer.compile(dynamic=True)
-
-
 def _disable_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -26,7 +26,7 @@ MIN_FRACTION, BUNCH_PAIRS = 0.8, 2**20
 FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
 # and rows, and widths, are padded to multiples, so that shapes repeat.
-TOKENS_STEP, ROWS_STEP, WIDTH_STEP = 64, 16, 16
+TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 
@@ -80,6 +80,53 @@ class Bunch(Grid):
 
 
 @dataclass(frozen=True)
+class Stretches:
+    """The T tokens as S rows one after the other, the last of them padding, with K keys, for one call of attention."""
+
+    queries: torch.Tensor  # [S + 1] int32: where each row's own tokens begin, and T
+    keys: torch.Tensor  # [S + 1] int32: the same among the K keys
+    longest_query: int  # a bound, as the next
+    longest_key: int
+    size: int  # T, padding included
+    source: torch.Tensor | None = None  # [K] the token of each key; without it the keys are the T tokens
+    own: torch.Tensor | None = None  # [T] each token's key in its own row
+    shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
+    users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
+
+    @classmethod
+    def of(cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor) -> Stretches:
+        """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
+        prompt first, -1 behind them."""
+        total, device = int(own_lengths.sum()), in_order.device
+        size = rounded(total, TOKENS_STEP)
+        lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
+        depths = lengths + torch.nn.functional.pad(prefix_lengths, (0, 1))
+        empty = -len(lengths) % STRETCHES_STEP
+        found: dict[str, Any] = {
+            "queries": torch.nn.functional.pad(lengths, (1, empty)).cumsum(0).int(),
+            "keys": torch.nn.functional.pad(depths, (1, empty)).cumsum(0).int(),
+            "longest_query": _power_of_two(int(lengths.max())),
+            "longest_key": _power_of_two(int(depths.max())),
+            "size": size,
+        }
+        if not bool(prefix_lengths.any()):
+            return cls(**found)
+        is_key = in_order >= 0
+        is_own = is_key & (torch.arange(in_order.shape[1], device=device) >= prefix_lengths[:, None])
+        source = torch.cat([in_order[is_key], torch.arange(total, size, device=device)])
+        number = torch.full(in_order.shape, -1, device=device)
+        number[is_key] = torch.arange(len(source) - size + total, device=device)
+        own = torch.cat([number[is_own], torch.arange(len(source) - size + total, len(source), device=device)])
+        tokens, order = in_order[is_key & ~is_own].sort(stable=True)
+        shared, counts = torch.unique_consecutive(tokens, return_counts=True)
+        users = torch.full((len(shared), int(counts.max())), len(source), device=device)
+        rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        row = torch.arange(len(shared), device=device).repeat_interleave(counts)
+        users[row, rank] = number[is_key & ~is_own][order]
+        return cls(**found, source=source, own=own, shared=shared, users=users)
+
+
+@dataclass(frozen=True)
 class Layout(Grid):
     """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled.
 
@@ -92,14 +139,20 @@ class Layout(Grid):
     targets: torch.Tensor  # [N] the sampled token
     places: torch.Tensor  # [N] its index in the batch's flattened [B, R]
     shape: tuple[int, int]  # B, R
-    bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length
+    bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length; none with `stretches`
     media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
+    stretches: Stretches | None = None
+
+    @property
+    def size(self) -> int:
+        """T with padding, of packed rows."""
+        return rounded(len(self.input_ids), TOKENS_STEP)
 
     def to(self, device: torch.device) -> Layout:
         """Copies the layout to another device, all indices in one transfer."""
         if self.input_ids.device.type == device.type:
             return self
-        grids: list[Any] = [self, *self.bunches]
+        grids: list[Any] = [self, *self.bunches, *([] if self.stretches is None else [self.stretches])]
         named = [
             [(each.name, value) for each in fields(grid) if isinstance(value := vars(grid)[each.name], torch.Tensor)]
             for grid in grids
@@ -107,11 +160,12 @@ class Layout(Grid):
         tensors = [value for each in named for _, value in each]
         there = moved(torch.cat([value.flatten() for value in tensors]), device)
         parts = iter(there.split([value.numel() for value in tensors]))
-        whole, *bunches = (
-            replace(grid, **{name: next(parts).view(value.shape) for name, value in each})
+        whole, *others = (
+            replace(grid, **{name: next(parts).view(value.shape).to(value.dtype) for name, value in each})
             for grid, each in zip(grids, named, strict=True)
         )
-        return replace(whole, bunches=tuple(bunches))
+        stretches = None if self.stretches is None else others.pop()
+        return replace(whole, bunches=tuple(others), stretches=stretches)
 
     @cached_property
     def sampled_by_row(self) -> torch.Tensor:
@@ -143,12 +197,12 @@ class Layout(Grid):
         return Spread.apply(flat, self.bunches, True)
 
 
-def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
+def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: bool = False) -> Layout:
     """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
     on their device: the host, before anything is copied to another device.
 
-    With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it.
-    Raises: DataError when no token precedes a sampled one.
+    With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
+    is for attention in one call over all rows, without grids.  Raises: DataError when no token precedes a sampled one.
     """
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
@@ -192,8 +246,9 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False) -> Layout:
         targets=input_ids[rows, prompt_width + columns],
         places=kept[rows] * response_mask.shape[1] + columns,
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
-        bunches=tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
+        bunches=() if in_stretches else tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
         media=tuple(_media(batch, kept.tolist(), has_prompt)),
+        stretches=Stretches.of(lengths, prefix_lengths, in_order) if in_stretches and len(lengths) else None,
     )
 
 
@@ -259,6 +314,11 @@ def _bunches(
 def rounded(count: int, step: int) -> int:
     """`count`, rounded up to a multiple of `step` from 2 `step` on."""
     return count if count < 2 * step else -(-count // step) * step
+
+
+def _power_of_two(length: int) -> int:
+    """The next one, so that what is compiled for a bound serves many batches."""
+    return 1 << max(0, length - 1).bit_length()
 
 
 class Spread(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import encode_texts
+from whet.devices import moved
 from whet.errors import DataError, EngineError
 from whet.rollout.protocol import Request
 
@@ -67,6 +68,10 @@ class Constraints:
             ),
             words_rule=column([number for _, number in words]),
         )
+
+    def to(self, device: torch.device) -> Constraints:
+        """The same columns on a device."""
+        return Constraints(**{name: moved(each, device) for name, each in vars(self).items()})
 
     def rows(self, index: torch.Tensor | slice) -> Constraints:
         """The columns of some of the requests."""

@@ -82,7 +82,7 @@ class Batch:
         self.counts += self.going_on
         self.ids, self.mask = chosen[:, None], torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
         self.positions, self.seen = self.positions[..., -1:] + 1, {}
-        return is_stop(chosen, self.sampling)
+        return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
         """Copies the tokens and log-probs so far into every row that goes on."""

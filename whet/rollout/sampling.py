@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from whet.devices import HOST
+from whet.devices import HOST, moved
 from whet.rollout.constraints import NEVER, Constraints
 from whet.rollout.protocol import Likeliest, Request
 
@@ -64,6 +64,26 @@ class SamplingState:
             constraints=None if is_free else Constraints.of(requests, vocab_size, device),
             num_likeliest=max((p.num_likeliest for p in params), default=0),
         )
+
+    @property
+    def is_uncut(self) -> bool:
+        """True where all rows draw from softmax(logits / temperature), or take the likeliest token."""
+        return self.constraints is None and not self.has_top and not self.has_min_p
+
+    def wider(self, rows: int) -> SamplingState:
+        """The columns, with zeros for so many rows more."""
+        columns: dict[str, Any] = {
+            n: torch.cat([each, each.new_zeros(rows, *each.shape[1:])])
+            for n, each in vars(self).items()
+            if torch.is_tensor(each)
+        }
+        return replace(self, **columns)
+
+    def to(self, device: torch.device) -> SamplingState:
+        """The same columns on a device."""
+        columns: dict[str, Any] = {n: moved(each, device) for n, each in vars(self).items() if torch.is_tensor(each)}
+        constraints = None if self.constraints is None else self.constraints.to(device)
+        return replace(self, **columns, constraints=constraints)
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
         """The columns of some of the requests."""
@@ -146,6 +166,6 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
     return log_probs.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), float("-inf"))
 
 
-def is_stop(tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """[S] bool: the token ends its response."""
-    return (tokens[:, None] == state.stop_ids).any(1)
+def is_stop(tokens: torch.Tensor, stop_ids: torch.Tensor) -> torch.Tensor:
+    """[S] bool: the token is among the row's `stop_ids` [S, K], which end its response."""
+    return (tokens[:, None] == stop_ids).any(1)

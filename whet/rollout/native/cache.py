@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from whet.devices import HOST, moved
+from whet.devices import moved
 from whet.errors import EngineError
 from whet.models.attention import Scores, head_size, token_bytes
 from whet.rollout.native.device_attention import BlockIndex
@@ -25,13 +25,15 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockCache:
-    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, D] within a budget in bytes; on an
-    accelerator both [layers, KV, blocks, 16, D], with a spare block at the end that takes what padding writes.
+    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, D] within a budget in bytes;
+    `by_head`, as on an accelerator, both [layers, KV, blocks, 16, D], with a spare block at the end for padding.
 
     A block may belong to several sequences (a prompt's to all its samples) and is free when the last one lets go.
     """
 
-    def __init__(self, config: Any, *, dtype: torch.dtype, budget_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, *, dtype: torch.dtype, budget_bytes: int, device: torch.device, by_head: bool = False
+    ) -> None:
         kv_heads = config.num_key_value_heads
         head_dim, per_block = head_size(config), BLOCK_SIZE * token_bytes(config, dtype.itemsize)
         self.num_blocks = budget_bytes // per_block
@@ -40,8 +42,8 @@ class BlockCache:
                 f"rollout.engine.options.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens "
                 f"({per_block} bytes)"
             )
-        layers, self._block_dim = config.num_hidden_layers, 1 if device == HOST else 2
-        if device == HOST:
+        self.by_head, layers, self._block_dim = by_head, config.num_hidden_layers, 2 if by_head else 1
+        if not by_head:
             # Empty, not zero: the operating system hands out pages when they are first written.
             self.keys = torch.empty(layers, self.num_blocks, kv_heads, head_dim, BLOCK_SIZE, dtype=dtype)
             self.values = torch.empty(layers, self.num_blocks, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
@@ -146,6 +148,8 @@ class PagedBatch:
     `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from an
     accelerator where the caller does not give them."""
 
+    compiles = False
+
     def __init__(
         self,
         cache: BlockCache,
@@ -158,16 +162,21 @@ class PagedBatch:
         self.keys, self.values = cache.keys, cache.values
         self.tables, self.rows, self.positions = tables, rows, positions
         self._index: BlockIndex | None = None
-        if cache.keys.device != HOST:
+        if cache.by_head:
             if longest is None or context is None:
                 counts = torch.zeros_like(tables[:, 0]).scatter_add(0, rows.clamp(min=0).long(), (rows >= 0).int())
                 longest, context = torch.stack([counts.max(), positions.max() + 1]).tolist()
             self._index = BlockIndex.of(tables, rows, positions, cache.num_blocks, longest, context)
 
+    def layer(self, number: int) -> PagedBatch:
+        """The batch itself, whose attention reads the number of the layer from its module."""
+        return self
+
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
+        layer: int = module.layer_idx
         new, stored = (query, key, value), (self.keys[layer], self.values[layer])
         if self._index is not None:
             return self._index.attend(*new, *stored, scores)

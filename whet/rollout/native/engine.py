@@ -8,7 +8,7 @@ alone and among others (kernels for fewer rows round differently).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from whet.devices import HOST, moved
 from whet.errors import EngineError
-from whet.models.attention import NAME
+from whet.models.attention import NAME, PagedContext
+from whet.models.compiled_layers import compile_layers
 from whet.models.log_probs import LogitForm
 from whet.models.positions import patches
 from whet.models.vision.load import vision_of
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
-from whet.rollout.native.cache import BlockCache, PagedBatch, Prefixes, blocks_for
+from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
+from whet.rollout.native.columns import MIN_ROWS, Columns, DeviceColumns, Forward, HostColumns, padded, rectangular
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import ScheduledRequest, Scheduler, SharedPrompt
@@ -32,7 +35,6 @@ from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.types import Media
 
-MIN_ROWS = 16
 PREFILL_TOKENS = 4096  # computed together; a longer prompt is computed alone
 
 
@@ -70,7 +72,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     """Continuous batching over a block KV cache, with the model's own modules and whet's attention.
 
     kv_cache_bytes: memory for keys and values.
-    compile: compiles the decode step: slower to start, faster to run.
+    compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
     """
@@ -82,17 +84,19 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         load_tokenizer: LoadTokenizer | None = None,
         *,
         kv_cache_bytes: Count = 1_073_741_824,
-        compile: bool = False,  # noqa: A002  # the option's name
+        compile: bool | None = None,  # noqa: A002  # the option's name
         on_new_weights: Literal["recompute", "keep"] = "recompute",
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
         self._form = LogitForm()
-        self._decode: Callable[..., torch.Tensor] | None = None
+        self._columns: Columns = HostColumns()
+        self._decode: Forward = self._forward
         self._cache: BlockCache | None = None
         self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
         self._running: Running | None = None
+        self._ended: list[Done[ScheduledRequest]] = []  # not given to the caller yet
         self._tower: tuple[int, object] | None = None  # version of the weights, and those of the vision tower
 
     @classmethod
@@ -118,7 +122,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         super().sleep()
         if self._cache is not None:
             self._cache.free()
-        self._cache = None
+        self._columns, self._cache = HostColumns(), None
 
     @property
     def _num_running(self) -> int:
@@ -129,8 +133,12 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if config._attn_implementation != NAME:
             raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
         self._form, self._tower = LogitForm.of(config), None
-        self._decode = torch.compile(self._forward) if self.compile_decode else self._forward
-        self._cache = None
+        self._decode = self._forward
+        if is_stepwise(module.device) and self.compile_decode is not False:
+            compile_layers(module)
+        elif self.compile_decode:
+            self._decode = torch.compile(self._forward)
+        self._columns, self._cache = HostColumns(), None
 
     def _take(self, request: Request) -> ScheduledRequest:
         if self._scheduler is None:
@@ -144,28 +152,49 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         scheduler.cache, scheduler.prefixes = self._require_cache()
         if self._running is None:
             expected = list(self.unfinished.values())
-            self._running = Running(self.vocab_size, module.device, self.max_batch_size, expected)
+            self._running = Running(self.vocab_size, self._columns_on(module), self.max_batch_size, expected)
         running = self._running
         if admitted := scheduler.admit():
             self._prefill(scheduler, admitted, running)
-        else:
+        elif len(running):
             blocks, preempted = scheduler.grow(running.without_room())
             running.extend(blocks)
             if preempted:
-                running.read()
+                self._read()
                 running.remove(preempted)
-            self._decode_step(scheduler.cache, running)
-        done = running.finish()
-        for live, _, _ in done:
-            is_mixed = self.keep_cache and bool(live.versions)
-            scheduler.remove(live, keeps_cache=live.request.keeps_cache and not is_mixed)
+            if len(running):
+                running.decode(self._decode, scheduler.cache)
+        self._finish(running)
+        done, self._ended = self._ended, []
         if len(done) == len(self.unfinished):
             self._scheduler = self._running = None
         return done
 
+    def _columns_on(self, module: PreTrainedModel) -> Columns:
+        """The columns of slots, on the device of the module, for addresses as they are now."""
+        if not is_stepwise(module.device):
+            return HostColumns()
+        if not isinstance(self._columns, DeviceColumns):
+            width = blocks_for(module.config.get_text_config().max_position_embeddings)
+            self._columns = DeviceColumns(module.device, self.max_batch_size, width)
+        cache, _ = self._require_cache()
+        tensors = [cache.keys, cache.values, *module.parameters(), *module.buffers()]
+        self._columns.at(tuple(each.data_ptr() for each in tensors))
+        return self._columns
+
+    def _finish(self, running: Running) -> None:
+        """Takes the requests that are known to be done from the scheduler."""
+        assert self._scheduler is not None
+        for each in running.finish():
+            live = each[0]
+            is_mixed = self.keep_cache and bool(live.versions)
+            self._scheduler.remove(live, keeps_cache=live.request.keeps_cache and not is_mixed)
+            self._ended.append(each)
+
     def _read(self) -> None:
         if self._running is not None:
             self._running.read()
+            self._finish(self._running)
 
     def _read_streaming(self, live: Sequence[ScheduledRequest]) -> None:
         if self._running is not None:
@@ -173,10 +202,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _drop(self, live: Sequence[ScheduledRequest]) -> None:
         assert self._scheduler is not None
+        ended = {each for each, _, _ in self._ended}
+        self._ended = [each for each in self._ended if each[0] not in live]
         if self._running is not None:
             self._running.remove(live)
         for each in live:
-            self._scheduler.remove(each)
+            if each not in ended:
+                self._scheduler.remove(each)
 
     def _forget_finished(self) -> None:
         if self._prefixes is not None:
@@ -186,6 +218,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self._scheduler is not None:
             self._scheduler.forget()
         self._running = None
+
+    def _before_new_weights(self, *, forget: bool) -> None:
+        super()._before_new_weights(forget=forget)
+        if self._running is not None:  # rows that keep their cache go on, perhaps from other addresses
+            self._columns_on(self.policy.require())
 
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
@@ -202,30 +239,32 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._compute([stretch for stretch in stretches if stretch.token_ids])
         first_logits = [each.prompt.logits for each in started if each.prompt.logits is not None]
         scheduler.copy_partial_blocks(started)
-        running.add([*resumed, *started], [self.stops_of(each.request) for each in [*resumed, *started]])
+        slots = running.add([*resumed, *started], [self.stops_of(each.request) for each in [*resumed, *started]])
         if started:
-            running.sample(torch.stack(first_logits), first=len(running) - len(started))
+            running.begin(torch.stack(first_logits), slots[len(resumed) :])
 
     def _compute(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
         """Fills the blocks of the stretches.  Returns the logits after each."""
         return [logits for batch in _by_tokens(stretches) for logits in self._compute_batch(batch)]
 
     def _compute_batch(self, stretches: Sequence[Stretch]) -> torch.Tensor:
-        device = self.policy.require().device
-        ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids], device=device)
-        lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches], device=device)
-        starts = torch.tensor([stretch.start for stretch in stretches], device=device)
+        device, cache = self.policy.require().device, self._require_cache()[0]
+        ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids])
+        lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches])
+        starts = torch.tensor([stretch.start for stretch in stretches])
         ends = lengths.cumsum(0)
-        rows = torch.arange(len(stretches), dtype=torch.int32, device=device).repeat_interleave(lengths)
-        positions = torch.arange(len(ids), device=device) - (ends - lengths - starts).repeat_interleave(lengths)
-        tables = torch.zeros(len(stretches), max(len(stretch.blocks) for stretch in stretches), dtype=torch.int32)
-        for row, stretch in enumerate(stretches):
-            tables[row, : len(stretch.blocks)] = torch.tensor(stretch.blocks, dtype=torch.int32)
+        rows = torch.arange(len(stretches), dtype=torch.int32).repeat_interleave(lengths)
+        positions = torch.arange(len(ids)) - (ends - lengths - starts).repeat_interleave(lengths)
         last = F.pad(ends - 1, (0, max(0, MIN_ROWS - len(stretches))))
         rotary = positions
         if any(stretch.prompt.rotary is not None for stretch in stretches):
-            rotary = torch.cat([stretch.rotary for stretch in stretches], 1).to(device)
-        inputs = self._padded(self._require_cache()[0], ids, rotary, rows, positions, tables.to(device))
+            rotary = torch.cat([stretch.rotary for stretch in stretches], 1)
+        sizes = int(lengths.max()), int(positions.max()) + 1
+        tables = rectangular([stretch.blocks for stretch in stretches])
+        ids, rotary, rows, positions, tables, last = (
+            moved(each, device) for each in (ids, rotary, rows, positions, tables, last)
+        )
+        inputs = padded(cache, ids, rotary, rows, positions, tables, *sizes)
         return self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
@@ -240,34 +279,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         features = vision.features(module, [media for media, _ in parts], self._tower[1])
         return vision.outputs([each.part(where) for each, (_, where) in zip(features, parts, strict=True)])
 
-    def _decode_step(self, cache: BlockCache, running: Running) -> None:
-        """Feeds the last token of every running request and samples the next."""
-        columns = running.columns
-        rotary = columns.positions + columns.shifts
-        inputs = self._padded(cache, columns.tokens, rotary, columns.slots.int(), columns.positions, running.tables)
-        assert self._decode is not None
-        running.sample(self._decode(*inputs, None, {})[: len(running)])
-
-    def _padded(
-        self,
-        cache: BlockCache,
-        ids: torch.Tensor,
-        rotary: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-        """Inputs of `_forward`, padded to one of few sizes: an eighth more rows at the most, of many."""
-        step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 3))
-        extra = -len(ids) % step
-        ids, rotary, positions = (F.pad(each, (0, extra)) for each in (ids, rotary, positions))
-        return ids, rotary, PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions)
-
     def _forward(
         self,
         ids: torch.Tensor,
         rotary: torch.Tensor,
-        paged: PagedBatch,
+        paged: PagedContext,
         keep: torch.Tensor | None,
         seen: Mapping[str, Any],
     ) -> torch.Tensor:
@@ -283,9 +299,17 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self._cache is None or self._prefixes is None:
             module, budget = self.policy.require(), self.kv_cache_bytes
             config = module.config.get_text_config()
-            self._cache = BlockCache(config, dtype=module.dtype, budget_bytes=budget, device=module.device)
+            by_head = is_stepwise(module.device)
+            self._cache = BlockCache(
+                config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head
+            )
             self._prefixes = Prefixes(self._cache)
         return self._cache, self._prefixes
+
+
+def is_stepwise(device: torch.device) -> bool:
+    """True where steps are sent to the device and read later, and the cache is laid out for its kernels."""
+    return device != HOST
 
 
 def _by_tokens(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:

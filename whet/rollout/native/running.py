@@ -1,207 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests being decoded, as columns."""
+"""The requests being decoded, in fixed slots: rows enter and leave by the number of their slot, and nothing moves."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from whet.devices import HOST
 from whet.rollout.in_process import Done
+from whet.rollout.native.cache import BlockCache
+from whet.rollout.native.columns import Columns, Forward, Rows, Sampled
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.scheduler import ScheduledRequest
-from whet.rollout.sampling import SamplingState, is_stop, likeliest, sample
+from whet.rollout.protocol import Likeliest
+from whet.rollout.sampling import SamplingState, is_stop, likeliest
 from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
 
-class Columns(NamedTuple):
-    """Numbers of running requests   [n]"""
+class Step(NamedTuple):
+    """Tokens sampled for n rows, which may still be on their way from the device."""
 
-    tokens: torch.Tensor  # sampled last, to be fed next
-    positions: torch.Tensor  # place of that token in its sequence
-    shifts: torch.Tensor  # from that to its rotary position
-    counts: torch.Tensor  # tokens of the response so far
-    slots: torch.Tensor  # row of the block tables and of the outputs
-
-    @classmethod
-    def of(cls, live: Sequence[ScheduledRequest], slots: Sequence[int], device: torch.device) -> Columns:
-        """The columns of requests that start or go on."""
-        tokens = [each.tokens[-1] if each.tokens else 0 for each in live]
-        positions = [len(each.prompt.token_ids) + len(each.tokens) - 1 for each in live]
-        shifts = [each.prompt.shift for each in live]
-        counts = [len(each.tokens) for each in live]
-        columns = (torch.tensor(values, dtype=torch.int64) for values in (tokens, positions, shifts, counts, slots))
-        return cls(*(column.to(device) for column in columns))
-
-    def joined(self, other: Columns) -> Columns:
-        """Returns these rows, then the others."""
-        return Columns(*map(torch.cat, zip(self, other, strict=True)))
-
-    def only(self, kept: torch.Tensor) -> Columns:
-        """The rows that `kept` chooses."""
-        return Columns(*(column[kept] for column in self))
+    slots: torch.Tensor  # [n]
+    guests: torch.Tensor  # [n] numbers of the requests that had the slots
+    counts: torch.Tensor  # [n] tokens of each response before
+    sampled: Sampled
+    told: list[Likeliest] | None
 
 
 class Running:
-    """n rows, one a running request, in no order that matters."""
+    """Slots of running requests. What depends on a token is decided when the token has come from the device, at the
+    latest after the next step: of a response that ended in between, the token after its end is dropped."""
 
-    def __init__(
-        self, vocab_size: int, device: torch.device, max_rows: int, expected: Sequence[ScheduledRequest]
-    ) -> None:
-        self._vocab_size, self._max_rows = vocab_size, max_rows
-        self.live: list[ScheduledRequest] = []  # by row
-        self.stops: list[StopStrings | None] = []  # by row
-        self.columns = Columns.of([], [], device)
-        self.sampling = SamplingState.of([], vocab_size, device)  # by row
+    def __init__(self, vocab_size: int, columns: Columns, max_rows: int, expected: Sequence[ScheduledRequest]) -> None:
+        self._vocab_size, self._max_rows, self.columns = vocab_size, max_rows, columns
+        self.order = torch.zeros(0, dtype=torch.int64)  # slots of the rows that are sampled next
+        self.live: dict[int, ScheduledRequest] = {}  # by slot
+        self.stops: dict[int, StopStrings] = {}  # by slot, where there are some
         rows = min(max_rows, len(expected))
         longest = max(each.request.params.max_new_tokens for each in expected)
-        self.tables = torch.zeros(rows, max(each.most_blocks for each in expected), dtype=torch.int32, device=device)
-        self.out_tokens = torch.zeros(rows, longest, dtype=torch.int64, device=device)
-        self.out_log_probs = torch.empty(rows, longest, dtype=torch.float32, device=device)
+        self.positions, self.shifts, self.counts, self._guests, self._limits = torch.zeros(5, rows, dtype=torch.int64)
+        self.out_tokens = torch.zeros(rows, longest, dtype=torch.int64)
+        self.out_log_probs = torch.empty(rows, longest, dtype=torch.float32)
+        self._stop_ids = torch.zeros(rows, 0, dtype=torch.int64)
+        self.sampling = SamplingState.of([], vocab_size, HOST)  # by slot, on the device
         self._free_slots = list(range(rows - 1, -1, -1))
+        self._coming: deque[Step] = deque()
+        self._done: list[Done[ScheduledRequest]] = []
+        columns.resize(rows, max(each.most_blocks for each in expected))
 
     def __len__(self) -> int:
-        return len(self.live)
+        return len(self.order)
 
-    def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> None:
-        """Adds a row for each request; a new request gets its first token from the next call of `sample`."""
+    def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> torch.Tensor:
+        """Gives each request a slot; a new one gets its first token from `begin`.  Returns the slots."""
         self._make_room(live)
-        device = self.tables.device
-        slots = [self._free_slots.pop() for _ in live]
-        width = max(len(each.blocks) for each in live)
-        tables = [each.blocks + [0] * (width - len(each.blocks)) for each in live]
-        self.tables[slots, :width] = torch.tensor(tables, dtype=torch.int32, device=device)
-        for slot, each in zip(slots, live, strict=True):
+        chosen = [self._free_slots.pop() for _ in live]
+        for slot, each, strings in zip(chosen, live, stops, strict=True):
+            self.live[slot] = each
+            if strings is not None:
+                self.stops[slot] = strings
             if each.tokens:
-                self.out_tokens[slot, : len(each.tokens)] = torch.tensor(each.tokens, device=device)
-                self.out_log_probs[slot, : len(each.tokens)] = torch.tensor(each.log_probs, device=device)
-        self.columns = self.columns.joined(Columns.of(live, slots, device))
-        self.live += live
-        self.stops += stops
-        self.sampling = SamplingState.of([each.request for each in self.live], self._vocab_size, device)
+                self.out_tokens[slot, : len(each.tokens)] = torch.tensor(each.tokens)
+                self.out_log_probs[slot, : len(each.tokens)] = torch.tensor(each.log_probs)
+        slots = torch.tensor(chosen, dtype=torch.int64)
+        self.positions[slots] = torch.tensor([len(each.prompt.token_ids) + len(each.tokens) - 1 for each in live])
+        self.shifts[slots] = torch.tensor([each.prompt.shift for each in live])
+        self.counts[slots] = torch.tensor([len(each.tokens) for each in live])
+        self._guests[slots] += 1
+        self.columns.enter(
+            slots, [each.tokens[-1] if each.tokens else 0 for each in live], [each.blocks for each in live]
+        )
+        self.order = torch.cat([self.order, slots])
+        self._read_sampling()
+        return slots
 
-    def sample(self, logits: torch.Tensor, first: int = 0) -> None:
-        """The next token of the rows from `first` on, from their logits."""
-        rows, columns = slice(first, None), self.columns
-        own = self.sampling if first == 0 else self.sampling.rows(rows)
-        slots, counts = columns.slots[rows], columns.counts[rows]
-        generated = None
-        if own.constraints is not None:
+    @property
+    def _late(self) -> int:
+        """Steps that may be on their way when the next begins; none where constraints read all tokens so far."""
+        return 0 if self.sampling.constraints is not None else self.columns.late
+
+    def decode(self, forward: Forward, cache: BlockCache) -> None:
+        """Feeds the newest token of every row, and samples the next."""
+        rows = self._rows(self.order)
+        self._note(rows, *self.columns.decode(forward, cache, rows))
+
+    def begin(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        """Samples the first token of the rows in `slots`, from the logits after their prompts."""
+        rows = self._rows(slots)
+        self._note(rows, logits, self.columns.pick(logits, rows))
+
+    def _rows(self, slots: torch.Tensor) -> Rows:
+        counts, generated = self.counts[slots], None
+        if self.sampling.constraints is not None:
             generated = self.out_tokens[slots, : max(1, int(counts.max()))]
-        tokens, log_probs = sample(logits, own, counts, generated)
-        if own.num_likeliest:
-            for live, told in zip(self.live[rows], likeliest(logits, own), strict=True):
-                live.tell(told)
-        self.out_tokens[slots, counts] = tokens
-        self.out_log_probs[slots, counts] = log_probs
-        columns.tokens[rows] = tokens
-        columns.positions[rows] += 1
-        columns.counts[rows] += 1
+        return Rows(slots, self.positions[slots], self.shifts[slots], counts, self.sampling, generated)
+
+    def _note(self, rows: Rows, logits: torch.Tensor, sampled: Sampled) -> None:
+        slots = rows.slots
+        told = likeliest(logits, self.sampling.rows(slots)) if self.sampling.num_likeliest else None
+        self._coming.append(Step(slots, self._guests[slots], rows.counts, sampled, told))
+        self.positions[slots] += 1
+        self.counts[slots] += 1
+        if self._late:  # a row that has all its tokens is not sampled again while the last is on its way
+            has_room = self.counts[self.order] < self._limits[self.order]
+            self.order = self.order if bool(has_room.all()) else self.order[has_room]
 
     def without_room(self) -> list[ScheduledRequest]:
         """The requests whose next token begins a block."""
-        rows = (self.columns.positions % BLOCK_SIZE == 0).nonzero().squeeze(1)
-        return [self.live[row] for row in rows.tolist()]
+        return [self.live[slot] for slot in self.order[self.positions[self.order] % BLOCK_SIZE == 0].tolist()]
 
     def extend(self, blocks: Mapping[ScheduledRequest, int]) -> None:
         """Enters one block more for some of the requests without room."""
         if not blocks:
             return
-        rows = [row for row, each in enumerate(self.live) if each in blocks]
-        new = torch.tensor([blocks[self.live[row]] for row in rows], dtype=torch.int32, device=self.tables.device)
-        columns = self.columns
-        self.tables[columns.slots[rows], columns.positions[rows] // BLOCK_SIZE] = new
+        slots = [slot for slot in self.order.tolist() if self.live[slot] in blocks]
+        new = [blocks[self.live[slot]] for slot in slots]
+        where = torch.tensor(slots)
+        self.columns.extend(where, self.positions[where] // BLOCK_SIZE, torch.tensor(new, dtype=torch.int32))
 
     def read(self) -> None:
         """Copies the tokens and log-probs so far into every request."""
-        if self.live:
-            self._read(self.live, self.columns)
+        self._settle(0)
+        for slot, live in self.live.items():
+            self._read(slot, live)
 
     def read_newest(self, live: Sequence[ScheduledRequest]) -> None:
-        """Copies the tokens and log-probs sampled since the last call into those of these requests that are running."""
-        chosen = set(live)
-        rows = [row for row, each in enumerate(self.live) if each in chosen]
-        if not rows:
-            return
-        device, some = self.tables.device, [self.live[row] for row in rows]
-        where = torch.tensor(rows, device=device)
-        first = torch.tensor([len(each.tokens) for each in some], device=device)
-        new = self.columns.counts[where] - first
-        at = first[:, None] + torch.arange(int(new.max()), device=device)
-        at.clamp_(max=self.out_tokens.shape[1] - 1)
-        slots = self.columns.slots[where, None]
-        outputs = (out[slots, at].tolist() for out in (self.out_tokens, self.out_log_probs))
-        for each, count, tokens, log_probs in zip(some, new.tolist(), *outputs, strict=True):
-            each.tokens += tokens[:count]
-            each.log_probs += log_probs[:count]
+        """Copies the tokens and log-probs that came since the last call into those of these requests that run."""
+        chosen, coming = set(live), self._counts_coming()
+        for slot, each in self.live.items():
+            if each in chosen:
+                new = slice(len(each.tokens), int(self.counts[slot]) - coming.get(slot, 0))
+                each.tokens += self.out_tokens[slot, new].tolist()
+                each.log_probs += self.out_log_probs[slot, new].tolist()
 
     def remove(self, live: Sequence[ScheduledRequest]) -> None:
-        """Takes out the rows of requests; their tokens were read."""
+        """Takes requests out; their tokens were read."""
         gone = set(live)
-        self._keep([row for row, each in enumerate(self.live) if each not in gone])
+        self._done = [each for each in self._done if each[0] not in gone]
+        self._free([slot for slot, each in self.live.items() if each in gone])
 
     def finish(self) -> list[Done[ScheduledRequest]]:
-        """Takes out the requests that are done, with all their tokens."""
-        stopped = is_stop(self.columns.tokens, self.sampling)
-        found = self._found_stops(stopped) if any(self.stops) else {}
-        if found:
-            stopped[list(found)] = True
-        ended = stopped | (self.columns.counts >= self.sampling.limits)
-        if not bool(ended.any()):
-            return []
-        rows = ended.nonzero().squeeze(1)
-        some, chosen = self.columns.only(rows), rows.tolist()
-        self._read([self.live[row] for row in chosen], some)
-        reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped[rows].tolist()]
-        done = [(self.live[row], reason, found.get(row)) for row, reason in zip(chosen, reasons, strict=True)]
-        self._keep((~ended).nonzero().squeeze(1).tolist())
+        """Takes out the requests that are known to be done, with all their tokens; waits for the last step only where
+        none can follow it."""
+        self._settle(self._late if len(self.order) else 0)
+        done, self._done = self._done, []
         return done
 
-    def _found_stops(self, stopped: torch.Tensor) -> dict[int, str]:
+    def _settle(self, late: int) -> None:
+        """Enters the tokens of all steps but the `late` newest, and takes out the requests that they end."""
+        while len(self._coming) > late:
+            step = self._coming.popleft()
+            tokens, log_probs = step.sampled.here()
+            same = self._guests[step.slots] == step.guests
+            if not bool(same.all()):
+                rows = same.nonzero().squeeze(1)
+                step = Step(step.slots[rows], step.guests[rows], step.counts[rows], step.sampled, step.told)
+                tokens, log_probs = tokens[rows], log_probs[rows]
+                if step.told is not None:
+                    step = step._replace(told=[step.told[row] for row in rows.tolist()])
+            self._enter(step, tokens, log_probs)
+
+    def _enter(self, step: Step, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
+        slots, counts = step.slots, step.counts
+        self.out_tokens[slots, counts], self.out_log_probs[slots, counts] = tokens, log_probs
+        if step.told is not None:
+            for slot, told in zip(slots.tolist(), step.told, strict=True):
+                self.live[slot].tell(told)
+        stopped = is_stop(tokens, self._stop_ids[slots])
+        found = self._found_stops(slots, stopped, tokens, counts) if self.stops else {}
+        if found:
+            stopped[list(found)] = True
+        ended = stopped | (counts + 1 >= self._limits[slots])
+        if not bool(ended.any()):
+            return
+        rows = ended.nonzero().squeeze(1).tolist()
+        for row, slot, is_stopped in zip(rows, slots[rows].tolist(), stopped[rows].tolist(), strict=True):
+            live, reason = self.live[slot], FINISHED[is_stopped]
+            self._read(slot, live, int(counts[row]) + 1)
+            self._done.append((live, reason, found.get(row)))
+        self._free(slots[rows].tolist())
+
+    def _found_stops(
+        self, slots: torch.Tensor, stopped: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
+    ) -> dict[int, str]:
         """The stop string that the newest token of a row completes, by row; a stop token comes before one."""
         found: dict[int, str] = {}
-        columns = self.columns
-        each = zip(
-            self.stops,
-            *(column.tolist() for column in (stopped, columns.tokens, columns.slots, columns.counts)),
-            strict=True,
-        )
-        for row, (stops, ended, token, slot, count) in enumerate(each):
-            if stops is None or ended:
+        each = zip(*(column.tolist() for column in (slots, stopped, tokens, counts)), strict=True)
+        for row, (slot, ended, token, count) in enumerate(each):
+            if ended or slot not in self.stops:
                 continue
-            string = stops.found(token, self.out_tokens[slot, :count])
+            string = self.stops[slot].found(token, self.out_tokens[slot, : count + 1])
             if string is not None:
                 found[row] = string
         return found
 
-    def _read(self, live: Sequence[ScheduledRequest], columns: Columns) -> None:
-        longest = int(columns.counts.max())
-        outputs = (out[columns.slots, :longest].tolist() for out in (self.out_tokens, self.out_log_probs))
-        for each, count, tokens, log_probs in zip(live, columns.counts.tolist(), *outputs, strict=True):
-            each.tokens, each.log_probs = tokens[:count], log_probs[:count]
+    def _read(self, slot: int, live: ScheduledRequest, count: int | None = None) -> None:
+        count = int(self.counts[slot]) if count is None else count
+        live.tokens = self.out_tokens[slot, :count].tolist()
+        live.log_probs = self.out_log_probs[slot, :count].tolist()
 
-    def _keep(self, rows: list[int]) -> None:
-        kept = torch.tensor(rows, dtype=torch.int64, device=self.tables.device)
-        gone = torch.ones(len(self), dtype=torch.bool, device=kept.device)
-        gone[kept] = False
-        self._free_slots += self.columns.slots[gone].tolist()
-        self.live, self.stops = [self.live[row] for row in rows], [self.stops[row] for row in rows]
-        self.columns, self.sampling = self.columns.only(kept), self.sampling.rows(kept)
+    def _counts_coming(self) -> dict[int, int]:
+        """Tokens by slot that were sampled and have not come."""
+        found: dict[int, int] = {}
+        for step in self._coming:
+            for slot, is_same in zip(
+                step.slots.tolist(), (self._guests[step.slots] == step.guests).tolist(), strict=True
+            ):
+                found[slot] = found.get(slot, 0) + is_same
+        return found
+
+    def _free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self.live[slot]
+            self.stops.pop(slot, None)
+        if slots:
+            self._free_slots += slots
+            gone = torch.tensor(slots)
+            self._guests[gone] += 1
+            self.order = self.order[~torch.isin(self.order, gone)]
+
+    def _read_sampling(self) -> None:
+        """The parameters of all slots again; a free one has anybody's."""
+        anybody = next(iter(self.live.values()))
+        requests = [self.live.get(slot, anybody).request for slot in range(len(self.counts))]
+        here = SamplingState.of(requests, self._vocab_size, HOST)
+        self._stop_ids, self._limits, self.sampling = here.stop_ids, here.limits, self.columns.moved(here)
 
     def _make_room(self, live: Sequence[ScheduledRequest]) -> None:
-        """Enlarges tables and outputs where more or longer requests came than were expected."""
-        rows = min(self._max_rows, 2 * (len(self) + len(live))) - len(self.tables)
+        """Enlarges slots and outputs where more or longer requests came than were expected."""
+        have = len(self.counts)
+        rows = min(self._max_rows, 2 * (len(self.live) + len(live))) - have
         if len(live) > len(self._free_slots):
-            self._free_slots = [*range(len(self.tables) + rows - 1, len(self.tables) - 1, -1), *self._free_slots]
+            self._free_slots = [*range(have + rows - 1, have - 1, -1), *self._free_slots]
         else:
             rows = 0
-        blocks = max(0, max(each.most_blocks for each in live) - self.tables.shape[1])
         tokens = max(0, max(each.request.params.max_new_tokens for each in live) - self.out_tokens.shape[1])
-        if rows or blocks:
-            self.tables = F.pad(self.tables, (0, blocks, 0, rows))
+        if rows:
+            columns = torch.stack([self.positions, self.shifts, self.counts, self._guests, self._limits])
+            self.positions, self.shifts, self.counts, self._guests, self._limits = F.pad(columns, (0, rows))
         if rows or tokens:
             self.out_tokens = F.pad(self.out_tokens, (0, tokens, 0, rows))
             self.out_log_probs = F.pad(self.out_log_probs, (0, tokens, 0, rows))
+        self.columns.resize(have + rows, max(each.most_blocks for each in live))
+
+
+FINISHED: dict[bool, FinishReason] = {True: "stop", False: "length"}

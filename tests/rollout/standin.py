@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for an accelerator: the native engine's columns, cache and steps of a device on a CPU, with kernels in
+torch and graphs that record and replay."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from whet.devices import HOST
+from whet.rollout.native import columns, engine, graphs
+from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
+from whet.rollout.native.paged_attention import reference
+from whet.rollout.sampling import SamplingState, sample
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    """The kernel's work in torch: the layout of the cache is that of an accelerator."""
+    by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
+    out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap)
+    block = tables[slots, positions // BLOCK_SIZE].long()
+    keys[:, block, positions % BLOCK_SIZE] = key.transpose(0, 1).to(keys.dtype)
+    values[:, block, positions % BLOCK_SIZE] = value.transpose(0, 1).to(values.dtype)
+    return out
+
+
+def pick(
+    logits: torch.Tensor,
+    sampling: SamplingState,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    newest: torch.Tensor,
+    results: torch.Tensor,
+) -> None:
+    """The kernel's work in torch."""
+    tokens, log_probs = sample(logits, replace(sampling.rows(slots), plain=False), counts)
+    newest[slots] = tokens
+    results[0], results[1] = tokens, log_probs.float().view(torch.int32)
+
+
+class Recorder(graphs.Graphs):
+    """Replays a step with what it captured when it was recorded: columns that are not where they were go unseen."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._steps: dict[Hashable, Any] = {}
+        self.recorded = 0
+
+    def run(self, kind: Hashable, step: Any) -> Any:
+        if kind not in self._steps:
+            self._steps[kind], self.recorded = step, self.recorded + 1
+        return self._steps[kind]()
+
+    def forget(self) -> None:
+        self._steps.clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the native engine treats the host as an accelerator."""
+    kernels = ModuleType("whet.rollout.native.kernels")
+    vars(kernels).update(decode_attention=decode_attention, pick=pick)
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
+    monkeypatch.setattr(columns, "has_kernels", lambda device: True)
+    monkeypatch.setattr(columns, "Graphs", Recorder)
+    monkeypatch.setattr(engine, "is_stepwise", lambda device: device == HOST)
+    monkeypatch.setattr(engine, "compile_layers", lambda module: None)
+    monkeypatch.setattr(engine, "BlockCache", small_cache)
+
+
+def small_cache(config: Any, *, budget_bytes: int, **given: Any) -> BlockCache:
+    """A cache of 16 MiB at the most: a device's is zeroed when it is made."""
+    return BlockCache(config, budget_bytes=min(budget_bytes, 2**24), **given)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of packed rows in one call a layer: FlashAttention on an accelerator, whose versions differ only here.
+
+Queries are the tokens of all rows, one row after the other; the keys of a row are those of its shared prompt and its
+own, gathered by index. Heads come in groups as they are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from whet.models.packing import Stretches
+
+_operators = torch.library.Library("whet_varlen", "DEF")
+_LAYOUT = (
+    "Tensor queries, Tensor keys, Tensor? source, SymInt longest_query, SymInt longest_key, float scale, SymInt window"
+)
+_operators.define(f"forward(Tensor query, Tensor key, Tensor value, {_LAYOUT}) -> (Tensor, Tensor)")
+_operators.define(
+    "backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, "
+    f"{_LAYOUT}, Tensor? own, Tensor? shared, Tensor? users) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Stretches, scale: float, window: int
+) -> torch.Tensor:
+    """softmax(scale query key^T) value over each row's keys up to a token's own, or its `window` newest.
+
+    [T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; differentiable."""
+    out: torch.Tensor = _Varlen.apply(query, key, value, where, scale, window)
+    return out
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, where, scale, window):  # type: ignore[no-untyped-def]
+        layout = where.queries, where.keys, where.source, where.longest_query, where.longest_key, scale, window
+        out, log_sums = torch.ops.whet_varlen.forward(query, key, value, *layout)
+        ctx.save_for_backward(query, key, value, out, log_sums, *layout[:3], where.own, where.shared, where.users)
+        ctx.rest = layout[3:]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        *saved, own, shared, users = ctx.saved_tensors
+        grads = torch.ops.whet_varlen.backward(grad, *saved, *ctx.rest, own, shared, users)
+        return *grads, None, None, None
+
+
+def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layout: Any) -> Any:
+    queries, keys, source, longest_query, longest_key, scale, window = layout
+    if source is not None:
+        key, value = key.index_select(0, source), value.index_select(0, source)
+    left, right = (window - 1, 0) if window else (-1, 0)
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, queries, keys, longest_query, longest_key, 0.0, not window, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out, log_sums
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    source: torch.Tensor | None,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    window: int,
+    own: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    users: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if source is not None:
+        key, value = key.index_select(0, source), value.index_select(0, source)
+    left, right = (window - 1, 0) if window else (-1, 0)
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of random numbers: there is no dropout
+    grads = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), query, key, value, out, log_sums, queries, keys, longest_query, longest_key, 0.0, not window,
+        state, torch.empty(0, device=query.device), scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return grads[0], *(_to_tokens(each, own, shared, users) for each in grads[1:])
+
+
+def _to_tokens(
+    grad: torch.Tensor, own: torch.Tensor | None, shared: torch.Tensor | None, users: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradients of K keys as those of T tokens. A shared token's are summed in one order, in float32."""
+    if own is None or shared is None or users is None:
+        return grad
+    found = grad.index_select(0, own)
+    with_zero = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+    others = with_zero[users].sum(1, dtype=torch.float32)
+    return found.index_copy_(0, shared, (found[shared].float() + others).to(found.dtype))
+
+
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layout: Any) -> Any:
+    """The same row by row in plain torch; differentiable."""
+    queries, keys, source, _, _, scale, window = layout
+    if source is not None:
+        key, value = key.index_select(0, source), value.index_select(0, source)
+    outs, sums = [], []
+    for row in range(len(queries) - 1):
+        q, k, v = query[queries[row] : queries[row + 1]], *(x[keys[row] : keys[row + 1]] for x in (key, value))
+        group = q.shape[1] // k.shape[1]
+        q, k, v = q.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+        back = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+        hidden = (back < 0) | (back >= window) if window else back < 0
+        scores = (q @ k.mT * scale).masked_fill(hidden, float("-inf"))
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+def _reference_backward(grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    (query, key, value, _, _), layout = given[:5], given[5:12]
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        out, _ = reference(*leaves, *layout)
+        return torch.autograd.grad(out, leaves, grad)
+
+
+def _shapes(query: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+def _grad_shapes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+for kind, functions in {"CUDA": (_forward, _backward), "CPU": (reference, _reference_backward)}.items():
+    for name, function in zip(("forward", "backward"), functions, strict=True):
+        _operators.impl(name, function, kind)
+torch.library.register_fake("whet_varlen::forward", _shapes, lib=_operators)
+torch.library.register_fake("whet_varlen::backward", _grad_shapes, lib=_operators)
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """True where torch has FlashAttention for the device: NVIDIA's cards from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8

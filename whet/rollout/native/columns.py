@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of the slots that a device reads: newest tokens, block tables, parameters.
+
+All that differs between the host and an accelerator stands here: `HostColumns` computes at once, `DeviceColumns`
+sends a step on its way and reads its tokens later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from whet.devices import HOST, moved
+from whet.models.attention import Scores
+from whet.rollout.native.cache import BlockCache, PagedBatch
+from whet.rollout.native.graphs import Graphs
+from whet.rollout.native.paged_attention import BLOCK_SIZE
+from whet.rollout.sampling import SamplingState, sample
+
+log = logging.getLogger(__name__)
+MIN_ROWS = 16
+# Batches of a graph: small ones by 16 rows, larger ones by 64, so that few graphs serve a run and few rows are padding.
+FINE_ROWS, FINE_STEP, COARSE_STEP = 64, 16, 64
+
+Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mapping[str, Any]], torch.Tensor]
+
+
+class Sampled(NamedTuple):
+    """Tokens and their log-probs, which are here once `ready` has happened."""
+
+    tokens: torch.Tensor  # [n]
+    log_probs: torch.Tensor  # [n]
+    ready: torch.Event | None = None
+
+    def here(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for the step.  Returns tokens [n] int64 and log-probs [n]."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.tokens.long(), self.log_probs
+
+
+class Columns(Protocol):
+    """What the device has of each slot."""
+
+    late: int  # steps that may be on their way when the next begins
+
+    def resize(self, rows: int, width: int) -> None:
+        """Makes room for so many slots, and so many blocks of each."""
+
+    def enter(self, slots: torch.Tensor, newest: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+        """The newest token and all blocks of rows that begin."""
+
+    def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        """One more block of some rows, at `places` of their tables."""
+
+    def moved(self, sampling: SamplingState) -> SamplingState:
+        """The parameters where the device reads them."""
+
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+        """Feeds the newest token of each row, and samples the next.  Returns the logits [n, V] too."""
+
+    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+        """Samples from logits [n, V], as `sampling.sample`, and keeps the tokens as the newest of their slots."""
+
+
+class Rows(NamedTuple):
+    """n rows that are sampled together, on the host."""
+
+    slots: torch.Tensor  # [n]
+    positions: torch.Tensor  # [n] places of their newest tokens
+    shifts: torch.Tensor  # [n] from these to the rotary ones
+    counts: torch.Tensor  # [n] tokens of their responses so far
+    sampling: SamplingState  # by slot
+    generated: torch.Tensor | None  # [n, T] these tokens, where constraints read them
+
+
+class HostColumns:
+    """Everything on the host, and every step at once."""
+
+    late = 0
+
+    def __init__(self) -> None:
+        self.newest = torch.zeros(0, dtype=torch.int64)
+        self.tables = torch.zeros(0, 0, dtype=torch.int32)
+        self._rows: tuple[SamplingState, torch.Tensor, SamplingState] | None = None  # of which state, which, chosen
+
+    def resize(self, rows: int, width: int) -> None:
+        more, wider = max(0, rows - len(self.newest)), max(0, width - self.tables.shape[1])
+        if more or wider:
+            self.newest, self.tables = F.pad(self.newest, (0, more)), F.pad(self.tables, (0, wider, 0, more))
+
+    def enter(self, slots: torch.Tensor, newest: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+        self.newest[slots] = torch.tensor(newest)
+        rectangle = rectangular(blocks)
+        self.tables[slots, : rectangle.shape[1]] = rectangle
+
+    def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        self.tables[slots, places] = blocks
+
+    def moved(self, sampling: SamplingState) -> SamplingState:
+        return sampling
+
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+        ids, slots = self.newest[rows.slots], rows.slots.int()
+        inputs = padded(cache, ids, rows.positions + rows.shifts, slots, rows.positions, self.tables)
+        logits = forward(*inputs, None, {})[: len(slots)]
+        return logits, self.pick(logits, rows)
+
+    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+        sampling, slots = rows.sampling, rows.slots
+        if self._rows is None or self._rows[0] is not sampling or self._rows[1] is not slots:
+            self._rows = sampling, slots, sampling.rows(slots)
+        tokens, log_probs = sample(logits, self._rows[2], rows.counts, rows.generated)
+        self.newest[slots] = tokens
+        return Sampled(tokens, log_probs)
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One token of each of B rows, and where their contexts lie: what the model's attention is given."""
+
+    keys: torch.Tensor  # [layers, KV, blocks, 16, D], or of one layer
+    values: torch.Tensor
+    tables: torch.Tensor  # [S, W]
+    slots: torch.Tensor  # [B]
+    positions: torch.Tensor  # [B]
+
+    compiles = True
+
+    def layer(self, number: int) -> DecodeBatch:
+        """The same for one layer, so that what is compiled for a layer serves all."""
+        return DecodeBatch(self.keys[number], self.values[number], self.tables, self.slots, self.positions)
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """[B, H, D], [B, KV, D], [B, KV, D] -> [B, H, D]; remembers key and value."""
+        where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
+        from whet.rollout.native.kernels import decode_attention
+
+        kept = (where.keys, where.values, where.tables, where.slots, where.positions)
+        return decode_attention(query, key, value, *kept, scores.scale, scores.window, scores.cap)
+
+
+class DeviceColumns:
+    """Columns that stay where they are on an accelerator, so that a recorded step can be replayed. The host sends the
+    numbers of a step in one copy, and reads tokens and log-probs in one copy a step late."""
+
+    late = 1
+
+    def __init__(self, device: torch.device, max_rows: int, width: int) -> None:
+        self.device, self.max_rows, self.graphs = device, max_rows, Graphs(device)
+        # The last row belongs to nobody: padding reads and writes it.
+        self.newest = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(5 * batch_size(max_rows), dtype=torch.int64, device=device)
+        self._sampling = SamplingState.of([], 0, HOST).wider(max_rows + 1).to(device)
+        self._blocks = torch.zeros(max_rows + 1, dtype=torch.int64)  # on the host: that of the next token of a slot
+        self._addresses: tuple[int, ...] = ()
+
+    def at(self, addresses: tuple[int, ...]) -> None:
+        """Tells the addresses of weights and cache, which a recorded step keeps: it is recorded again for others."""
+        if addresses != self._addresses:
+            self.graphs.forget()
+        self._addresses = addresses
+
+    def resize(self, rows: int, width: int) -> None:
+        if width > self.tables.shape[1]:
+            self.tables = F.pad(self.tables, (0, width - self.tables.shape[1]))
+            self.graphs.forget()
+
+    def enter(self, slots: torch.Tensor, newest: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
+        rectangle = rectangular(blocks)
+        numbers = torch.cat([slots[:, None], torch.tensor(newest)[:, None], rectangle], 1)
+        there = moved(numbers, self.device)
+        self.newest.index_copy_(0, there[:, 0], there[:, 1])
+        self.tables[:, : rectangle.shape[1]].index_copy_(0, there[:, 0], there[:, 2:].int())
+        self._blocks[slots] = torch.tensor([each[-1] for each in blocks])
+
+    def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        self._blocks[slots] = blocks.long()  # the step itself enters it in the table
+
+    def moved(self, sampling: SamplingState) -> SamplingState:
+        there = sampling.to(self.device)
+        for kept, new in zip(self._drawn(self._sampling), self._drawn(there), strict=True):
+            kept[: len(new)] = new
+        return there
+
+    @staticmethod
+    def _drawn(sampling: SamplingState) -> tuple[torch.Tensor, ...]:
+        """The columns that a recorded step reads."""
+        return sampling.keys, sampling.temperature, sampling.greedy
+
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+        count, size = len(rows.slots), batch_size(len(rows.slots))
+        self._blocks[-1] = cache.num_blocks  # the spare one
+        slots = F.pad(rows.slots, (0, size - count), value=self.max_rows)
+        positions, shifts, counts = (F.pad(each, (0, size - count)) for each in rows[1:4])
+        inputs = self._inputs[: 5 * size].view(5, size)
+        sent = torch.stack([slots, positions, positions + shifts, self._blocks[slots], counts])
+        inputs.copy_(moved(sent, self.device), non_blocking=True)
+        is_drawn = has_kernels(self.device) and rows.sampling.is_uncut
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            slots, positions, rotary, blocks, counts = inputs
+            self.tables.index_put_((slots, positions // BLOCK_SIZE), blocks.int())
+            if has_kernels(self.device):
+                paged: Any = DecodeBatch(cache.keys, cache.values, self.tables, slots, positions)
+            else:
+                paged = PagedBatch(cache, self.tables, slots.int(), positions, longest=1, context=context)
+            logits = forward(self.newest[slots], rotary, paged, None, {})
+            results = torch.empty(2, size, dtype=torch.int32, device=self.device)
+            if is_drawn:
+                self._draw(logits, self._sampling, slots, counts, results)
+            return logits, results
+
+        context = int(positions.max()) + 1
+        logits, results = self.graphs.run((size, is_drawn), step) if has_kernels(self.device) else step()
+        logits = logits[:count]
+        return logits, self._coming(results[:, :count]) if is_drawn else self.pick(logits, rows)
+
+    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+        slots, counts = moved(torch.stack([rows.slots, rows.counts]), self.device)
+        results = torch.empty(2, len(slots), dtype=torch.int32, device=self.device)
+        if has_kernels(self.device) and rows.sampling.is_uncut:
+            self._draw(logits, self._sampling, slots, counts, results)
+        else:
+            seen = None if rows.generated is None else moved(rows.generated, self.device)
+            tokens, log_probs = sample(logits, rows.sampling.rows(slots), counts, seen)
+            self.newest.index_copy_(0, slots, tokens)
+            results[0], results[1] = tokens, log_probs.float().view(torch.int32)
+        return self._coming(results)
+
+    def _draw(self, logits: torch.Tensor, sampling: SamplingState, *where: torch.Tensor) -> None:
+        """Draws by the kernel: `where` are slots, counts and results."""
+        from whet.rollout.native.kernels import pick
+
+        slots, counts, results = where
+        pick(logits, sampling, slots, counts, self.newest, results)
+
+    def _coming(self, results: torch.Tensor) -> Sampled:
+        """Sends tokens and the bits of log-probs to the host."""
+        is_there = self.device != HOST
+        here = torch.empty(results.shape, dtype=torch.int32, pin_memory=is_there)
+        here.copy_(results, non_blocking=True)
+        ready = torch.Event(self.device) if is_there else None
+        if ready is not None:
+            ready.record()
+        return Sampled(here[0], here[1].view(torch.float32), ready)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """True where Triton compiles for the device; says once where it does not."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return True
+    log.warning("Triton is not there for %s: decoding uses torch's attention, which is several times slower", device)
+    return False
+
+
+def batch_size(rows: int) -> int:
+    """Rows of the smallest batch for which a step is recorded that holds so many."""
+    step = FINE_STEP if rows <= FINE_ROWS else COARSE_STEP
+    return -(-max(rows, 1) // step) * step
+
+
+def rectangular(blocks: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[n, W] int32: the blocks of each row, zeros behind them."""
+    width = max(map(len, blocks))
+    return torch.tensor([[*each, *[0] * (width - len(each))] for each in blocks], dtype=torch.int32)
+
+
+def padded(
+    cache: BlockCache,
+    ids: torch.Tensor,
+    rotary: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    longest: int | None = None,
+    context: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
+    """Inputs of the engine's forward pass, padded to one of few sizes: an eighth more rows at the most, of many. The
+    last two arguments are those of `PagedBatch`."""
+    step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 3))
+    extra = -len(ids) % step
+    ids, rotary, positions = (F.pad(each, (0, extra)) for each in (ids, rotary, positions))
+    return ids, rotary, PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions, longest, context)
