@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
+from whet.models.attention import takes_one_call
 from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
-from whet.models.packing import LATER_MEDIA, MEDIA, Layout, layout, same_prompt
+from whet.models.outputs import layout_of
+from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
 from whet.models.vision.load import vision_of
 from whet.phases import counted
 from whet.protocol import DataProto
@@ -46,7 +49,8 @@ class Engine(ABC):
     ) -> None:
         self.model, self.role = model, role
         model.train(role.optim is not None)
-        self.forward_settings = role.forward
+        in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
+        self.forward_settings = replace(role.forward, in_stretches=in_stretches)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
@@ -93,12 +97,13 @@ class Engine(ABC):
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         self.model.eval()
         passes = self._passes(columns, block=1)
-        for number, rows in enumerate(passes, start=1):
-            found = self.outputs(_rows(columns, rows), needs, temperature)
-            coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found.items()]
-            if self.device == HOST:  # nothing is on its way
-                _take_in(outputs, coming)
-            counted(number, len(passes))
+        with self._weights_read():
+            for number, rows in enumerate(passes, start=1):
+                found = self.outputs(_rows(columns, rows), needs, temperature).items()
+                coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found]
+                if self.device == HOST:  # nothing is on its way
+                    _take_in(outputs, coming)
+                counted(number, len(passes))
         devices.synchronize(self.device)
         _take_in(outputs, coming)
         self.model.train(training)
@@ -116,7 +121,8 @@ class Engine(ABC):
         if counts is None:
             metrics.max(f"{objective.name}/empty_updates", 1)
             return metrics
-        loss = self.schedule(columns, objective, counts, metrics)
+        with self._weights_read():
+            loss = self.schedule(columns, objective, counts, metrics)
         self.finish(objective.name, loss, metrics)
         if vision is not None:
             ranks = 1 if self.process_group is None else self.process_group.size()
@@ -210,8 +216,7 @@ class Engine(ABC):
 
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         """Model outputs of a micro-batch on the host; differentiable."""
-        settings = self.forward_settings
-        where = layout(part, settings.packing and settings.share_prompts)
+        where = layout_of(part, self.forward_settings)
         return self._outputs(where.to(self.device), needs, temperature)
 
     def to_device(self, part: Columns) -> Columns:
@@ -222,6 +227,10 @@ class Engine(ABC):
     @abstractmethod
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         """`outputs_of` a micro-batch."""
+
+    def _weights_read(self) -> AbstractContextManager[None]:
+        """Around passes between which no weight changes."""
+        return nullcontext()
 
     @abstractmethod
     def _keep_gradients(self) -> None:
@@ -248,7 +257,12 @@ class Engine(ABC):
             prompt_lengths = columns["attention_mask"][:, :prompt_width].sum(1)
             prompts = list(zip(same_prompt(columns).tolist(), prompt_lengths.tolist(), strict=True))
         passes = micro_batches(
-            lengths, self.max_tokens_per_micro_batch, packing=settings.packing, block=block, prompts=prompts
+            lengths,
+            self.max_tokens_per_micro_batch,
+            packing=settings.packing,
+            block=block,
+            prompts=prompts,
+            first_fit=settings.in_stretches,
         )
         if (vision := vision_of(self.model)) is not None:
             fields = [columns[name] for name in (MEDIA, LATER_MEDIA) if name in columns]

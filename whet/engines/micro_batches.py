@@ -13,22 +13,29 @@ def micro_batches(
     packing: bool,
     block: int = 1,
     prompts: Sequence[tuple[int, int]] | None = None,
+    first_fit: bool = False,
 ) -> list[list[int]]:
     """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
 
     Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
     padding stays small. `block` consecutive rows stay together, rows of length 0 are left out. `prompts` are for each
     row the number and length of its prompt, where packed rows share it: they come one after another, and it costs once.
+    With `first_fit` a block goes into any micro-batch with room, first into one that has its prompt: fewer are needed.
     """
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
     counted = [row for row, length in enumerate(lengths) if length]
     if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
         return [counted]
-    return _by_length(lengths, max_tokens, shared, packing, block)
+    return _by_length(lengths, max_tokens, shared, packing, block, first_fit)
 
 
 def _by_length(
-    lengths: Sequence[int], max_tokens: int, shared: Sequence[tuple[int, int]], packing: bool, block: int
+    lengths: Sequence[int],
+    max_tokens: int,
+    shared: Sequence[tuple[int, int]],
+    packing: bool,
+    block: int,
+    first_fit: bool,
 ) -> list[list[int]]:
     """Blocks of rows, the longest first, each put into the last micro-batch where it fits."""
     longest_with: dict[int, int] = {}
@@ -42,6 +49,8 @@ def _by_length(
     blocks = [list(range(start, min(start + block, len(lengths)))) for start in range(0, len(lengths), block)]
     blocks = sorted((rows for rows in blocks if any(lengths[row] for row in rows)), key=by_length)
 
+    if packing and first_fit:
+        return _filled(blocks, lengths, max_tokens, shared)
     batches: list[list[int]] = []
     tokens = longest = 0
     read: set[int] = set()  # prompts of the current micro-batch
@@ -56,6 +65,27 @@ def _by_length(
             read, longest = set(), max(lengths[row] for row in rows)
             tokens = _tokens(rows, lengths, shared, read)
         read.update(shared[row][0] for row in rows)
+    return batches
+
+
+def _filled(
+    blocks: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, shared: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    """Blocks of rows in order, each in the first micro-batch with room, of those that have its prompt before others."""
+    batches, totals, read = list[list[int]](), list[int](), list[set[int]]()
+    for rows in blocks:
+        prompts = {shared[row][0] for row in rows}
+        for at in sorted(range(len(batches)), key=lambda each: (not prompts <= read[each], each)):
+            more = _tokens(rows, lengths, shared, read[at])
+            if totals[at] + more <= max_tokens:
+                batches[at].extend(rows)
+                totals[at] += more
+                read[at] |= prompts
+                break
+        else:
+            batches.append(list(rows))
+            totals.append(_tokens(rows, lengths, shared, set()))
+            read.append(set(prompts))
     return batches
 
 

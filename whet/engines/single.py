@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from whet.engines.engine import Engine, check_same, narrow_weights
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
+from whet.models.compiled_layers import compile_layers
+from whet.models.narrow import NarrowCopies
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout
 from whet.registry import register_engine
@@ -38,6 +41,10 @@ class SingleEngine(Engine):
             narrow_weights(self.model)
             for weight in self.model.parameters():
                 weight.grad_dtype = torch.float32  # micro-batches are summed up in it
+        is_narrow = device != HOST and role.forward.dtype == torch.bfloat16
+        if is_narrow and role.engine.compile is None:
+            compile_layers(self.model)
+        self.narrow = NarrowCopies(self.model) if is_narrow else None
         self.optimizer = optimizer_for(self.model, role.optim, role.seed) if role.optim is not None else None
 
     def whole_module(self) -> PreTrainedModel | None:
@@ -79,6 +86,14 @@ class SingleEngine(Engine):
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         return outputs_of(self.model, where, needs, self.forward_settings, temperature)
+
+    def _weights_read(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.narrow is None else self.narrow.used()
+
+    def offload(self, weights: bool = True) -> None:
+        if self.narrow is not None:
+            self.narrow.forget()
+        super().offload(weights)
 
     def _keep_gradients(self) -> None:
         """autograd adds them up where they are."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,31 @@ def vocab_log_probs(
         return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0, form).log_softmax(-1)
 
 
+def _products(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    products = hidden @ weight.T
+    return products if bias is None else products + bias
+
+
+def _of_chunk(
+    at: slice, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of a chunk's log-probs, zeros where nothing depends on them, and of its entropies."""
+    if grad_log_probs is None:
+        own = torch.zeros(len(like), dtype=torch.float32, device=like.device)
+    else:
+        own = grad_log_probs[at].float().contiguous()
+    return own, None if grad_entropy is None else grad_entropy[at].float().contiguous()
+
+
+def _kernels(hidden: torch.Tensor) -> Any:
+    """The module of Triton kernels where they run; float32 on an accelerator keeps torch's."""
+    if hidden.device.type != "cuda" or hidden.dtype != torch.bfloat16 or find_spec("triton") is None:
+        return None
+    from whet.models import head_kernels
+
+    return head_kernels
+
+
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, form: LogitForm
 ) -> torch.Tensor:
@@ -95,6 +121,10 @@ class _TokenStatistics(torch.autograd.Function):
         results: list[torch.Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for part, target in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+                if kernels := _kernels(hidden):
+                    products = _products(part, typed_weight, typed_bias)
+                    results.append(kernels.statistics(products, target, form.scale, form.cap or 0.0, temperature))
+                    continue
                 logits = _logits(part, typed_weight, typed_bias, temperature, form)
                 log_sum = logits.logsumexp(-1)
                 chosen = logits.gather(-1, target[:, None]).squeeze(-1) - log_sum
@@ -122,6 +152,22 @@ class _TokenStatistics(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), ctx.chunk_tokens):
                 at = slice(start, start + ctx.chunk_tokens)
+                if kernels := _kernels(hidden):
+                    products = _products(hidden[at], typed_weight, typed_bias)
+                    given = (
+                        targets[at],
+                        log_sums[at],
+                        entropies[at],
+                        *_of_chunk(at, grad_log_probs, grad_entropy, products),
+                    )
+                    form = ctx.form.scale, ctx.form.cap or 0.0, ctx.temperature
+                    grad = kernels.gradient_(products, *given, *form)
+                    grad_hidden[at] = grad @ typed_weight
+                    if grad_weight is not None:  # added up in float32 by the product itself
+                        torch.addmm(grad_weight, grad.T, hidden[at], out_dtype=torch.float32, out=grad_weight)
+                    if grad_bias is not None:
+                        grad_bias += grad.sum(0, dtype=torch.float32)
+                    continue
                 logits = _logits(hidden[at], typed_weight, typed_bias, ctx.temperature, ctx.form)
                 log_pi = logits - log_sums[at, None]
                 pi = log_pi.exp()

@@ -32,6 +32,7 @@ class ForwardSettings:
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
     token_share: TokenShare | None = None  # splits the tokens of packed rows over ranks
     is_sharded: bool = False  # every rank runs every module in every pass, the vision tower too
+    in_stretches: bool = False  # attention in one call over all packed rows, where the device has a kernel for it
 
 
 def model_outputs(
@@ -48,8 +49,14 @@ def model_outputs(
     `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`: that of a row, at its
     last sampled token.  Raises: EngineError naming an output that the model does not have.
     """
-    where = layout(batch, settings.packing and settings.share_prompts)
+    where = layout_of(batch, settings)
     return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
+
+
+def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
+    """The layout of a batch on its device for passes with these settings.  Raises: DataError."""
+    packing = settings.packing
+    return layout(batch, packing and settings.share_prompts, packing and settings.in_stretches)
 
 
 def outputs_of(
@@ -107,7 +114,7 @@ class _Sampled:
     def of(cls, where: Layout, settings: ForwardSettings) -> _Sampled:
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
-            part = share.padded(_padded_tokens(where)) // share.size
+            part = share.padded(where.size) // share.size
             owner = states // part
             states, targets = states[owner == share.rank] - share.rank * part, targets[owner == share.rank]
         count = len(states)
@@ -143,7 +150,7 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
     body, share = cast(PreTrainedModel, model.base_model), settings.token_share
     extra, unseen = _media(body, where, settings)
     if settings.packing:
-        num_tokens = _padded_tokens(where) if share is None else share.padded(_padded_tokens(where))
+        num_tokens = where.size if share is None else share.padded(where.size)
         ids, positions = (F.pad(x, (0, num_tokens - x.shape[-1])) for x in (where.input_ids, where.position_ids))
         if share is not None:
             ids, positions, extra = share.own(ids), share.own(positions), {**extra, "token_share": share}
@@ -180,7 +187,3 @@ def _media(
     # Ranks of a sharded model run the tower alike: none may find in its cache what another has to compute.
     version = None if settings.is_sharded else vision.frozen_version(body)
     return vision.encode(body, where.media, version), None
-
-
-def _padded_tokens(where: Layout) -> int:
-    return rounded(len(where.input_ids), TOKENS_STEP)

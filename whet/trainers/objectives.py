@@ -106,7 +106,7 @@ def measure_ratio(metrics: Metrics, moved: torch.Tensor, mask: torch.Tensor) -> 
     ratio = log_ratio(moved, torch.zeros_like(moved)).exp()
     metrics.mean("actor/ratio_mean", masked_mean(ratio, mask), mask.bool().sum())
     if ratio.numel():
-        outside = torch.where(mask.any(), ratio.new_tensor(torch.inf), 1.0)
+        outside = torch.where(mask.any(), ratio.new_full((), torch.inf), 1.0)
         metrics.min("actor/ratio_min", torch.where(mask != 0, ratio, outside).amin())
         metrics.max("actor/ratio_max", torch.where(mask != 0, ratio, outside.reciprocal()).amax())
 
