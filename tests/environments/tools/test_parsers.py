@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from whet.environments.tools.parsers import CONTROL, FORMS, Call, parse, parser_of
+from whet.environments.tools.parsers import CONTROL, FORMS, Call, parse, parser_of, parts_of
 from whet.environments.tools.schema import checked, schema_of
 from whet.registry import TOOL_PARSERS
 
@@ -287,6 +287,122 @@ def test_other_formats(parser: str, text: str, said: list[Any] | None) -> None:
         assert told(parser, text) == said
     else:  # text before the JSON, and a control token after it
         assert (found.content, found.calls[0].name) == ("I add.", "add")
+
+
+XML = {
+    "go": {
+        "properties": {
+            "city": {"type": "string"},
+            "state": {"type": "string"},
+            "of": {"type": "object"},
+            "list": {"type": "array"},
+            "either": {"type": ["object", "string"]},
+            "x": {"type": "number"},
+        }
+    }
+}
+
+
+def xml(inner: str) -> str:
+    return f"<tool_call>\n<function=go>\n{inner}\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>",
+        "<parameter=city>Dallas<parameter=state>TX</parameter>",
+        "<parameter=city>\nDallas\n</parameter>\n<parameter=state>\nTX",
+        "<parameter=city>\nDallas\n<parameter=state>\nTX",
+    ],
+)
+def test_a_parameter_without_its_end_is_an_error_and_spoils_no_other_call(inner: str) -> None:
+    good = xml("<parameter=city>\nBern\n</parameter>")
+    for text in (xml(inner) + "\n" + good, good + xml(inner), xml(inner) + good + xml(inner)):
+        calls = parse("qwen3_coder", text, XML).calls
+        assert [dict(call.arguments) for call in calls if not call.error] == [{"city": "Bern"}]
+        assert len(calls) == text.count("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("of", "{'a': 1, 'b': [True, None]}", {"a": 1, "b": [True, None]}),
+        ("of", "{'it': \"it's\"}", {"it": "it's"}),
+        ("list", "['a', ('b', 2)]", ["a", ["b", 2]]),
+        ("list", "[1, 2,]", [1, 2]),
+        ("either", "{'a': 1}", {"a": 1}),
+        ("city", "{'a': 1}", "{'a': 1}"),  # a text
+        ("of", "{'a', 'b'}", "{'a', 'b'}"),  # JSON has no sets
+        ("of", "{'a': f(1)}", "{'a': f(1)}"),
+        ("of", "dict(a=1)", "dict(a=1)"),
+        ("of", "{" * 3000, "{" * 3000),
+        ("list", "'text'", "'text'"),
+    ],
+)
+def test_objects_and_lists_may_be_in_the_spelling_of_python(name: str, written: str, value: Any) -> None:
+    [call] = parse("qwen3_coder", xml(f"<parameter={name}>\n{written}\n</parameter>"), XML).calls
+    assert call.error is None and call.arguments == {name: value}
+
+
+TAGS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_call></tool_call>",
+    "</tool_call>\n<tool_call>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "phi", "phi one", "qwen3_coder"])
+@pytest.mark.parametrize("tag", TAGS)
+def test_tags_in_a_value_are_text(parser: str, tag: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("say", {"text": f"write {tag} here"}), ("add", {"a": 1, "b": 2.5})]
+    text = written(parser, calls)
+    assert told(parser, f"First.\n{text}") == calls
+    whole = [part for part in parts_of(parser.split()[0], text, SCHEMAS) if isinstance(part, Call)]
+    for end in range(len(text)):  # as a server reads it
+        parts = parts_of(parser.split()[0], text[:end], SCHEMAS, is_whole=False)
+        found = [part for part in parts if isinstance(part, Call) and part.error is None]
+        assert [(each.name, each.arguments) for each in found] == [
+            (each.name, each.arguments) for each in whole[: len(found)]
+        ]
+
+
+NOT_FINITE = ["NaN", "Infinity", "-Infinity", "1e999"]
+
+
+@pytest.mark.parametrize("number", NOT_FINITE)
+@pytest.mark.parametrize("parser", [parser for parser in FORMATS if parser not in ("qwen3_coder", "python_tag")])
+def test_a_number_that_json_does_not_have_is_an_error(parser: str, number: str) -> None:
+    text = written(parser, [("add", {"a": [{"b": 12345}]})]).replace("12345", number)
+    [call] = parse(parser.split()[0], text, SCHEMAS).calls
+    assert call.error is not None and not call.arguments
+
+
+def test_values_that_json_does_not_have_are_errors_in_every_way(tmp_path: Path) -> None:
+    for value in ("1e999", "{1, 2}", "b'x'", "2j"):
+        [call] = parse("python_tag", f"<|python_tag|>add(a={value})", SCHEMAS).calls
+        assert call.error is not None, value
+    [call] = parse("qwen3_coder", xml("<parameter=of>\n{'a': 1e999}\n</parameter>"), XML).calls
+    assert call.error is not None
+    body = "def mine(text, schemas):\n    yield Call('add', {'a': float('nan')}, text=text)\n"
+    (tmp_path / "mine.py").write_text(f"from whet.environments.tools.parsers import Call\n{body}")
+    [call] = parse(f"{tmp_path}/mine.py:mine", "x", SCHEMAS).calls
+    assert call.error is not None and call.text == "x"
+
+
+def test_no_tool_gets_a_number_that_is_not_finite() -> None:
+    def add(a: float, b: float | None = None) -> str:
+        """Adds."""
+        return str(a)
+
+    model = schema_of(add, "add", "here")[1]
+    for value in (float("nan"), "NaN", "inf", float("-inf")):
+        with pytest.raises(ValueError, match="a"):
+            checked(model, {"a": value})
+    assert checked(model, {"a": "2.5"}) == {"a": 2.5}
 
 
 def test_schemas_of_others_may_have_any_form() -> None:

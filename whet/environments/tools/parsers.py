@@ -16,6 +16,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ _THOUGHTS = re.compile(
 MAX_BROKEN = 100  # places in a text at which JSON may break off before no more is looked for
 _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
+_PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # one begins behind the end of another
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 FORMS = {  # of calls, for a model that writes them in another way
     "hermes": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
@@ -95,21 +97,35 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
     """The parts of a text by a registered parser, which reads none of its thoughts: they are text. Without its closing
     tag a thought goes on to the end; with `is_whole` all before the first closing tag is one, with an opening tag or
     not. Tags in the text of a valid call are the call's. The channels of gpt-oss are left to its parser."""
-    read = TOOL_PARSERS[parser].load()
+    load = TOOL_PARSERS[parser].load()
+
+    def read(text: str) -> Iterator[str | Call]:
+        return (_of_json(part) for part in load(text, schemas))
+
     if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
-        yield from read(text, schemas)
+        yield from read(text)
         return
     masked, position = text, 0
-    calls = {part.text for part in read(text, schemas) if isinstance(part, Call) and part.error is None}
+    calls = {part.text for part in read(text) if isinstance(part, Call) and part.error is None}
     for call in sorted(calls, key=len, reverse=True):
         masked = masked.replace(call, " " * len(call))
     for thought in re.finditer(f"{_UNOPENED}|{_THOUGHT}" if is_whole else _THOUGHT, masked, re.DOTALL):
         if position < thought.start():
-            yield from read(text[position : thought.start()], schemas)
+            yield from read(text[position : thought.start()])
         yield text[thought.start() : thought.end()]
         position = thought.end()
     if position < len(text):
-        yield from read(text[position:], schemas)
+        yield from read(text[position:])
+
+
+def _of_json(part: str | Call) -> str | Call:
+    """The part, with an error where it is a call with an argument that JSON does not have, such as NaN."""
+    try:
+        json.dumps(dict(part.arguments) if isinstance(part, Call) else None, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        assert isinstance(part, Call)
+        return Call(part.name, error=f"an argument is no value of JSON ({error}); expected JSON", text=part.text)
+    return part
 
 
 def parser_of(template: str) -> str | None:
@@ -193,7 +209,12 @@ def phi(text: str, schemas: Schemas) -> Iterator[str | Call]:
 def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it;
     the schema of the tool tells which values are text."""
-    yield from _tagged(text, lambda part, body: [_xml_call(part, body, schemas)])
+
+    def whole(text: str, start: int) -> int:
+        found = re.compile(rf"\s*<function=[^>\n]+>(?>\s*{_PARAMETER})*", re.DOTALL).match(text, start)
+        return found.end() if found else start
+
+    yield from _tagged(text, lambda part, body: [_xml_call(part, body, schemas)], whole=whole)
 
 
 @register_tool_parser("gpt-oss", begin=("<|start|>", "<|channel|>", "to="), end=("<|message|>", "<|call|>", "<|end|>"))
@@ -202,7 +223,7 @@ def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
     for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
         head, tag, body = part.partition("<|message|>")
         to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", head)
-        if to is None or ("<|" not in part):
+        if to is None or to[1] == "assistant" or "<|" not in part:  # to the assistant goes a result
             if part:
                 yield part
             continue
@@ -225,18 +246,27 @@ def python_tag(text: str, schemas: Schemas) -> Iterator[str | Call]:
 
 
 def _tagged(
-    text: str, read: Callable[[str, str], Iterable[Call]], begin: str = "<tool_call>", end: str = "</tool_call>"
+    text: str,
+    read: Callable[[str, str], Iterable[Call]],
+    begin: str = "<tool_call>",
+    end: str = "</tool_call>",
+    whole: Callable[[str, int], int] = lambda text, start: _decoded(text, start)[1] or start,
 ) -> Iterator[str | Call]:
     """Splits at `begin` ... `end`; `read` makes calls of such a part and of the text between its tags. A call without
-    its end goes on to the next one; an end without a beginning, and XML of a call without tags, are errors too."""
-    between = rf"({re.escape(begin)}.*?(?:{re.escape(end)}|(?={re.escape(begin)})|\Z))"
-    for part in re.split(between, text, flags=re.DOTALL):
-        if part.startswith(begin) and part.endswith(end):
-            yield from read(part, part.removeprefix(begin).removesuffix(end))
-        elif begin in part or end in part or "<function=" in part:
-            yield Call("", error=f"a call stands between {begin} and {end}; a tag is missing", text=part)
-        elif part:
-            yield part
+    its end goes on to the next one; an end without a beginning, and XML of a call without tags, are errors too. `whole`
+    finds the end of what stands whole behind a tag, in which tags are text."""
+    error, position = f"a call stands between {begin} and {end}; a tag is missing", 0
+    tag = re.compile(rf"{re.escape(end)}|(?={re.escape(begin)})|\Z")
+    while position < len(text):
+        at = text.find(begin, position)
+        if at == position:
+            found = tag.search(text, whole(text, at + len(begin)))
+            assert found is not None
+            part, position = text[at : found.end()], found.end()
+            yield from read(part, part[len(begin) : -len(end)]) if found[0] else [Call("", error=error, text=part)]
+        else:
+            part, position = text[position : at if at > 0 else len(text)], at if at > 0 else len(text)
+            yield Call("", error=error, text=part) if end in part or "<function=" in part else part
 
 
 def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]:
@@ -338,8 +368,7 @@ def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
     if found is None:
         return Call("", error=f"a tag of the call is missing; {expected}", text=part)
     name, inner = found[1].strip(), found[2]
-    parameters = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", inner, re.DOTALL)
-    rest = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", inner, flags=re.DOTALL)
+    parameters, rest = re.findall(_PARAMETER, inner, re.DOTALL), re.sub(_PARAMETER, "", inner, flags=re.DOTALL)
     if rest.strip():
         return Call(name, error=f"a parameter has no end, or there is other text; {expected}", text=part)
     root = schemas.get(name, {})
@@ -373,6 +402,10 @@ def _typed(value: str, kinds: set[str]) -> Any:
     if not kinds or kinds == {"string"}:
         return value
     found, end = _decoded({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value), 0, whole=True)
+    if not end and kinds & {"object", "array"}:  # in Python's spelling
+        with suppress(ValueError, TypeError, RecursionError, MemoryError, SyntaxError):
+            found = json.loads(json.dumps(ast.literal_eval(value.strip())))
+        end = isinstance(found, dict | list)
     return found if end and not ("string" in kinds and isinstance(found, int | float)) else value
 
 
