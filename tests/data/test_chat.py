@@ -14,6 +14,7 @@ from whet.data.chat import (
     encode_rendered,
     render_chat,
 )
+from whet.data.written import end_of_turn
 from whet.errors import DataError
 from whet.models.init import init_model
 from whet.types import FinishReason, Message, Turn
@@ -281,3 +282,24 @@ def test_no_space_is_put_before_the_rest_of_a_control_token() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     [ids] = encode_rendered(tokenizer, [as_text(tokenizer, "a</s>b", {}) + "</s>"])
     assert [tokenizer.convert_ids_to_tokens(token) for token in ids] == ["\u2581", "a", "<", "/", "s", ">", "b", "</s>"]
+
+
+def test_the_end_of_a_turn_is_the_token_that_the_template_writes(with_template: WithTemplate) -> None:
+    """Else the tokenizer's, which is <|im_end|>."""
+
+    def end(template: str | None) -> str:
+        tokenizer = with_template(template)
+        return str(tokenizer.decode([end_of_turn(tokenizer, {})]))
+
+    turn = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}END{% endfor %}"
+    assert end(turn.replace("END", "{{ '<|im_end|>\n' }}")) == "<|im_end|>"
+    assert end(turn.replace("END", "{{ ' <|endoftext|>' }}")) == "<|endoftext|>"
+    assert end(turn.replace("END", "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}")) == "<|endoftext|>"
+    assert end(turn.replace("END", "{{ '<|endoftext|><|im_end|>' }}")) == "<|endoftext|>"
+    for text in ("\n", "###", "", "### <|endoftext|>"):
+        assert end(turn.replace("END", text)) == "<|im_end|>"
+    assert end("{{ raise_exception('none') }}") == end(None) == "<|im_end|>"
+    chosen = {"chat_template": turn.replace("END", "<|endoftext|>")}  # of the config, not of the tokenizer
+    tokenizer = with_template(turn.replace("END", "<|im_end|>"))
+    assert end_of_turn(tokenizer, chosen) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert end_of_turn(with_template(chosen["chat_template"]), None) == tokenizer.eos_token_id

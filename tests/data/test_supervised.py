@@ -129,10 +129,10 @@ def test_a_token_merged_across_the_header_belongs_to_the_answer(tmp_path: Path) 
 
 def test_turns_that_end_with_another_token(with_template: WithTemplate) -> None:
     tokenizer = with_template(OTHER_END)
-    assert learned(tokenizer, one(tokenizer, {"messages": CONVERSATION})) == [
-        "2<|endoftext|>\n",
-        "yes,\n2<|endoftext|>\n",
-    ]
+    assert learned(tokenizer, one(tokenizer, {"messages": CONVERSATION})) == ["2<|endoftext|>", "yes,\n2<|endoftext|>"]
+    assert learned(tokenizer, one(tokenizer, {"prompt": "1 + 1?", "response": "2"})) == ["2<|endoftext|>"]
+    raw = one(tokenizer, {"prompt": "1 + 1?", "response": "2"}, apply_chat_template=False)
+    assert learned(tokenizer, raw) == ["2<|im_end|>"]  # the tokenizer's own
 
 
 def test_a_template_that_rewrites_turns_is_refused(with_template: WithTemplate) -> None:
@@ -187,3 +187,149 @@ def test_messages_need_a_chat_template_and_responses_an_end(with_template: WithT
     raw.eos_token = None
     with pytest.raises(DataError, match="the tokenizer has no eos token"):
         one(raw, {"prompt": "a", "response": "b"}, apply_chat_template=False)
+
+
+END, CLOSE = "<|im_end|>", "{% endgeneration %}"
+
+
+def marked(inside: str, after: str) -> str:
+    """A template with marks around `inside`."""
+    return (
+        "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
+        + "{% generation %}{{ "
+        + inside
+        + " }}"
+        + CLOSE
+        + "{{ "
+        + after
+        + " }}{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("inside", "after", "end"),
+    [
+        ("m.content", "'<|im_end|>\n'", "<|im_end|>"),
+        ("m.content", "' <|im_end|>\n'", " <|im_end|>"),
+        ("m.content + '<|im_end|>'", "'\n'", "<|im_end|>"),
+        ("m.content + '<|im_end|>\n'", "''", "<|im_end|>"),
+        ("m.content", "'<|endoftext|>\n'", "<|endoftext|>"),  # another token than the tokenizer's
+        ("'a<|im_end|>b' + m.content", "'<|im_end|>\n'", "<|im_end|>"),
+        ("m.content", "'\n'", ""),  # no end at all
+    ],
+)
+def test_marks_train_the_end_of_a_turn_and_nothing_behind_it(
+    inside: str, after: str, end: str, with_template: WithTemplate
+) -> None:
+    tokenizer = with_template(marked(inside, after))
+    before = "a<|im_end|>b" if inside.startswith("'a") else ""
+    example = one(tokenizer, {"messages": CONVERSATION})
+    assert learned(tokenizer, example) == [f"{before}2{end}", f"{before}yes,\n2{end}"]
+
+
+FOOTER = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
+BY_ROLE = """\
+{%- for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|endoftext|>' }}{{ '\n' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|endoftext|>\n' }}{% endif %}"""
+
+
+def test_the_end_of_a_text_is_no_part_of_its_last_turn(with_template: WithTemplate) -> None:
+    """As Phi's template does, which writes the tokenizer's own end after the whole conversation."""
+    tokenizer = with_template(FOOTER)
+    tokenizer.eos_token = "<|endoftext|>"
+    assert learned(tokenizer, one(tokenizer, {"messages": CONVERSATION})) == ["2<|im_end|>", "yes,\n2<|im_end|>"]
+    assert learned(tokenizer, one(tokenizer, {"prompt": "1?", "response": "2"})) == ["2<|im_end|>"]
+
+
+def test_a_token_that_begins_the_next_message_ends_no_answer(with_template: WithTemplate) -> None:
+    """As GLM's template does; the tokenizer's own end is left for a response."""
+    tokenizer = with_template(BY_ROLE)
+    assert learned(tokenizer, one(tokenizer, {"prompt": "1?", "response": "2"})) == ["2<|im_end|>"]
+
+
+# as Qwen3's: thoughts are written behind the last message of a user alone
+THINKING = """\
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\n') %}
+{%- set tagged = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}
+{%- set thought = m.reasoning_content or tagged %}
+{%- if thought and loop.index0 > ns.last %}{{ '<think>\n' + thought.strip() + '\n</think>\n\n' }}{% endif %}
+{{- answer + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MARKED_THINKING = THINKING.replace(
+    "{%- if thought and", "{% if m.role == 'assistant' %}{% generation %}{%- if thought and"
+).replace(
+    "{{- answer + '<|im_end|>\n' }}",
+    "{{- answer }}{% endgeneration %}{% else %}{{ answer }}{% endif %}{{ '<|im_end|>\n' }}",
+)
+THOUGHTS = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "<think>one more</think>2"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes", "reasoning_content": "count again"},
+]
+FIRST, SECOND = "<think>\none more\n</think>\n\n2<|im_end|>", "<think>\ncount again\n</think>\n\nyes<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [THINKING, MARKED_THINKING])
+def test_thoughts_that_the_template_leaves_out_are_counted_split_or_refused(
+    template: str, with_template: WithTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = with_template(template)
+    rows = [{"messages": THOUGHTS}, {"messages": THOUGHTS[2:]}, {"messages": CONVERSATION}]
+    whole = build_examples(rows, PromptFormat(tokenizer))
+    assert [learned(tokenizer, each) for each in whole] == [
+        ["2<|im_end|>", SECOND],
+        [SECOND],
+        ["2<|im_end|>", "yes,\n2<|im_end|>"],
+    ]
+    [warning] = [each.getMessage() for each in caplog.records]
+    assert "1 of 3 rows" in warning and "message 1" in warning and "data.unwritten" in warning
+    caplog.clear()
+    split = build_examples(rows, PromptFormat(tokenizer), unwritten="split")
+    assert [learned(tokenizer, each) for each in split] == [
+        [FIRST],
+        [SECOND],
+        [SECOND],
+        [*learned(tokenizer, whole[2])],
+    ]
+    assert tokenizer.decode(split[0].input_ids).count("<|im_start|>") == 2
+    assert split[1].input_ids == whole[0].input_ids
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    with pytest.raises(DataError, match=r"row 0.*message 1"):
+        build_examples(rows, PromptFormat(tokenizer), unwritten="error")
+    assert len(build_examples(rows[1:], PromptFormat(tokenizer), unwritten="error")) == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "what"),
+    [
+        ("{{ m.content.split('</think>')[-1] }}", THOUGHTS[:2], "content of message 1"),  # never written, as R1's
+        ("{% if m.role != 'system' %}{{ m.content }}{% endif %}",
+         [{"role": "system", "content": "Be brief"}, *CONVERSATION], "content of message 0"),
+        ("{{ '' if m.tool_calls else m.content }}",
+         [CONVERSATION[0], {"role": "assistant", "content": "I ask.",
+          "tool_calls": [{"function": {"name": "ask", "arguments": {"q": "x y"}}}]}, CONVERSATION[3]],
+         "content of message 1"),
+        ("{{ m.content }}",
+         [CONVERSATION[0], {"role": "assistant", "content": "I ask.",
+          "tool_calls": [{"function": {"name": "look_up", "arguments": "{}"}}]}, CONVERSATION[3]],
+         "tool_calls of message 1"),
+    ],
+)  # fmt: skip
+def test_no_part_of_a_message_is_lost_without_a_word(
+    template: str, row: list[dict[str, Any]], what: str, with_template: WithTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}" + template + "{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    tokenizer = with_template(whole + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    for mode in ("as_is", "split"):
+        caplog.clear()
+        build_examples([{"messages": row}], PromptFormat(tokenizer), unwritten=mode)
+        assert any(what in each.getMessage() for each in caplog.records), mode

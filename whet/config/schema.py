@@ -80,6 +80,11 @@ class RowsConfig(Section):
     shuffle: bool = key(True, "draw rows in a new random order every epoch, which the seed determines")
     hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
 
+    @property
+    def template_options(self) -> dict[str, Any] | None:
+        """The arguments of the chat template; None without a template."""
+        return self.chat_template_kwargs if self.apply_chat_template else None
+
 
 class MediaRowsConfig(RowsConfig):
     """Data sets of which rows may have images and videos, for models that read them."""
@@ -361,12 +366,19 @@ class ExamplesDataConfig(MediaRowsConfig):
     train_batch_size: PositiveInt = key(64, "examples an optimizer step")
 
 
+UNWRITTEN = (
+    "what to do with conversations of which the chat template leaves text out, such as thoughts of earlier turns: "
+    "as_is (a warning counts them), split (an example of each turn, in which it is the last), error"
+)
+
+
 class SupervisedDataConfig(ExamplesDataConfig):
     """The examples of `whet sft`."""
 
     messages_key: str = key("messages", "field with a whole conversation; rows without it have prompt and response")
     response_key: str = key("response", "field with the response")
     overlong: Literal["truncate", "drop", "error"] = key("truncate", "what to do with examples over max_length")
+    unwritten: Literal["as_is", "split", "error"] = key("as_is", UNWRITTEN)
 
 
 class PreferenceDataConfig(ExamplesDataConfig):

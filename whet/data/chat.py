@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ _RESPONSE, _THOUGHT = "whet-probe-response", "whet-probe-thought"
 MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, for which a tokenizer needs seconds and a gigabyte
 SANITIZE = "sanitize_control_tokens"  # the option's name in transformers
 DESCRIBED = "described_tools"  # an option of whet: text that tells the tools, in the system message or the first
+TOOLS = "row_tools"  # a field of a row's first message: its tools, for a template that gets none from the run
 _OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>")  # sampled in the place of the end that the template writes
 _SYSTEM_TOOLS = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")  # Phi's way to the tools
 _MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; those of the template have none
@@ -42,6 +44,7 @@ def render_chat(
     Raises: DataError if there is no template, or the template rejects the messages.
     """
     options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}), "tokenize": False}
+    options = _with_tools(tokenizer, messages, options)
     template = template_text(tokenizer, options)
     try:
         with bounded():
@@ -59,8 +62,62 @@ def render_chat(
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    dicts = as_text(tokenizer, [message.to_dict() for message in messages], options)
+    dicts = as_text(tokenizer, _dicts(tokenizer, messages, options), options)
     return cast(str, tokenizer.apply_chat_template(dicts, **_of_template(options)))
+
+
+def _with_tools(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options with the tools of the row, where the run has none."""
+    found = next((message.fields[TOOLS] for message in messages if TOOLS in message.fields), None)
+    if found is None or options.get("tools") or DESCRIBED in options:
+        return dict(options)
+    return {**options, "tools": as_text(tokenizer, found, options)}
+
+
+def _dicts(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The messages as the template takes them: the arguments of tool calls as objects or as JSON text."""
+    dicts = [{name: value for name, value in each.to_dict().items() if name != TOOLS} for each in messages]
+    if any("tool_calls" in each for each in dicts):
+        wants_text = _wants_text(tokenizer, template_text(tokenizer, options))
+        dicts = [{**each, "tool_calls": _with_arguments(each.get("tool_calls"), wants_text)} for each in dicts]
+    return dicts
+
+
+def _with_arguments(calls: Any, wants_text: bool) -> Any:
+    if isinstance(calls, list | tuple):
+        return [_with_arguments(each, wants_text) for each in calls]
+    if not isinstance(calls, Mapping):
+        return calls
+    if "arguments" not in calls:
+        return {name: _with_arguments(each, wants_text) if name == "function" else each for name, each in calls.items()}
+    given = read_arguments(calls["arguments"])
+    is_text = wants_text and isinstance(given, Mapping)
+    return {**calls, "arguments": json.dumps(given, ensure_ascii=False) if is_text else given}
+
+
+@lru_cache(maxsize=8)
+def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Tells whether the template would write the arguments of a tool call, an object, in another form than JSON."""
+    message = assistant_message("", [{"id": "t0000c000", "name": "probe", "arguments": {_RESPONSE: _THOUGHT}}])
+    chat: Any = [{"role": "user", "content": _THOUGHT}, message.to_dict()]
+    try:
+        with bounded():
+            text = str(tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False))
+    except Exception as error:  # the template is other people's code
+        return isinstance(error, TypeError)  # text + object
+    return f"{{'{_RESPONSE}'" in text
+
+
+def read_arguments(given: Any) -> Any:
+    """The arguments of a tool call as an object, where they are the JSON text of one; else as they are."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(given or "{}") if isinstance(given, str) else given
+        return found if isinstance(found, dict) else given
+    return given
 
 
 def encode_marked_chat(
@@ -74,12 +131,16 @@ def encode_marked_chat(
     None if the template has no such marks, or if control tokens in the messages have to stay text, which
     transformers does not support here. Raises: as `render_chat`.
     """
-    options, dicts = chat_template_kwargs or {}, [message.to_dict() for message in messages]
-    has_marks = _GENERATION_MARK.search(template_text(tokenizer, options)) is not None
-    if not has_marks or as_text(tokenizer, dicts, options) != dicts:
+    options = _with_tools(tokenizer, messages, chat_template_kwargs or {})
+    template = template_text(tokenizer, options)
+    if not _GENERATION_MARK.search(template):
         return None
     # Render within limits first, without encoding: the tokenizer's process dies if it runs into the memory limit.
-    _check_text(render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=options))
+    text = render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=options)
+    if _MARK in text:
+        return None
+    _check_text(text)
+    dicts = _dicts(tokenizer, _told(messages, options, template), options)
     encoded: Any = tokenizer.apply_chat_template(dicts, return_assistant_tokens_mask=True, **_of_template(options))
     return encoded["input_ids"], encoded["assistant_masks"]
 

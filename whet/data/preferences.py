@@ -57,6 +57,7 @@ def build_pairs(
     pairs: list[PreferencePair] = []
     num_equal = num_long = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
+        noted = len(prompt_format.lost)
         with at_row(index):
             prompt_format.refuse_media(row, reason=_NO_MEDIA)
             fields = [
@@ -64,6 +65,7 @@ def build_pairs(
             ]
             chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
             pair = PreferencePair(chosen, rejected, _margin(row, data.margin_key))
+        del prompt_format.lost[noted + 1 :]  # one of a row
         if pair.num_tokens > data.max_length and data.overlong == "error":
             raise DataError(
                 f"row {index} has a response that makes {pair.num_tokens} tokens with its prompt, over "
@@ -81,6 +83,7 @@ def build_pairs(
         )
     if num_equal or num_long:
         logger.warning("dropped %s equal responses", found)
+    prompt_format.warn_lost(len(rows))
     return tuple(pairs)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from whet.data.chat import encode_rendered, encode_texts, plain_text, render_chat, roles
+from whet.data.chat import DESCRIBED, TOOLS, encode_rendered, encode_texts, plain_text, render_chat, roles
 from whet.data.media import Kind, MediaLimits, MediaReader
 from whet.data.placeholders import FIELDS, Value, check_ids, expanded, has, place, read_all, values_of
+from whet.data.written import as_written, row_tools, unwritten, warn_once
 from whet.errors import ConfigError, DataError
 from whet.limits import bounded, cause
 from whet.types import Media, Message, Prompt
@@ -72,6 +73,7 @@ class PromptFormat:
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.reader, self.media_keys = reader, media_keys
+        self.lost: list[str] = []  # of each rendered conversation that the template did not write whole: an example
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     @classmethod
@@ -96,10 +98,18 @@ class PromptFormat:
             media_keys={"image": data.image_key, "video": data.video_key},
         )
 
+    @property
+    def template_options(self) -> Mapping[str, Any] | None:
+        """The arguments of the chat template; None without a template."""
+        return self.chat_template_kwargs if self.apply_chat_template else None
+
     def messages(self, row: Mapping[str, Any], field: str) -> tuple[Message, ...]:
         """Makes the messages of a row from the text or the list of messages in `field`.  Raises: DataError."""
         content = row[field]
-        messages = [Message("user", content)] if isinstance(content, str) else read_messages(row, field, "text, or ")
+        is_text = isinstance(content, str)
+        messages = _with_tools(row, [Message("user", content)]) if is_text else read_messages(row, field, "text, or ")
+        if TOOLS in messages[0].fields and not self.apply_chat_template:
+            warn_once("rows have a field `tools`, which the model is not shown: data.apply_chat_template is false")
         if self._template is not None:
             last = messages[-1]
             if not isinstance(last.content, str):
@@ -212,7 +222,23 @@ class PromptFormat:
                 return plain_text(self.tokenizer, messages[:1], media)
             kwargs = self.chat_template_kwargs
             text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
+            self.note_lost(text, messages)
             return expanded(text, media)
+
+    def note_lost(self, text: str, messages: Sequence[Message], but: Collection[int] = ()) -> None:
+        """Notes text of messages, `but` those of some numbers, that the template did not write in `text`."""
+        has_tools = any(self.chat_template_kwargs.get(name) for name in ("tools", DESCRIBED))
+        if has_tools and any(TOOLS in message.fields for message in messages):
+            warn_once("rows have a field `tools`, which the model is not shown: it is shown environment.tools")
+        found = unwritten(text, messages, tools=not has_tools)
+        for number in sorted(found.keys() - but)[:1]:
+            self.lost.append(f"the {found[number]} of message {number} ({messages[number].role})")
+
+    def warn_lost(self, num_rows: int, hint: str = "") -> None:
+        """Warns of the rows that the template did not write whole."""
+        if self.lost:
+            told = "the chat template leaves out text of the messages of %d of %d rows, such as %s%s"
+            logger.warning(told, len(self.lost), num_rows, self.lost[0], hint)
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         if self.apply_chat_template:
@@ -250,6 +276,7 @@ def build_prompts(
                 is_text=isinstance(row[find_field(row, data.prompt_key, "data.prompt_key", _COMMON_PROMPT_KEYS)], str),
             )
         prompts.append(prompt)
+    prompt_format.warn_lost(len(rows))
     if with_answers:
         _check_answers(prompts)
     return fit_prompts(prompts, prompt_format, data)
@@ -297,7 +324,13 @@ def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Me
         if not isinstance(raw["content"], str | list | None) or not all(isinstance(part, Mapping) for part in parts):
             found = str(raw["content"])[:200]
             raise DataError(f"message {number}: expected text or a list of parts as its content, found {found}")
-    return [Message.from_dict(raw) for raw in content]
+    return _with_tools(row, [Message.from_dict({"content": "", **as_written(raw)}) for raw in content])
+
+
+def _with_tools(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages with the row's tools in a field of the first."""
+    tools = row_tools(row)
+    return [replace(messages[0], fields={**messages[0].fields, TOOLS: tools}), *messages[1:]] if tools else messages
 
 
 def find_field(row: Mapping[str, Any], names: Names, option: str, common: Sequence[str] = ()) -> str:

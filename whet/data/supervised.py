@@ -10,8 +10,10 @@ from typing import Any
 
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
+from whet.data.media import KINDS
 from whet.data.placeholders import expanded, num_whole
 from whet.data.prompts import PromptFormat, at_row, find_field, from_row, read_messages
+from whet.data.written import end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
 from whet.types import Media, Message
@@ -50,11 +52,13 @@ def build_examples(
     """
     max_length, overlong = data.max_length, data.overlong
     examples: list[SupervisedExample] = []
-    num_truncated = 0
+    made: list[tuple[int, SupervisedExample]] = []
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
-            example = _example(row, prompt_format, data)
-            example = replace(example, media=from_row(index, example.media))
+            own = _examples(row, prompt_format, data)
+            made += [(index, replace(example, media=from_row(index, example.media))) for example in own]
+    num_truncated = 0
+    for index, example in made:
         length = len(example.input_ids)
         if length <= max_length:
             examples.append(example)
@@ -66,22 +70,51 @@ def build_examples(
         elif overlong == "truncate" and (shorter := _truncated(example, max_length)) is not None:
             examples.append(shorter)
             num_truncated += 1
-    num_dropped = len(rows) - len(examples)
+    num_dropped = len(made) - len(examples)
     if not examples:
         limits = f"data.max_length={max_length}, data.overlong={overlong}"
         raise DataError(f"no example is left of {len(rows)} rows ({limits}); raise data.max_length")
     if num_truncated or num_dropped:
         logger.warning(
             "truncated %d and dropped %d of %d examples over data.max_length=%s tokens",
-            *(num_truncated, num_dropped, len(rows), max_length),
+            *(num_truncated, num_dropped, len(made), max_length),
         )
+    if len(made) > len(rows):
+        logger.info("data.unwritten=split made %d examples of %d rows", len(made), len(rows))
+    prompt_format.warn_lost(len(rows), "; data.unwritten=split makes an example of each turn, error refuses such rows")
     return tuple(examples)
 
 
-def _example(row: Mapping[str, Any], prompt_format: PromptFormat, data: SupervisedDataConfig) -> SupervisedExample:
-    if row.get(data.messages_key) is not None:
-        conversation = prompt_format.with_media(row, read_messages(row, data.messages_key))
-        return encode_conversation(conversation[0], prompt_format, conversation[1])
+def _examples(
+    row: Mapping[str, Any], prompt_format: PromptFormat, data: SupervisedDataConfig
+) -> list[SupervisedExample]:
+    """Returns one example, or one of each turn where the chat template leaves text out and the config says so."""
+    if row.get(data.messages_key) is None:
+        return [_of_response(row, prompt_format, data)]
+    before, (messages, media) = (
+        len(prompt_format.lost),
+        prompt_format.with_media(row, read_messages(row, data.messages_key)),
+    )
+    whole = encode_conversation(messages, prompt_format, media)
+    turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    if len(prompt_format.lost) == before or data.unwritten == "as_is" or (data.unwritten == "split" and len(turns) < 2):
+        return [whole]
+    if data.unwritten == "error":
+        raise DataError(
+            f"the chat template leaves out {prompt_format.lost[-1]}; expected all text (data.unwritten=error): use "
+            "another template, exclude the row (data.filter), or set data.unwritten to split or as_is"
+        )
+    del prompt_format.lost[before:]  # text that is left out of an earlier turn is in the example of that turn
+    made = list[SupervisedExample]()
+    for number in turns:
+        parts = [part for each in messages[: number + 1] if isinstance(each.content, list) for part in each.content]
+        own = media[: sum(part.get("type") in KINDS for part in parts)]
+        made.append(encode_conversation(messages[: number + 1], prompt_format, own, only_last=True))
+    del prompt_format.lost[before + 1 :]  # one of a row
+    return made
+
+
+def _of_response(row: Mapping[str, Any], prompt_format: PromptFormat, data: SupervisedDataConfig) -> SupervisedExample:
     if prompt_format.reader is None:
         prompt_format.refuse_media(row)
     field = find_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
@@ -105,7 +138,8 @@ def encode_response(
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
         raise DataError(f"expected text as the response, found {type(response).__name__}; correct the row")
-    if tokenizer.eos_token_id is None:
+    end = end_of_turn(tokenizer, prompt_format.template_options)
+    if end is None:
         raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
     if prompt_format.apply_chat_template:
         text = as_text(tokenizer, response, prompt_format.chat_template_kwargs)
@@ -113,28 +147,44 @@ def encode_response(
     else:
         [prompt_ids] = prompt_format.encode([messages], media=[media])
         [response_ids] = encode_rendered(tokenizer, [response])
-    response_ids = [*response_ids, tokenizer.eos_token_id]
+    response_ids = [*response_ids, end]
     prompt_format.check([*prompt_ids, *response_ids], media)
     return SupervisedExample((*prompt_ids, *response_ids), (0,) * len(prompt_ids) + (1,) * len(response_ids), media)
 
 
 def encode_conversation(
-    messages: Sequence[Message], prompt_format: PromptFormat, media: tuple[Media, ...] = ()
+    messages: Sequence[Message],
+    prompt_format: PromptFormat,
+    media: tuple[Media, ...] = (),
+    *,
+    only_last: bool = False,
 ) -> SupervisedExample:
-    """Makes an example of a conversation; every assistant turn, with its end token, is trained on.
+    """Makes an example of a conversation; every assistant turn, or `only_last` the last message, is trained on with its
+    end token.
 
     The mask comes from the template's `{% generation %}` marks, if it has any and there are no media. Otherwise a turn
-    begins at the end of the earlier messages rendered with the generation prompt, and ends with the next eos token.
+    begins at the end of the earlier messages rendered with the generation prompt, and ends with the next end token.
     Raises: DataError if the template rewrites earlier turns, or if there is no assistant text.
     """
     if not prompt_format.apply_chat_template:
         raise DataError("a list of messages needs a chat template; set data.apply_chat_template=true")
-    messages = prompt_format.with_system_prompt(messages)
+    messages, tokenizer = prompt_format.with_system_prompt(messages), prompt_format.tokenizer
     kwargs = prompt_format.chat_template_kwargs
+    text = render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=kwargs)
+    earlier = {number for number, message in enumerate(messages[:-1]) if message.role == "assistant"}
+    prompt_format.note_lost(text, messages, but=earlier if only_last else ())
     marked = None
     if not media:  # transformers encodes without expanding placeholders
-        marked = encode_marked_chat(prompt_format.tokenizer, messages, chat_template_kwargs=kwargs)
-    input_ids, loss_mask = marked or _encode_by_prefix(messages, prompt_format, media)
+        marked = encode_marked_chat(tokenizer, messages, chat_template_kwargs=kwargs)
+    if marked is not None:
+        ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, kwargs)}
+        input_ids, loss_mask = marked[0], mark_ends(tokenizer, *marked, ends)
+    else:
+        input_ids, loss_mask = _encode_by_prefix(messages, prompt_format, media, expanded(text, media))
+    if only_last:
+        head = render_chat(tokenizer, messages[:-1], add_generation_prompt=True, chat_template_kwargs=kwargs)
+        before = _common_prefix(encode_rendered(tokenizer, [expanded(head, media)])[0], input_ids)
+        loss_mask = [0] * before + loss_mask[before:]
     prompt_format.check(input_ids, media)
     if not any(loss_mask):
         raise DataError(
@@ -145,18 +195,17 @@ def encode_conversation(
 
 
 def _encode_by_prefix(
-    messages: Sequence[Message], prompt_format: PromptFormat, media: Sequence[Media]
+    messages: Sequence[Message], prompt_format: PromptFormat, media: Sequence[Media], text: str
 ) -> tuple[list[int], list[int]]:
-    tokenizer = prompt_format.tokenizer
+    tokenizer, kwargs = prompt_format.tokenizer, prompt_format.chat_template_kwargs
 
     def render(part: Sequence[Message], add_generation_prompt: bool) -> str:
-        kwargs = prompt_format.chat_template_kwargs
         text = render_chat(tokenizer, part, add_generation_prompt=add_generation_prompt, chat_template_kwargs=kwargs)
         return expanded(text, media, is_prefix=len(part) < len(messages))
 
     turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
     with bounded():
-        text, heads = render(messages, False), [render(messages[:number], True) for number in turns]
+        heads = [render(messages[:number], True) for number in turns]
     [input_ids] = encode_rendered(tokenizer, [text])
 
     def position_after(prefix: str) -> int:
@@ -169,10 +218,14 @@ def _encode_by_prefix(
 
     starts = [position_after(head) for head in heads]
     loss_mask = [0] * len(input_ids)
+    ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, kwargs)}
     for number, start, limit in zip(turns, starts, [*starts, len(input_ids)][1:], strict=True):
-        if tokenizer.eos_token_id in input_ids[start:limit]:
-            end = input_ids.index(tokenizer.eos_token_id, start) + 1
-        else:  # the template closes a turn with another token
+        end = next((at + 1 for at in range(start, limit) if input_ids[at] in ends), None)
+        if end is None:  # the template closes a turn with text
+            warn_once(
+                "the chat template ends an answer with text and no token: conversations are trained without an end "
+                "token, so that sampled responses may not end; use a template with one, or set rollout.stop"
+            )
             end = position_after(render(messages[: number + 1], False))
         loss_mask[start:end] = [1] * (end - start)
     return input_ids, loss_mask

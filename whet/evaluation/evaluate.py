@@ -97,7 +97,7 @@ def evaluate(
         engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)
         n, threshold = config.rollout.n, config.reward.correct_threshold
-        stop_ids = stop_token_ids(model_path, tokenizer)
+        stop_ids = stop_token_ids(model_path, tokenizer, config.data.template_options)
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         collector = build_collector(config, tokenizer, engine, config.seed)
         started.callback(collector.close)

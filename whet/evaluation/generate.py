@@ -99,7 +99,7 @@ class LineSampler(ExitStack):
     def __init__(self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
         super().__init__()
         self._config, self._tokenizer, self._model_path = config, tokenizer, model_path
-        stop_ids = stop_token_ids(model_path, tokenizer)
+        stop_ids = stop_token_ids(model_path, tokenizer, config.data.template_options)
         self._params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         self._engine: Any = None
         self.num_tokens = 0  # sampled

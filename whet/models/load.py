@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification as RewardModel
 from transformers.utils.logging import set_tqdm_hook
 
+from whet.data.written import end_of_turn
 from whet.errors import ModelError, WeightSyncError
 from whet.keyed import key
 from whet.models import attention, experts
@@ -389,9 +390,12 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
     return config
 
 
-def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's end token, and those of the model's generation config."""
-    found = {tokenizer.eos_token_id}
+def stop_token_ids(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, chat: Mapping[str, Any] | None = None
+) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's end token, those of the model's generation config, and that of the
+    chat template with the arguments `chat`."""
+    found = {tokenizer.eos_token_id, end_of_turn(tokenizer, chat)}
     generation = load_generation_config(path)
     if generation is not None:
         eos = generation.eos_token_id

@@ -47,7 +47,7 @@ def serve(settings: Settings) -> None:
             reader = BodyReader(
                 name=settings.name or Path(settings.model).expanduser().resolve().name,
                 tokenizer=tokenizer,
-                stop_ids=stop_token_ids(folder, tokenizer),
+                stop_ids=stop_token_ids(folder, tokenizer, {}),
                 context=context_length(folder, trust_remote_code=trusted),
                 vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
                 max_tokens=settings.max_tokens,

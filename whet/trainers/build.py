@@ -221,7 +221,7 @@ def begin(
     for line in unread(config, columns):
         log.warning("%s", line)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
-    stop_ids = stop_token_ids(str(config.model.path), tokenizer)
+    stop_ids = stop_token_ids(str(config.model.path), tokenizer, config.data.template_options)
     return Begun(tokenizer, loaded.items, val_prompts, loader, total_steps, columns, callbacks, stop_ids)
 
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools and tool calls of rows for a chat template; the token with which it ends a turn, and text it leaves out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from whet.data.chat import TOOLS, read_arguments, render_chat, template_text
+from whet.errors import DataError
+from whet.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+_QUESTION, _ANSWER = "whet-probe-question", "whet-probe-answer"
+_WRITTEN = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", TOOLS)  # fields of a message
+_NOT_WRITTEN = ("type", "id", "description", "parameters")  # names in calls, parts and tools
+_THINK = re.compile(r"</?think>|\[/?THINK\]")
+
+
+def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools in a row's field `tools`, a list or its JSON text, in the form of OpenAI's API; None without any."""
+    found = row.get("tools")
+    if isinstance(found, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found or "[]")
+    if not found:
+        return None
+    listed = found if isinstance(found, list) else [found]
+    named = [each.get("function") or each for each in listed if isinstance(each, Mapping)]
+    if len(named) < len(listed) or not all(isinstance(each, Mapping) and each.get("name") for each in named):
+        warn_once(
+            'the field `tools` of some rows is no list of tools {"name": ..., "parameters": ...} or its JSON text: it '
+            "is not shown to the model"
+        )
+        return None
+    return [{"type": "function", "function": as_written(each)} for each in named]
+
+
+def as_written(value: Any) -> Any:
+    """A message or a part of one without the nulls of a table, whose structs all have the keys of each other."""
+    if isinstance(value, Mapping):
+        return {name: as_written(each) for name, each in value.items() if each is not None}
+    return [as_written(each) for each in value] if isinstance(value, list) else value
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warns once in a process."""
+    logger.warning("%s", text)
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None) -> int | None:
+    """The token that ends an answer: the chat template's with these arguments, else the tokenizer's; the latter where
+    the template writes text or nothing there, and for None, without a template."""
+    try:
+        end = None if options is None else _end(tokenizer, template_text(tokenizer, options))
+    except DataError:
+        end = None
+    return tokenizer.eos_token_id if end is None else end  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=8)
+def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
+    chat, options = [Message("user", _QUESTION), Message("assistant", _ANSWER)], {"chat_template": template}
+    text = render_chat(tokenizer, chat, add_generation_prompt=False, chat_template_kwargs=options)
+    after = text.rpartition(_ANSWER)[2].lstrip()
+    tokens = {
+        token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
+    }
+    return tokens.get(max((token for token in tokens if after.startswith(token)), key=len, default=""))
+
+
+def mark_ends(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[int], ends: Collection[int | None]
+) -> list[int]:
+    """The mask with each run of trained tokens up to its end token: with one that follows it, and without blank text
+    after one in it."""
+    marked = [*mask]
+    starts = [at for at, trained in enumerate(mask) if trained and not (at and mask[at - 1])]
+
+    def is_blank(start: int, stop: int) -> bool:
+        return not str(tokenizer.decode(list(ids[start:stop]))).strip()
+
+    for start, limit in pairwise([*starts, len(ids)]):
+        stop = next((at for at in range(start, limit) if not mask[at]), limit)
+        found = (at for at in range(start, limit) if ids[at] in ends and is_blank(at + 1, stop) and is_blank(stop, at))
+        if (end := next(found, None)) is not None:
+            marked[start:limit] = [int(at <= end) for at in range(start, limit)]
+    return marked
+
+
+def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> dict[int, str]:
+    """The fields of messages of which a text is not in `text`, their rendering, by number of the message; with `tools`
+    also the row's tools. White space does not count."""
+    squeezed, needed = "".join(text.split()), Counter[str]()
+    lost: dict[int, str] = {}
+    for number, message in enumerate(messages):
+        fields = message.to_dict()
+        for name, piece in ((field, text) for field in _WRITTEN for text in _texts(fields.get(field))):
+            own, escaped = ("".join(form.split()) for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1]))
+            needed[own] += 1
+            is_there = max(squeezed.count(own), squeezed.count(escaped)) >= needed[own]
+            if own and not is_there and (tools or name != TOOLS):
+                lost.setdefault(number, name)
+    return lost
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a nested value that a template writes; those before and behind the tags of a thought are apart."""
+    if isinstance(value, str):
+        yield from _THINK.split(value)
+    elif isinstance(value, list):
+        yield from (text for each in value for text in _texts(each))
+    elif isinstance(value, Mapping):
+        shown = {name: read_arguments(each) for name, each in value.items() if name not in _NOT_WRITTEN}
+        yield from (text for each in shown.values() for text in _texts(each))
