@@ -137,19 +137,21 @@ def export(
     adapter: bool = False,
     base: str | None = None,
     trust_remote_code: bool = False,
+    dtype: str | None = None,
     hub: str | None = None,
     private: bool = False,
 ) -> Path:
     """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
     `checkpoint` is a folder, or what `whet.train` returned.
 
-    `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved.
+    `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved;
+    `dtype` is that of the written weights, by default that of the run's rollout, without a rollout float32.
     The folder is uploaded to the repository `hub` (owner/name), which is made where it is missing."""
     from whet.checkpoints.export import export as run
 
     with _argument("checkpoint"):
         folder = _run_folder(checkpoint)
-    written = run(folder, Path(out), adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+    written = run(folder, Path(out), adapter=adapter, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
     if hub is not None:
         from whet.checkpoints.hub import upload
 

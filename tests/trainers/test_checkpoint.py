@@ -73,7 +73,8 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 
 def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    finish(train_config({"algorithm.adv_estimator": "gae"}), additions)
+    config = train_config({"algorithm.adv_estimator": "gae"})
+    finish(config, additions)
     [folder] = (tmp_path / "run" / "checkpoints").iterdir()
     assert folder.name == "global_step_2"
     assert {path.name for path in folder.iterdir()} == {
@@ -94,6 +95,8 @@ def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Ro
         "step": 2,
         "score": None,
         "is_good": True,
+        "start": str(config.model.path),
+        "dtype": "float32",
         "rollouts": {"epoch": 0, "index": 8, "spent": {}},
         "shaper": SHAPER,
         "entropy": {},

@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.conftest import SMALL_RUN
 from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import export
-from whet.config import TrainConfig
+from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError
-from whet.models.load import stop_token_ids
-from whet.trainers.build import train
+from whet.evaluation.evaluate import evaluate
+from whet.models.load import load_policy, stop_token_ids
+from whet.trainers.build import begin, train
+from whet.trainers.sft import train_sft
+from whet.weight_sync.buckets import Digest
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -71,19 +78,151 @@ def test_a_checkpoint_by_path_and_what_was_exported_trains_on(
     assert again.history[0]["actor/grad_norm"] > 0
 
 
-def test_weights_go_back_to_the_dtype_that_they_came_in(
-    train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path
+def narrow_start(model_folder: Path, folder: Path) -> Path:
+    """A model whose files are in bfloat16."""
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    return folder
+
+
+VALIDATED = {
+    "actor.optim.lr": 1e-5,  # far below the step between two numbers of bfloat16
+    "actor.epochs": 3,
+    "trainer.total_steps": 3,
+    "trainer.save_freq": 1,
+    "trainer.save_limit": None,
+    "trainer.val_freq": 1,
+    "trainer.validation.temperature": 0.0,
+    "trainer.validation.n": 1,
+}
+
+
+def validated(run_dir: Path, step: int) -> list[str]:
+    """The responses of the validation of a step."""
+    lines = (run_dir / "rollouts" / f"validation_{step:06}.jsonl").read_text().splitlines()
+    return [json.loads(line)["response"] for line in lines]
+
+
+def evaluated(model: Path, dtype: str, rows: Rows) -> list[str]:
+    values = {**SMALL_RUN, "model.path": str(model), "rollout.dtype": dtype, "rollout.n": 1, "rollout.temperature": 0.0}
+    known = {name: value for name, value in values.items() if name.partition(".")[0] in ("model", "data", "rollout")}
+    config = load_config(EvalConfig, None, known, given={"reward", "data"}).config
+    return [row["response"] for row in evaluate(config, reward=length, data=rows).answers]
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        pytest.param({"model.lora.rank": 4, "actor.optim.lr": 1e-4}, id="adapter", marks=pytest.mark.slow),
+        pytest.param({"actor.engine.name": "fsdp"}, id="sharded", marks=pytest.mark.slow),
+        pytest.param({"model.dtype": "bfloat16", "model.lora.rank": 4}, id="narrow base", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_exported_is_what_was_validated(
+    kind: dict[str, Any],
+    dtype: str,
+    train_config: MakeConfig,
+    additions: Rows,
+    model_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    start = tmp_path / "bfloat16"
-    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(start)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(start)
-    train(train_config({"model.path": str(start), "trainer.total_steps": 1}), reward=length, data=additions)
-    out = export(tmp_path / "run", tmp_path / "exported")
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    model = AutoModelForCausalLM.from_pretrained(out)
-    trained = serialization.load(tmp_path / "run" / "checkpoints" / "global_step_1" / "actor.state")["model"]
+    """Every weight as the rollout had it, to the bit, and its greedy responses, to the letter."""
+    start = narrow_start(model_folder, tmp_path / "start") if "narrow" not in str(kind) else model_folder
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, additions)))
+    values = {**VALIDATED, **kind, "model.path": str(start), "rollout.dtype": dtype}
+    values |= {"data.val_files": str(tmp_path / "rows.jsonl")}
+    run = train(train_config(values), reward=length, data=additions)
+    for step in (2, 3):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "whet"):
+            out = export(run.run_dir / "checkpoints" / f"global_step_{step}", tmp_path / f"out {step}")
+        assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+        model = load_policy(out)
+        assert evaluated(out, dtype, additions) == validated(run.run_dir, step)
+        told = [each.getMessage() for each in caplog.records if "%" in each.getMessage()]
+        assert len(told) == (dtype == "bfloat16")
+    digest = Digest()
     for name, weight in model.named_parameters():
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, trained[name].bfloat16())
+        digest.add(name, weight.detach().to(getattr(torch, dtype)))
+    assert str(digest) == run.digests[3]
+
+
+def test_rounding_says_what_is_left_of_the_update(
+    train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = narrow_start(model_folder, tmp_path / "start")
+    run = train(
+        train_config({**VALIDATED, "model.path": str(start), "trainer.val_freq": -1}), reward=length, data=additions
+    )
+    with caplog.at_level(logging.INFO, "whet"):
+        out = export(run.run_dir, tmp_path / "out", dtype="bfloat16")
+    saved = serialization.load(run.run_dir / "checkpoints" / "global_step_3" / "actor.state")["model"]
+    first, last = (dict(load_policy(folder).named_parameters()) for folder in (start, out))
+    error = sum(float((last[name] - saved[name]).detach().double().square().sum()) for name in saved)
+    update = sum(float((saved[name] - first[name]).detach().double().square().sum()) for name in saved)
+    assert 0 < 1 - error / update < 0.9
+    assert f"{100 * (1 - error / update):.1f} %" in caplog.text
+    assert all(torch.equal(last[name], saved[name].bfloat16().float()) for name in saved)
+    caplog.clear()
+    (start / "model.safetensors").unlink()
+    with caplog.at_level(logging.INFO, "whet"):
+        export(run.run_dir, tmp_path / "again", dtype="bfloat16")
+    assert "unknown share" in caplog.text
+    with pytest.raises(CheckpointError, match="float16"):
+        export(run.run_dir, tmp_path / "never", dtype="float16")
+
+
+CHOSEN = """\
+{%- for m in messages %}{{ m.role + '=' + m.content + '<|endoftext|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant=' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_the_template_of_the_config_and_its_end_are_exported(
+    kind: str, train_config: MakeConfig, additions: Rows, qwen25_folder: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(qwen25_folder, start)
+    values = {"eos_token_id": AutoTokenizer.from_pretrained(start).eos_token_id}
+    (start / "generation_config.json").write_text(json.dumps(values))
+    chosen = {"data.apply_chat_template": True, "data.chat_template_kwargs": {"chat_template": CHOSEN}}
+    if kind == "train":
+        more = {"model.path": str(start), "trainer.total_steps": 1, "data.max_prompt_length": 64}
+        run: Any = train(train_config({**more, **chosen}), reward=length, data=additions)
+    else:
+        small = {
+            "model.path": str(start),
+            "trainer.total_steps": 1,
+            "data.max_length": 64,
+            "trainer.run_dir": str(tmp_path / "run"),
+        }
+        config = load_config(SFTConfig, None, {**small, **chosen, "trainer.logger": []}, given={"data"}).config
+        run = train_sft(config, data=[{"prompt": "1", "response": "2"}])
+    out = export(run.run_dir, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == "user=1<|endoftext|>"
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert set(GenerationConfig.from_pretrained(out).eos_token_id) == {end, tokenizer.eos_token_id}
+
+
+def test_sampling_stops_at_the_end_that_the_template_writes(
+    qwen25_folder: Path, tmp_path: Path, train_config: MakeConfig
+) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(qwen25_folder, start)
+    (start / "generation_config.json").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert stop_token_ids(start, tokenizer) == (tokenizer.eos_token_id,)
+    assert stop_token_ids(start, tokenizer, {"chat_template": CHOSEN}) == tuple(sorted((end, tokenizer.eos_token_id)))
+    more = {"model.path": str(start), "data.max_prompt_length": 64, "data.chat_template_kwargs.chat_template": CHOSEN}
+    rows = [{"prompt": "1", "answer": "1"}] * 4
+    for applied, expected in ((True, {end, tokenizer.eos_token_id}), (False, {tokenizer.eos_token_id})):
+        config = train_config({**more, "data.apply_chat_template": applied})
+        assert set(begin(config, data=rows, reward=length).stop_ids) == expected
 
 
 def test_nothing_is_overwritten_and_nothing_is_guessed(

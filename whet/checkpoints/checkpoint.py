@@ -3,7 +3,7 @@
 
     checkpoints/global_step_12/
         actor.state  critic.state     weights (only the adapter's with LoRA), optimizer, optimizer steps
-        trainer.json                  step, validation score, position in the data, controllers
+        trainer.json                  step, validation score, start model, dtype of exports, position in the data, ...
         model/                        config and tokenizer, for `whet export`
         manifest.json                 size and SHA-256 of every other file; written last: a checkpoint needs it
 
@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name and renamed. A kill at any moment
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import json
@@ -30,8 +31,10 @@ from transformers import PreTrainedTokenizerBase
 
 from whet import files
 from whet.controller.worker_group import WorkerGroup
+from whet.data.chat import template_text
 from whet.errors import CheckpointError, StorageError, WhetError
 from whet.models.folder import split_adapters
+from whet.models.load import stop_token_ids
 from whet.models.vision.load import vision_of
 
 log = logging.getLogger(__name__)
@@ -54,9 +57,11 @@ def save(
     save_limit: int | None,
     score: float | None = None,
     is_good: bool = True,
+    chat: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes the oldest ones beyond `save_limit`, except that with the highest
-    `score` and the newest good one.  Returns its folder. `is_good` is false while updates are being skipped.
+    `score` and the newest good one.  Returns its folder. `is_good` is false while updates are being skipped. `chat` are
+    the arguments of the run's chat template, which an export has; None without a template.
 
     Raises: CheckpointError where it cannot be written; the partial one is removed, the others stay intact.
     """
@@ -68,13 +73,21 @@ def save(
         for role in TRAINED_ROLES:
             if role in roles:
                 roles[role].save(str(partial / f"{role}.state"))
-        tokenizer.save_pretrained(partial / "model")
+        written = copy.copy(tokenizer)
+        if chat is not None:
+            written.chat_template = template_text(tokenizer, chat)
+        written.save_pretrained(partial / "model")
         model_config.save_pretrained(partial / "model")
         if (vision := vision_of(tokenizer)) is not None:
             vision.save(partial / "model")
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")
+        ends = stop_token_ids(model_path, tokenizer, chat)
+        if ends != stop_token_ids(model_path, tokenizer):
+            values = json.loads(generation.read_text()) if generation.exists() else {}
+            values["eos_token_id"] = list(ends)  # what the run stops at, for whoever samples from an export
+            (partial / "model" / generation.name).write_text(json.dumps(values, indent=2) + "\n")
         content = {"step": step, "score": score, "is_good": is_good, **state}
         (partial / "trainer.json").write_text(json.dumps(content, indent=1))
         _sync(run_dir.glob("*.jsonl"))  # the logs must reach the checkpoint's step after a power cut
@@ -138,7 +151,7 @@ def newest(run_dir: Path, *, good: bool = False) -> Path | None:
     """The newest complete checkpoint, not checked for damage; `good`: of those saved while no update was skipped."""
     complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
     if good:
-        complete = [each for each in complete if _saved_step(each) >= 0 and _saved(each).get("is_good", True) is True]
+        complete = [each for each in complete if _saved_step(each) >= 0 and saved(each).get("is_good", True) is True]
     return complete[-1] if complete else None
 
 
@@ -158,7 +171,7 @@ def best(checkpoints: Path) -> Path | None:
 
 def score_of(folder: Path) -> float | None:
     """The validation score of a checkpoint, higher is better; None without validation."""
-    score = _saved(folder).get("score") if (folder / MANIFEST).exists() else None
+    score = saved(folder).get("score") if (folder / MANIFEST).exists() else None
     return score if isinstance(score, float | int) and math.isfinite(score) else None
 
 
@@ -183,7 +196,7 @@ def restore(folder: Path, roles: Mapping[str, WorkerGroup], expected: Iterable[s
 
     Raises: CheckpointError where the state lacks an `expected` name; EngineError for weights of another model.
     """
-    state = {**_saved(folder), "step": step_of(folder)}
+    state = {**saved(folder), "step": step_of(folder)}
     if missing := set(expected) - state.keys():
         raise CheckpointError(
             f"{folder} holds {', '.join(sorted(state))}, and this run needs {', '.join(sorted(missing))} too: another "
@@ -221,7 +234,7 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{folder}: {name} is damaged (its size or checksum is not what was written)")
 
 
-def _saved(folder: Path) -> dict[str, Any]:
+def saved(folder: Path) -> dict[str, Any]:
     """The content of trainer.json; empty where it cannot be read."""
     try:
         content = json.loads((folder / "trainer.json").read_text())
@@ -231,7 +244,7 @@ def _saved(folder: Path) -> dict[str, Any]:
 
 
 def _saved_step(folder: Path) -> int:
-    step = _saved(folder).get("step")
+    step = saved(folder).get("step")
     return step if type(step) is int else -1
 
 

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -25,22 +28,31 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError
-from whet.models.load import body_of, is_classifier, load_config, load_policy, load_reward_model, outline
+from whet.models.load import body_of, is_classifier, load_config, load_policy, load_reward_model, outline, torch_dtype
 from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_weights, save_adapter
 
+log = logging.getLogger(__name__)
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
 Named = tuple[str, torch.Tensor]
 
 
 def export(
-    source: Path, out: Path, *, adapter: bool = False, base: str | None = None, trust_remote_code: bool = False
+    source: Path,
+    out: Path,
+    *,
+    adapter: bool = False,
+    base: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, as a folder for plain transformers.  Returns `out`.
 
-    Weights are written in the dtype of the model that training started from. A trained adapter is merged into that
-    model, which is read from its original path or from `base`; with `adapter` the adapter is written alone, in peft's
-    format. `out` must be new or empty.  Raises: CheckpointError.
+    Weights are written in `dtype`, by default in that of the run's rollout; without a rollout, and of a checkpoint that
+    does not say it, in float32. Where that rounds them, the share of the update that is left is logged. A trained
+    adapter is merged into the model that training started from, which is read from its original path or from `base`;
+    with `adapter` it is written alone, as it was trained, in peft's format. `out` must be new or empty.
+    Raises: CheckpointError.
     """
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         if out.exists() and any(out.iterdir()):
@@ -48,14 +60,23 @@ def export(
         folder = find_checkpoint(source)
         checkpoint.verify(folder)
         try:
-            return _export(folder, out, adapter, base, trust_remote_code)
+            return _export(folder, out, adapter, base, dtype, trust_remote_code)
         except BaseException:
             shutil.rmtree(out, ignore_errors=True)  # it may hold half a model
             raise
 
 
-def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remote_code: bool) -> Path:
+def _export(
+    folder: Path, out: Path, adapter: bool, base: str | None, dtype: str | None, trust_remote_code: bool
+) -> Path:
     weights, origin = _state(folder / "actor.state")
+    saved = checkpoint.saved(folder)
+    name = dtype or saved.get("dtype") or "float32"
+    if name not in ("float32", "bfloat16") or (adapter and dtype is not None):
+        raise CheckpointError(
+            f"the dtype of the weights is {name!r}; expected float32 or bfloat16, and none for an adapter alone, which "
+            "is written as it was trained: correct --dtype"
+        )
     if origin is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if origin is not None:
@@ -73,9 +94,27 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, trust_remo
     _check_names(shapes, weights, folder)
     # In the model's order: a state sorted by name would not have the weights of a layer together.
     ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())
-    write_weights(out, ordered, shapes, config.dtype or torch.float32)
+    start = _start_weights(base or saved.get("start"))
+    left = write_weights(out, ordered, shapes, torch_dtype(name), start)
     shutil.copytree(folder / "model", out, dirs_exist_ok=True)
+    text = (out / "config.json").read_text()
+    (out / "config.json").write_text(re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{name}"', text))
+    if left is not None:
+        share = "an unknown share" if math.isnan(left) else f"{100 * left:.1f} %"
+        log.info("%s: rounded to %s, which leaves %s of the update; dtype float32 keeps all of it", out, name, share)
     return out
+
+
+def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
+    """The weights that training started from, by their names in the files; none where they are not here."""
+    with suppress(Exception):  # they are only compared with
+        found = (
+            Path(str(path))
+            if Path(str(path)).is_dir()
+            else Path(str(try_to_load_from_cache(str(path), "config.json"))).parent
+        )
+        return MergedShards(found, "")
+    return {}
 
 
 def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any] | None]:
@@ -113,7 +152,7 @@ def _with_adapter(
         ) from error
     if fingerprint(model) != origin["fingerprint"]:
         raise CheckpointError(f"{folder} is an adapter for other weights than those at {path}; name them with --base")
-    add_adapter(model, LoraConfig(**origin["lora"]), seed=0)
+    add_adapter(model, LoraConfig(**origin["lora"]), seed=0, dtype=torch_dtype(origin.get("dtype", "float32")))
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -174,10 +213,13 @@ def model_folder(path: str, *, trust_remote_code: bool = False) -> Iterator[str]
         yield str(export(Path(found), Path(folder), trust_remote_code=trust_remote_code))
 
 
-def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, dtype: torch.dtype) -> None:
+def write_weights(
+    out: Path, weights: Iterator[Named], model: PreTrainedModel, dtype: torch.dtype, start: Mapping[str, torch.Tensor]
+) -> float | None:
     """Writes `weights`, named as in `model` (which may be on meta), in `dtype` and under their Hugging Face names.
 
-    Memory: the weights of one file, and of one layer.
+    Returns the share of the update since `start` that is left after rounding: 1 - |rounded - trained|^2 / |trained -
+    start|^2, NaN where it is not known; None where nothing is rounded. Memory: the weights of one file and one layer.
     """
     out.mkdir(parents=True, exist_ok=True)
     written: list[list[str]] = []
@@ -193,39 +235,48 @@ def write_weights(out: Path, weights: Iterator[Named], model: PreTrainedModel, d
             written.append(list(kept))
             kept.clear()
 
-    total = 0
+    total, lost, moved, is_rounded = 0, 0.0, 0.0, False
     for _, group in groupby(weights, key=lambda named: _layer(named[0])):
         # The files may split a layer's weights differently, such as experts one by one.
-        part = revert_weight_conversion(model, {name: _finite(name, weight.to(dtype)) for name, weight in group})
-        for name, weight in part.items():
+        part = revert_weight_conversion(model, dict(group))
+        for name, trained in part.items():
+            weight = _finite(name, trained.to(dtype))
+            if dtype.itemsize < trained.dtype.itemsize:
+                is_rounded = True
+                if name in start:
+                    lost += float((weight.float() - trained).double().square().sum())
+                    moved += float((trained - start[name].float()).double().square().sum())
             if sum(each.nbytes for each in kept.values()) + weight.nbytes > FILE_BYTES:
                 flush()
             kept[name] = weight.contiguous()
             total += weight.nbytes
     flush()
+    left = None if not is_rounded else max(0.0, 1 - lost / moved) if moved else math.nan
     if len(written) == 1:
         (out / "part-0").rename(out / "model.safetensors")
-        return
+        return left
     index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": {}}
     for number, names in enumerate(written):
         file = f"model-{number + 1:05}-of-{len(written):05}.safetensors"
         (out / f"part-{number}").rename(out / file)
         index["weight_map"] |= dict.fromkeys(names, file)
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return left
 
 
 class MergedShards(Mapping[str, torch.Tensor]):
-    """The weights of a sharded state, each merged from its shards on access."""
+    """The weights of a sharded state, or with another `prefix` of a model folder, each merged from its shards on
+    access."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "model.") -> None:
         reader = HuggingFaceStorageReader(str(folder))
-        self._found = reader.read_metadata()
+        self._found, self._prefix = reader.read_metadata(), prefix
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        saved: Any = self._found.state_dict_metadata[f"model.{name}"]
+        saved: Any = self._found.state_dict_metadata[f"{self._prefix}{name}"]
         whole = torch.empty(saved.size, dtype=saved.properties.dtype)
         for index, file in self._found.storage_data.items():
-            if index.fqn == f"model.{name}":
+            if index.fqn == f"{self._prefix}{name}":
                 at = tuple(slice(start, start + size) for start, size in zip(index.offset, file.shape, strict=True))
                 with safe_open(file.relative_path, framework="pt") as opened:  # a closed file uses no memory
                     whole[at] = opened.get_tensor(index.fqn)
@@ -233,7 +284,7 @@ class MergedShards(Mapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         names = self._found.state_dict_metadata
-        return (name.removeprefix("model.") for name in names if name.startswith("model."))
+        return (name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

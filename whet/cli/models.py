@@ -60,6 +60,10 @@ def export(
         bool, typer.Option("--adapter", help="write only the trained adapter, in peft's format, without merging it")
     ] = False,
     base: Annotated[str | None, typer.Option(help="path of the adapter's base model, if it has moved")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="dtype of the weights; default: that of the run's rollout, without a rollout float32"),
+    ] = None,
     hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to the hub too")] = None,
     private: Annotated[bool, typer.Option("--private", help="with --hub: make a new repository private")] = False,
     trust_remote_code: Annotated[
@@ -72,7 +76,7 @@ def export(
     from whet.tracking.long_phases import long_phase
 
     with long_phase("exporting"):
-        run(checkpoint, out, adapter=adapter, base=base, trust_remote_code=trust_remote_code)
+        run(checkpoint, out, adapter=adapter, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
     typer.echo(f"wrote {out}")
     if hub is not None:
         with long_phase("uploading"):

@@ -210,6 +210,13 @@ class Frame:
         """The transformers config that checkpoints keep for `whet export`."""
         return load_config(self._model_path, trust_remote_code=self.config.model.trust_remote_code)
 
+    @property
+    def _weights(self) -> dict[str, str | None]:
+        """The model whose weights the run started from, and the dtype of those that it validates."""
+        config, model = self.config, self.config.model
+        dtype = (config.rollout.dtype or model.dtype) if isinstance(config, TrainConfig) else "float32"
+        return {"start": None if model.lora.path else str(self._model_path), "dtype": dtype}
+
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder.
 
@@ -220,13 +227,14 @@ class Frame:
                 self.run_dir,
                 self.step,
                 roles=self.roles,
-                state=self.state(),
+                state={**self.state(), **self._weights},
                 score=self.score,
                 is_good=self.is_good,
                 tokenizer=self.tokenizer,
                 model_path=self._model_path,
                 model_config=self.model_config,
                 save_limit=self.config.trainer.save_limit,
+                chat=self.config.data.template_options,
             )
         if self.uploads is not None:
             self.uploads.checkpoint(folder)

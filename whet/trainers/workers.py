@@ -183,6 +183,7 @@ def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
         "model_path": whole(settings.model_path),
         "adapter_path": whole(settings.adapter_path),
         "allow_pickle": settings.allow_pickle,
+        "dtype": settings.dtype,  # of the adapted layers' own weights
         "lora": {"rank": lora.rank, "alpha": lora.alpha, "target_modules": lora.target_modules},
     }
 

@@ -143,7 +143,7 @@ def test_exported_weights_have_the_names_of_transformers_folders(
 ) -> None:
     model = load_policy(folder_of(family))
     write_weights(
-        tmp_path, ((name, weight.detach()) for name, weight in model.named_parameters()), model, torch.float32
+        tmp_path, ((name, weight.detach()) for name, weight in model.named_parameters()), model, torch.float32, {}
     )
     with (
         safe_open(folder_of(family) / "model.safetensors", framework="pt") as expected,
