@@ -18,13 +18,14 @@ from whet.config import TrainConfig
 from whet.config.schema import DataConfig
 from whet.data.load import load_prompts
 from whet.data.media import MediaLimits, MediaReader
+from whet.data.written import warn_once
 from whet.errors import DataError
 from whet.evaluation.answers import readable
 from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 from whet.phases import watching
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.collect import BARE_TAG, Collector, Stage, _warn
+from whet.rollout.collect import BARE_TAG, Collector, Stage
 from whet.rollout.episode import Limits
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
@@ -422,7 +423,7 @@ def test_observations_have_images(
     row = {"prompt": "<image>?", "images": [encoded(picture(56))]}
     [prompt] = load_prompts(data, sighted, rows=[row], with_answers=False).items
     reader = MediaReader(MediaLimits(), sighted.vision, tmp_path / "media")
-    _warn.cache_clear()  # another test may have had the warning
+    warn_once.cache_clear()  # another test may have had the warning
     collector = Collector(
         Scripted(sighted, *"abcd"),
         sighted,
@@ -456,7 +457,7 @@ def test_observations_have_images(
     assert done.failure is not None and "it has 1 images, and its text has 0 places" in done.failure.message
     assert done.failure.message.endswith("expected as many: correct the observation that the environment returned")
     # A tag without media stays text, as the last context shows, and is warned of once.
-    assert [record.getMessage() for record in caplog.records if record.name == "whet.rollout.collect"] == [BARE_TAG]
+    assert [record.getMessage() for record in caplog.records if record.name == "whet.data.written"] == [BARE_TAG]
     assert [each["digest"] for each in readable(done, sighted)["media"]] == [
         each.digest for each in done.turns[3].media
     ]

@@ -18,12 +18,13 @@ from tests.conftest import SMALL_RUN
 from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import export
-from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
+from whet.config import EvalConfig, RewardTrainingConfig, SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError
 from whet.evaluation.evaluate import evaluate
-from whet.models.load import load_policy, stop_token_ids
+from whet.models.load import load_policy, load_reward_model, stop_token_ids
 from whet.trainers.build import begin, train
 from whet.trainers.sft import train_sft
+from whet.trainers.train_reward import train_reward
 from whet.weight_sync.buckets import Digest
 
 MakeConfig = Callable[..., TrainConfig]
@@ -173,6 +174,32 @@ def test_rounding_says_what_is_left_of_the_update(
     assert "unknown share" in caplog.text
     with pytest.raises(CheckpointError, match="float16"):
         export(run.run_dir, tmp_path / "never", dtype="float16")
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_a_run_without_a_rollout_is_exported_as_it_was_trained(
+    kind: str, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In float32, also where products and the model's files are in bfloat16: the validation looked at these weights."""
+    start = narrow_start(model_folder, tmp_path / "start")
+    values = {"model.path": str(start), "model.dtype": "bfloat16", "optim.lr": 1e-5, "trainer.total_steps": 1}
+    values |= {"data.apply_chat_template": False, "data.max_length": 16, "trainer.logger": []}
+    values |= {"trainer.run_dir": str(tmp_path / "run")}
+    if kind == "sft":
+        sft = load_config(SFTConfig, None, values, given={"data"}).config
+        folder = train_sft(sft, data=[{"prompt": "1+1=", "response": "2"}] * 4).run_dir
+    else:
+        config = load_config(RewardTrainingConfig, None, values, given={"data"}).config
+        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4
+        folder = train_reward(config, data=rows).run_dir
+    with caplog.at_level(logging.INFO, "whet"):
+        out = export(folder, tmp_path / "out")
+    assert not [each for each in caplog.records if "%" in each.getMessage()]
+    saved = serialization.load(folder / "checkpoints" / "global_step_1" / "actor.state")["model"]
+    model = load_policy(out) if kind == "sft" else load_reward_model(out)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert all(torch.equal(weight, saved[name]) for name, weight in model.named_parameters())
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in model.parameters())
 
 
 CHOSEN = """\

@@ -72,10 +72,9 @@ def _export(
     weights, origin = _state(folder / "actor.state")
     saved = checkpoint.saved(folder)
     name = dtype or saved.get("dtype") or "float32"
-    if name not in ("float32", "bfloat16") or (adapter and dtype is not None):
+    if name not in ("float32", "bfloat16"):
         raise CheckpointError(
-            f"the dtype of the weights is {name!r}; expected float32 or bfloat16, and none for an adapter alone, which "
-            "is written as it was trained: correct --dtype"
+            f"{folder}: the dtype for its weights is {name!r}; expected float32 or bfloat16: set --dtype"
         )
     if origin is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")

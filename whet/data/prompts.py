@@ -98,11 +98,6 @@ class PromptFormat:
             media_keys={"image": data.image_key, "video": data.video_key},
         )
 
-    @property
-    def template_options(self) -> Mapping[str, Any] | None:
-        """The arguments of the chat template; None without a template."""
-        return self.chat_template_kwargs if self.apply_chat_template else None
-
     def messages(self, row: Mapping[str, Any], field: str) -> tuple[Message, ...]:
         """Makes the messages of a row from the text or the list of messages in `field`.  Raises: DataError."""
         content = row[field]

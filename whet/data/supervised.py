@@ -90,7 +90,12 @@ def _examples(
 ) -> list[SupervisedExample]:
     """Returns one example, or one of each turn where the chat template leaves text out and the config says so."""
     if row.get(data.messages_key) is None:
-        return [_of_response(row, prompt_format, data)]
+        if prompt_format.reader is None:
+            prompt_format.refuse_media(row)
+        field = find_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
+        response = row[find_field(row, data.response_key, "data.response_key")]
+        messages, media = prompt_format.with_media(row, prompt_format.messages(row, field))
+        return [encode_response(messages, response, prompt_format, media)]
     before, (messages, media) = (
         len(prompt_format.lost),
         prompt_format.with_media(row, read_messages(row, data.messages_key)),
@@ -114,15 +119,6 @@ def _examples(
     return made
 
 
-def _of_response(row: Mapping[str, Any], prompt_format: PromptFormat, data: SupervisedDataConfig) -> SupervisedExample:
-    if prompt_format.reader is None:
-        prompt_format.refuse_media(row)
-    field = find_field(row, data.prompt_key, "data.prompt_key or data.messages_key")
-    response = row[find_field(row, data.response_key, "data.response_key")]
-    messages, media = prompt_format.with_media(row, prompt_format.messages(row, field))
-    return encode_response(messages, response, prompt_format, media)
-
-
 def _truncated(example: SupervisedExample, length: int) -> SupervisedExample | None:
     """The beginning of an example; None where no trained token is left, or where it ends inside a media."""
     ids, mask = example.input_ids[:length], example.loss_mask[:length]
@@ -138,7 +134,7 @@ def encode_response(
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
         raise DataError(f"expected text as the response, found {type(response).__name__}; correct the row")
-    end = end_of_turn(tokenizer, prompt_format.template_options)
+    end = end_of_turn(tokenizer, prompt_format.chat_template_kwargs if prompt_format.apply_chat_template else None)
     if end is None:
         raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
     if prompt_format.apply_chat_template:

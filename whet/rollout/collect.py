@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain, takewhile
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
 from whet.data.media import Kind, MediaReader
 from whet.data.placeholders import expanded, has_parts, has_tag, place
+from whet.data.written import warn_once
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Observation
 from whet.environments.tools.toolbox import Toolbox
@@ -27,7 +27,6 @@ from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
 
-log = logging.getLogger(__name__)
 BARE_TAG = (
     "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
     "text (said once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
@@ -65,12 +64,12 @@ class TemplateCodec:
         if observation.media or has_parts(observation.messages):
             return self._with_media(observation)
         if self.reader is not None and has_tag(observation.messages):  # perhaps text of somebody else
-            _warn(BARE_TAG)
+            warn_once(BARE_TAG)
         return observation
 
     def _with_media(self, observation: Observation) -> Observation:
         if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
-            _warn("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
+            warn_once("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
             return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
             raise DataError("the observation has images or videos, but the model reads only text; leave them out")
@@ -99,12 +98,6 @@ class TemplateCodec:
             self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
         )
         return encode_rendered(self.tokenizer, [text])[0]
-
-
-@cache
-def _warn(text: str) -> None:
-    """Warns once in a process."""
-    log.warning("%s", text)
 
 
 def _as_text(message: Message) -> Message:
