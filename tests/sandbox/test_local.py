@@ -130,6 +130,8 @@ def test_ways_to_read_and_write(box: LocalSandbox, language: str, source: str) -
     command = (LANGUAGES | MORE)[language].run[0]
     if not command.startswith("./") and language != "python" and shutil.which(command) is None:
         pytest.skip(f"{command} is not installed")
+    if "multiprocessing" in source and box.name == "unisolated":
+        pytest.skip("its locks lie in /dev/shm, where a program without namespaces may not write")
     box.languages = LANGUAGES | MORE
     limits = Limits(seconds=30.0, cpu_seconds=30.0)
     [ran] = box.run(Program(language, source, limits, limits), [b"21\n"])
@@ -165,7 +167,7 @@ def test_folders_of_a_toolchain(toolchain: Path) -> None:
             LocalSandbox(isolated=isolated, languages=table).run(program, [b""])
         box = LocalSandbox(isolated=isolated, languages=table, paths=[str(folder.parent)])
         [ran] = box.run(program, [b""])
-        assert (ran.stdout, ran.code) == (b"42\n", 7 if isolated else 0)
+        assert (ran.stdout, ran.code) == (b"42\n", 7)
         box.close()
     for wrong in ("toolchain", str(folder / "none"), str(folder / "double"), "/", "/tmp"):
         with pytest.raises(SandboxError, match=f"paths has '{wrong}'; expected the absolute path of a folder"):
@@ -182,12 +184,12 @@ def test_a_language_of_ones_own() -> None:
     box.close()
 
 
-def test_a_toolchain_that_cannot_start_is_an_error_and_a_program_that_ends_so_is_not(tmp_path: Path) -> None:
-    tool = tmp_path / "tool"
+def test_a_toolchain_that_cannot_start_is_an_error_and_a_program_that_ends_so_is_not(toolchain: Path) -> None:
+    tool = toolchain / "tool"
     tool.write_text("#!/bin/sh\necho 'tool: error while loading shared libraries: libx.so' >&2\nexit 127\n")
     tool.chmod(0o755)
     for language in (Language("a.x", [str(tool), "a.x"]), Language("a.x", ["./a"], [str(tool), "a.x"], "a")):
-        box = LocalSandbox(isolated=False, languages={"x": language})
+        box = LocalSandbox(isolated=False, languages={"x": language}, paths=[str(toolchain)])
         with pytest.raises(
             SandboxError, match=r"does not start \(tool: error while loading shared libraries: libx.so\) for"
         ):

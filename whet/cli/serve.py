@@ -70,9 +70,7 @@ def serve_sandbox(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="programs that run at a time; unset: one for each core")
     ] = None,
-    sandbox: Annotated[
-        str, typer.Option(help="bubblewrap, or unisolated: programs can do what this user can")
-    ] = "bubblewrap",
+    sandbox: Annotated[str, typer.Option(help="bubblewrap, or unisolated: held by Landlock alone")] = "bubblewrap",
     python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
     path: Annotated[
         list[str] | None, typer.Option(help="folder of a toolchain that programs see, read-only; may be repeated")

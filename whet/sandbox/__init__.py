@@ -2,7 +2,7 @@
 """Untrusted programs, with limits, and without network, files or other processes to see.
 
 protocol  `Job`, `Limits`, `Ran`, and the contract of a sandbox
-local     on this machine: bubblewrap, or resource limits alone, which must be asked for
+local     on this machine: bubblewrap, or Landlock and limits alone, which must be asked for
 http      a service with SandboxFusion's interface
 inside    the code that runs inside, of which nothing imports whet
 """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes on this machine: bubblewrap around one process that starts programs in namespaces of their own, and,
-without any isolation, the same process alone."""
+"""Sandboxes on this machine: bubblewrap around one process that starts programs in namespaces of their own, and the
+same process without namespaces, whose programs Landlock holds where the kernel has it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import SandboxError
+from whet.sandbox.inside import whet_landlock
 from whet.sandbox.inside.whet_zygote import LENGTH, SCRATCH, receive
 from whet.sandbox.protocol import Job, Language, Limits, Program, Ran, until_late
 
+log = logging.getLogger(__name__)
 INSIDE = Path(__file__).parent / "inside"
 INSIDE_SHOWN = "/opt/whet"  # where it lies inside
 END_SECONDS = 1.0  # for a process whose programs are lost
@@ -48,7 +51,7 @@ LANGUAGES = {
 }
 INSTALL = (
     "install bubblewrap (`apt-get install bubblewrap`), use a service (sandbox=http://HOST:PORT), or accept programs "
-    "without isolation, which can read, write and send whatever this user can (sandbox=unisolated)"
+    "without namespaces, held by Landlock alone where the kernel has it (sandbox=unisolated)"
 )
 
 
@@ -56,8 +59,9 @@ class LocalSandbox:
     """Programs on this machine. Starts its process with the first job; it ends with this object and with this process.
 
     Isolated programs see the system's libraries and compilers (/usr), the Python interpreter `python`, the folders
-    `paths`, and an empty scratch folder; no network, no other process. `isolated=False` is resource limits alone.
-    Commands are also found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is no folder.
+    `paths`, and an empty scratch folder; no network, no other process. With `isolated=False` they read the same and
+    write their scratch folder alone where the kernel has Landlock, as nobody where this user is root. Commands are also
+    found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is no folder.
     """
 
     def __init__(
@@ -90,6 +94,10 @@ class LocalSandbox:
     def name(self) -> str:
         """The kind of isolation."""
         return "bubblewrap" if self._isolated else "unisolated"
+
+    @property
+    def _advice(self) -> str:
+        return f"; {INSTALL}" if self._isolated else ""
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
         """Compiles a program and runs it once for each standard input.  Raises: SandboxError."""
@@ -124,6 +132,11 @@ class LocalSandbox:
 
     def run_job(self, job: Job) -> Ran:
         """Runs a command or Python code to its end.  Raises: SandboxError."""
+        for name in (*job.files, *job.collect):
+            if name.startswith("/") or not {"", ".."}.isdisjoint(name.split("/")) or "\0" in name:
+                raise SandboxError(
+                    f"{name!r} is no file of the scratch folder; expected a relative path without '..': correct it"
+                )
         for _ in range(2):  # a process that died is replaced
             ours, theirs = socket.socketpair()
             with ours:
@@ -142,7 +155,7 @@ class LocalSandbox:
                     why = f"{error}"
                     with suppress(subprocess.TimeoutExpired):  # it alone died, or the whole process did
                         self._process.wait(END_SECONDS)
-        raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}; {INSTALL}")
+        raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}{self._advice}")
 
     def close(self) -> None:
         """Ends the process and its programs."""
@@ -160,7 +173,7 @@ class LocalSandbox:
         answer = json.loads(receive(channel))
         out, errors, *files = [receive(channel) for _ in range(2 + len(answer["files"]))]
         if answer["end"] == "sandbox":
-            raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}; {INSTALL}")
+            raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}{self._advice}")
         found = dict(zip(answer["files"], files, strict=True))
         return Ran(answer["end"], answer["code"], out, errors, answer["seconds"], answer["cpu_seconds"], found)
 
@@ -177,18 +190,23 @@ class LocalSandbox:
         ours, theirs = socket.socketpair()
         folder = INSIDE_SHOWN if self._isolated else str(INSIDE)
         command = [*self.python, f"{folder}/whet_zygote.py", folder, str(theirs.fileno())]
-        command += ["isolated" if self._isolated else "unisolated"]
         wrapper = self._wrapper() if self._isolated else []
-        with theirs, tempfile.TemporaryFile() as log:
+        if not self._isolated and not whet_landlock.version():
+            log.warning(
+                "this kernel has no Landlock (Linux 5.13), so programs may read and write what this user, or nobody in "
+                "root's place, may; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
+            )
+        command += ["isolated"] if self._isolated else ["unisolated", *self._readable()]
+        with theirs, tempfile.TemporaryFile() as said:
             process = subprocess.Popen(
                 [*wrapper, *command],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=said,
+                stderr=said,
                 env=ENVIRONMENT,
             )
-            self._errors = os.dup(log.fileno())
+            self._errors = os.dup(said.fileno())
         self._process = process
         self._end = weakref.finalize(self, _end, process, ours, self._errors)
         return ours
@@ -212,9 +230,7 @@ class LocalSandbox:
                 words += ["--symlink", str(link.readlink()), str(link)]
             elif link.is_dir():
                 words += ["--ro-bind", str(link), str(link)]
-        toolchains = ["/etc/alternatives", *map(str, Path("/etc").glob("java-*-openjdk"))]  # what /usr has links to
-        shown = ["/usr", *toolchains, *self._prefixes, *self._paths]
-        shown = [path for path in dict.fromkeys(shown) if Path(path).is_dir()]
+        shown = self._readable()
         above = sorted({str(parent) for path in [*shown, INSIDE_SHOWN] for parent in Path(path).parents} - {"/"})
         for parent in above:  # bubblewrap makes them for the owner alone
             words += ["--perms", "0755", "--dir", parent]
@@ -223,6 +239,13 @@ class LocalSandbox:
         words += ["--ro-bind", str(INSIDE), INSIDE_SHOWN]
         words += ["--proc", "/proc", "--dev", "/dev", "--dir", SCRATCH]
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
+
+    def _readable(self) -> list[str]:
+        """The folders that programs may read."""
+        toolchains = ["/etc/alternatives", *map(str, Path("/etc").glob("java-*-openjdk"))]  # what /usr has links to
+        shown = ["/usr", *toolchains, *self._prefixes, *self._paths]
+        own = [] if self._isolated else [f"/{name}" for name in LINKS if not Path("/", name).is_symlink()]
+        return [path for path in dict.fromkeys([*shown, *own]) if Path(path).is_dir()]
 
     def _log(self) -> str:
         if self._end is None:

@@ -31,7 +31,7 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}", pa
     if name not in ("bubblewrap", "unisolated"):
         raise SandboxError(
             f"no sandbox is called {name!r}; expected bubblewrap, http://HOST:PORT of a SandboxFusion service, or "
-            "unisolated, which holds nothing back but resources"
+            "unisolated, which has no namespaces, and holds programs by Landlock where the kernel has it"
         )
     sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages), paths=paths)
     check(sandbox)

@@ -37,7 +37,14 @@ DENIED: dict[str, tuple[int | None, ...]] = {
     "memfd_create": (319, 279), "memfd_secret": (447,), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
     "mq_open": (240, 180),
 }  # fmt: skip
-CLONE, CLONE3, IOCTL, SOCKETS = (56, 220), 435, (16, 29), ((41, 198), (53, 199))
+# What Landlock does not hold: modes and owners of this user's files, and, on older kernels, lengths by path.
+UNHELD: dict[str, tuple[int | None, ...]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452,), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45), "setxattr": (188, 5),
+    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "setxattrat": (463,), "removexattrat": (466,),
+}  # fmt: skip
+CLONE, CLONE3, IOCTL, SOCKET, SOCKETPAIR = (56, 220), 435, (16, 29), (41, 198), (53, 199)
 NEW_NAMESPACE = 0x7E020000  # the CLONE_NEW* flags
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # type into a terminal
@@ -49,16 +56,17 @@ _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_dat
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # of prctl
 
 
-def program() -> bytes:
-    """The filter for this machine's architecture, as an array of sock_filter.  Raises: OSError for another one."""
+def program(*, isolated: bool) -> bytes:
+    """The filter for this machine's architecture, as an array of sock_filter. A program that is not isolated gets no
+    sockets, by which it could ask services of this user for what it may not do.  Raises: OSError for another
+    architecture."""
     if os.uname().machine not in ARCHITECTURES:
         raise OSError(
             errno.ENOSYS, f"no filter of system calls for {os.uname().machine}; there is one for x86_64, aarch64"
         )
     column, architecture = ARCHITECTURES[os.uname().machine]
-    denied = [
-        number for numbers in DENIED.values() if (number := numbers[column if len(numbers) > 1 else 0]) is not None
-    ]
+    calls = [*DENIED.values(), *([] if isolated else UNHELD.values())]
+    denied = [number for numbers in calls if (number := numbers[column if len(numbers) > 1 else 0]) is not None]
     deny = _statement(_RETURN, _ERRNO | errno.EPERM)
     code = [_statement(_LOAD, _ARCHITECTURE), _jump(_EQUAL, architecture, 1, 0), _statement(_RETURN, _KILL)]
     code += [_statement(_LOAD, _NUMBER), _jump(_AT_LEAST, X32, 0, 1), deny]
@@ -69,9 +77,9 @@ def program() -> bytes:
     code += [_statement(_RETURN, _ALLOW)]
     code += [_jump(_EQUAL, IOCTL[column], 0, 5), _statement(_LOAD, _SECOND)]
     code += [_jump(_EQUAL, TIOCSTI, 1, 0), _jump(_EQUAL, TIOCLINUX, 0, 1), deny, _statement(_RETURN, _ALLOW)]
-    for numbers in SOCKETS:
-        code += [_jump(_EQUAL, numbers[column], 0, len(FAMILIES) + 3), _statement(_LOAD, _FIRST)]
-        code += [_jump(_EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)]
+    for numbers, families in ((SOCKET, FAMILIES if isolated else ()), (SOCKETPAIR, FAMILIES)):
+        code += [_jump(_EQUAL, numbers[column], 0, len(families) + 3), _statement(_LOAD, _FIRST)]
+        code += [_jump(_EQUAL, family, len(families) - place, 0) for place, family in enumerate(families)]
         code += [_statement(_RETURN, _ERRNO | errno.EAFNOSUPPORT), _statement(_RETURN, _ALLOW)]
     return b"".join([*code, _statement(_RETURN, _ALLOW)])
 

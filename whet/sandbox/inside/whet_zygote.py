@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that starts programs, each in namespaces of its own; nothing of whet is imported.
 
-    python -I -S whet_zygote.py FOLDER DESCRIPTOR isolated|unisolated
+    python -I -S whet_zygote.py FOLDER DESCRIPTOR isolated|unisolated [READABLE ...]
 
 It runs inside bubblewrap, has loaded common modules, and forks for every connection that it gets over the socket
 DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills it as a whole, and answers:
@@ -14,7 +14,8 @@ has the program's own processes and nothing else, read-only; init, and whet_test
 they are not shown there. Nothing else can be written. Its standard input is sent after the fork, so that it is in no
 memory that the program inherits.
 
-Unisolated, the program runs as this user with resource limits alone, in a folder of its own.
+Unisolated, the program runs in a folder of its own, as nobody where this user is root, with the filter, the resource
+limits and, where the kernel has Landlock, READABLE to read and its folder to write (whet_landlock).
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ SCRATCH = "/tmp"
 TICK_SECONDS = 0.02
 READ_BYTES = 1 << 16
 LENGTH = struct.Struct("!Q")
-PAGE = os.sysconf("SC_PAGE_SIZE")
 KILLING_SIGNALS = {signal.SIGXCPU: "timeout", signal.SIGXFSZ: "disk"}
 
 
@@ -117,15 +117,17 @@ class Program:
         self.limits, self.isolated = job["limits"], isolated
         self.output, self.errors = bytearray(), bytearray()
         self.folder = None if isolated else tempfile.mkdtemp(prefix="whet-unisolated-")
+        if self.folder and os.getuid() == 0:
+            os.chown(self.folder, NOBODY, NOBODY)
         ours, theirs = socket.socketpair()
         inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
         self.started = self.next_look = time.monotonic()
         if isolated:
             _check(LIBC.unshare(NEW_PIDS), "a namespace of processes")
-            for descriptor in (inputs[0], outputs[1], errors[1]):
-                os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdin
         else:
             _check(LIBC.prctl(SUBREAPER, 1, 0, 0, 0), "taking over orphans")
+        for descriptor in (inputs[0], outputs[1], errors[1]):
+            os.fchmod(descriptor, 0o666)  # the program, another user, may open /dev/stdin
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
@@ -144,6 +146,7 @@ class Program:
             self._map_user()
         message, descriptors, _, _ = socket.recv_fds(ours, 600, 1)
         if not descriptors:
+            self.close()
             raise SetupError(message[1:].decode() or "it ended while it was prepared")
         self.scratch = descriptors[0]
         self.end_descriptor = os.pidfd_open(self.pid)
@@ -243,10 +246,10 @@ class Program:
         if now < self.next_look:
             return None
         self.next_look = now + TICK_SECONDS
-        pids = descendants()
+        pids = reading.descendants()
         if len(pids) > limits["processes"] + 1:
             return "processes"
-        used = sum(map(resident, pids))
+        used = sum(map(reading.resident, pids))
         if self.isolated:
             disk = os.fstatvfs(self.scratch)
             used += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
@@ -257,11 +260,11 @@ class Program:
         if self.isolated:  # with its first process a namespace ends
             _signal(self.pid)
         else:
-            for pid in descendants():
+            for pid in reading.descendants():
                 _signal(pid)
         try:
             while os.wait():
-                for pid in descendants():
+                for pid in reading.descendants():
                     _signal(pid)
         except ChildProcessError:  # there are no more
             pass
@@ -277,7 +280,7 @@ class Program:
         found = {}
         for name in names:
             try:
-                descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.scratch)
+                descriptor = reading.open_beneath(self.scratch, name)
             except OSError:
                 continue
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -286,28 +289,6 @@ class Program:
             else:
                 os.close(descriptor)
         return found
-
-
-def descendants() -> list[int]:
-    """The processes that descend from this one."""
-    found = [os.getpid()]
-    for each in found:
-        try:
-            for task in os.listdir(f"/proc/{each}/task"):
-                with open(f"/proc/{each}/task/{task}/children") as file:
-                    found += map(int, file.read().split())
-        except OSError:  # it has ended
-            continue
-    return found[1:]
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory of a process."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * PAGE
-    except OSError:
-        return 0
 
 
 # -- the program's side
@@ -322,6 +303,9 @@ def init(
     os.setsid()
     if folder is None:
         _isolate(state, job["limits"])
+    else:
+        landlock.leave_root(READABLE)
+        LIBC.prctl(DUMPABLE, 0, 0, 0, 0)
     os.chdir(folder or SCRATCH)
     for name, content in files.items():
         if os.path.dirname(name):
@@ -336,7 +320,7 @@ def init(
         for descriptor, pipe in enumerate(pipes):
             os.dup2(pipe, descriptor)
         os.closerange(3, 1 << 16)
-        _run(job, isolated=folder is None)
+        _run(job, folder)
     socket.send_fds(state, [b"s"], [opened])
     os.closerange(0, state.fileno())
     os.closerange(state.fileno() + 1, 1 << 16)
@@ -371,7 +355,7 @@ def _mount(source: str, place: str, flags: int, options: str = "") -> None:
     _check(LIBC.mount(*call), f"a file system at {place}")
 
 
-def _run(job: dict[str, Any], *, isolated: bool) -> None:
+def _run(job: dict[str, Any], folder: str | None) -> None:
     """Becomes the program. Its standard error tells what went wrong before."""
     try:
         limits = job["limits"]
@@ -385,11 +369,15 @@ def _run(job: dict[str, Any], *, isolated: bool) -> None:
             (resource.RLIMIT_MSGQUEUE, 0),
         ):
             resource.setrlimit(kind, (value, value + (kind == resource.RLIMIT_CPU)))
-        if isolated:  # elsewhere all processes of the user would count
+        if folder is None:  # elsewhere all processes of the user would count
             resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 1,) * 2)
             header, nothing = struct.pack("Ii", *DROP_CAPABILITIES), bytes(24)
             _check(LIBC.capset(header, nothing), "dropping capabilities")
-            LIBC.prctl(DUMPABLE, 1, 0, 0, 0)  # it may read /proc/self
+        else:
+            job["environment"] |= {"HOME": folder, "TMPDIR": folder}
+            landlock.hold(READABLE, folder)
+        LIBC.prctl(DUMPABLE, 1, 0, 0, 0)  # it may read /proc/self
+        if FILTER:
             seccomp.install(FILTER)
         if job["argv"]:
             os.execvpe(job["argv"][0], job["argv"], job["environment"])
@@ -398,16 +386,16 @@ def _run(job: dict[str, Any], *, isolated: bool) -> None:
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
         os._exit(127)
-    _be_main(job["code"])
+    _be_main(job["code"], folder or SCRATCH)
 
 
-def _be_main(code: str) -> None:
+def _be_main(code: str, folder: str) -> None:
     """Runs Python code in this process as a script would run."""
     import builtins
     import traceback
     import types
 
-    sys.argv, sys.path = ["solution.py"], [SCRATCH, *sys.path]
+    sys.argv, sys.path, tempfile.tempdir = ["solution.py"], [folder, *sys.path], None
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = open(descriptor, mode, encoding="utf-8", closefd=False, errors="surrogateescape")
         vars(sys).update({name: stream, f"__{name}__": stream})
@@ -479,8 +467,11 @@ def _signal(pid: int) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     isolated = sys.argv[3] == "isolated"
+    READABLE = [sys.argv[1], *sys.argv[4:]]
     seccomp: Any = importlib.import_module("whet_seccomp")
-    FILTER = seccomp.program() if isolated else b""
+    landlock: Any = importlib.import_module("whet_landlock")
+    reading: Any = importlib.import_module("whet_reading")
+    FILTER = seccomp.program(isolated=isolated) if isolated or os.uname().machine in seccomp.ARCHITECTURES else b""
     for name in PRELOADED:
         importlib.import_module(name)
     serve(socket.socket(fileno=int(sys.argv[2])), isolated)

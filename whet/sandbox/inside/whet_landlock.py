@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds an unisolated program without namespaces, so without any privilege: Landlock for its files, and another user
+where this one is root; nothing of whet is imported.
+
+Landlock (Linux 5.13) lets a process give up access to files for itself and all that it starts. It covers opening,
+creating, removing, renaming and linking; since 6.2 truncating; since 6.7 TCP; since 6.12 signals to other processes.
+It does not cover changes of modes and owners, which the filter of system calls denies (whet_seccomp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+from collections.abc import Sequence
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+CREATE, ADD, RESTRICT = 444, 445, 446  # system calls, on every architecture
+EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
+DEVICE_NODES = 1 << 6 | 1 << 11  # to make them
+OF_FILES = EXECUTE | WRITE | READ | 1 << 14 | 1 << 15  # rights that a rule on a file may have
+RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # number of the rights, by the version since which there are that many
+TCP_SINCE, SIGNALS_SINCE = 4, 6
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+CONFIGURATION = "alternatives group ld.so.cache localtime nsswitch.conf passwd ssl/openssl.cnf timezone"
+SYSTEM = ("/proc", "/sys/devices/system/cpu", "/sys/fs/cgroup", *(f"/etc/{name}" for name in CONFIGURATION.split()))
+NOBODY = 65534
+READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: below what Landlock shows, whoever owns it
+CAPABILITIES = 0x20080522  # version of the call
+KEEP_CAPABILITIES, NO_NEW_PRIVILEGES, AMBIENT, RAISE = 8, 38, 47, 2  # of prctl
+
+
+def version() -> int:
+    """The version of the kernel's Landlock; 0 where it has none."""
+    return max(0, int(LIBC.syscall(CREATE, None, ctypes.c_size_t(0), 1)))
+
+
+def leave_root(readable: Sequence[str]) -> None:
+    """Becomes nobody where this user is root. Keeps the right to read any file only where Python lies in a folder that
+    nobody can enter, and Landlock holds the program.  Raises: PermissionError where root would stay unheld."""
+    if os.geteuid() != 0:
+        return
+    LIBC.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
+    try:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    except OSError as error:
+        if not version():
+            raise PermissionError(
+                f"this user is root, the kernel has no Landlock, and another user cannot be taken ({error.strerror}), "
+                "so a program could change the whole machine; start whet as another user"
+            ) from error
+        _set_capabilities(0)
+        return
+    hidden = [path for path in readable if not _is_shown(path)]
+    if hidden and version():
+        _set_capabilities(READ_ALL)
+        hidden = [path for path in readable if not _is_shown(path)]
+    if hidden:
+        raise PermissionError(
+            f"this user is root, so programs run as nobody, who cannot read {hidden[0]}; expected a Python and folders "
+            "that every user can read; start whet as another user, or move them"
+        )
+
+
+def hold(readable: Sequence[str], folder: str) -> None:
+    """Takes from this process, and all that it starts, every file but those below `readable` and what Python needs, to
+    read, and those below `folder`, to write. Does nothing on a kernel without Landlock.  Raises: OSError."""
+    found = version()
+    LIBC.prctl(AMBIENT, RAISE, 2, 0, 0)  # what leave_root has kept stays when another program is started
+    if LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"no new privileges: {os.strerror(ctypes.get_errno())}")
+    if not found:
+        return
+    known = (1 << max(number for since, number in RIGHTS.items() if since <= found)) - 1
+    header = struct.pack("QQQ", known, 3 if found >= TCP_SINCE else 0, 3 if found >= SIGNALS_SINCE else 0)
+    ruleset = _call(CREATE, header, ctypes.c_size_t(len(header)), 0)
+    rules = dict.fromkeys([*readable, *SYSTEM], EXECUTE | READ | LIST) | dict.fromkeys(DEVICES, READ | WRITE)
+    for path, rights in [*rules.items(), (folder, known & ~DEVICE_NODES)]:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # this system does not have it, or this user may not see it
+            continue
+        allowed = rights if stat.S_ISDIR(os.fstat(descriptor).st_mode) else rights & OF_FILES
+        _call(ADD, ruleset, 1, struct.pack("=Qi", allowed & known, descriptor), 0)
+        os.close(descriptor)
+    _call(RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+def _is_shown(path: str) -> bool:
+    try:
+        os.stat(path)
+    except PermissionError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _set_capabilities(kept: int) -> None:
+    header, sets = struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0)
+    LIBC.capset(header, sets)  # fails where this root does not have it, as in many containers
+
+
+def _call(number: int, *arguments: object) -> int:
+    result = int(LIBC.syscall(number, *arguments))
+    if result < 0:
+        code = ctypes.get_errno() or errno.ENOSYS
+        raise OSError(code, f"Landlock: {os.strerror(code)}")
+    return result
