@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import signal
 import threading
@@ -11,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 SECONDS = 10.0
 NUM_BYTES = 2**30
+REPLY_BYTES = 16 * 2**20  # of the reply of a server
+REPLY_DEPTH = 64
 _AGAIN_SECONDS = 1.0  # until the next alarm, in case the block catches the first one
 _inside: list[float] = []  # the limit of the current block of the main thread
 
@@ -58,6 +63,34 @@ def cause(error: Exception) -> str:
         if isinstance(error, MemoryError)
         else str(error).rstrip(".")
     )
+
+
+def read_json(content: bytes | str, most: int = REPLY_BYTES) -> Any:
+    """Reads the reply of a server that may lie.  Raises: ValueError for one of more than `most` bytes or REPLY_DEPTH
+    levels, or with a number that a float does not hold."""
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    try:
+        value = json.loads(content, parse_constant=_number, parse_float=_number, parse_int=_number)
+    except RecursionError as error:
+        raise ValueError(f"it is nested more than {REPLY_DEPTH} levels deep") from error
+    level = [value]
+    for _ in range(REPLY_DEPTH):
+        level = [
+            each
+            for outer in level
+            for each in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {REPLY_DEPTH} levels deep")
+
+
+def _number(text: str) -> float:
+    value: float = int(text) if text.lstrip("-").isdecimal() and len(text) < 300 else float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it has the number {text[:20]}, which no float holds")
+    return value
 
 
 def _address_space() -> int:

@@ -6,19 +6,31 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from whet_environments.openenv_client import OpenEnv, RefusedError, converted, last_lines, read_action, shown
+from whet_environments.openenv_client import (
+    OpenEnv,
+    RefusedError,
+    converted,
+    last_lines,
+    read_action,
+    read_reply,
+    read_schemas,
+    shown,
+)
 
 from whet.environments.check import Plan, check
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
@@ -336,7 +348,7 @@ def test_deadlines_errors_and_lost_servers() -> None:
                 assert (seen.reward, seen.fields) == (1.0, {"exit_code": 0.0})
                 assert seen.messages == (Message("user", str(eval(text))),)
             else:
-                assert said in seen.message
+                assert said in re.sub(r" at http://127\.0\.0\.1:\d+", "", seen.message) != seen.message
             host.close("a")
             time.sleep(0.3)  # the server takes one session, and frees it after the connection has ended
     finally:
@@ -418,3 +430,80 @@ def test_the_safety_gym_of_dipg(tmp_path: Path) -> None:
 def test_a_served_environment_passes_the_check(lake: str) -> None:
     found = check(CLIENT, {"url": lake}, Plan(PROMPT, seconds=30.0))
     assert not [finding for finding in found if finding.is_ok is False]
+
+
+SEEN = '{"type": "observation", "data": {"observation": {"x": %s}, "reward": %s, "done": false}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "null",
+        '"text"',
+        '{"type": "error"}',
+        '{"type": "error", "data": [1]}',
+        '{"type": "observation", "data": {"observation": [1]}}',
+        '{"type": "observation", "data": {"observation": null, "reward": 1}}',
+        SEEN % ("1", "1e400"),
+        SEEN % ("1", "NaN"),
+        SEEN % ("1", '"many"'),
+        SEEN % ("1", "[1]"),
+        SEEN % ("-1e400", "1"),
+        SEEN % ("Infinity", "1"),
+        SEEN % ("9" * 5000, "1"),
+        SEEN % ("[" * 70 + "]" * 70, "1"),
+        SEEN % ("[" * 100_000 + "]" * 100_000, "1"),
+        " " * (17 * 2**20),
+    ],
+    ids=range(18),
+)
+def test_a_reply_that_lies_is_an_error_that_names_the_server(text: str) -> None:
+    for each in (text, text.encode() + b"\xff"[: text.startswith("{")]):
+        with pytest.raises(RuntimeError) as failed:
+            read_reply(each, "step", "http://lab:7")
+        assert "http://lab:7" in str(failed.value) and len(str(failed.value)) < 500
+
+
+def test_a_reply_that_is_one() -> None:
+    assert read_reply(SEEN % ("[[1.5]]", "2"), "step", "u")["observation"] == {"x": [[1.5]]}
+    with pytest.raises(RefusedError):
+        errors = [{"loc": 5, "msg": ["x"]}, 3, {"loc": ["a", 1]}]
+        refused = {"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": errors}}
+        read_reply(json.dumps(refused), "step", "u")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        b"[]",
+        b"{",
+        b'{"action": 5, "observation": {}}',
+        b'{"action": {"properties": [1]}, "observation": {}}',
+        b'{"action": {"properties": {"a": 1}}, "observation": {}}',
+        b'{"action": {"properties": {"a": {"type": ["x"]}}}, "observation": {}}',
+        b'{"action": {"properties": {"a": {"anyOf": [1]}}}, "observation": {}}',
+        b'{"action": {"required": [{}]}, "observation": {}}',
+        b'{"action": {"required": 1e400}, "observation": {}}',
+        b"[" * 100_000,
+        b" " * (17 * 2**20),
+    ],
+    ids=range(11),
+)
+def test_schemas_that_are_none(schema: bytes) -> None:
+    class Schemas(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(schema)
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Schemas) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ConnectionError) as failed:
+            asyncio.run(read_schemas(url, 10.0))
+        assert url in str(failed.value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import gzip
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,83 @@ def test_a_passing_fault_is_tried_again(bad: Reply) -> None:
     with judging([bad, bad, "fine"]) as judge:
         [answer], client = ask(judge.address, request_seconds=0.5)
     assert answer.text == "fine" and (client.counts.requests, client.counts.retries) == (3, 2)
+
+
+NESTED = b'{"choices": [{"message": {"content": "fine"}}], "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+COUNTED = '{"choices": [{"message": {"content": "fine"}}], "usage": {"prompt_tokens": %s}}'
+BOMB = gzip.compress(b" " * 2**28)  # 256 MiB in a quarter of one
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Reply(raw=NESTED),
+        Reply(raw=NESTED.replace(b"[" * 100_000, b"[" * 200).replace(b"]" * 100_000, b"]" * 200)),
+        Reply(raw=b" " * (client_module.REPLY_BYTES + 1)),
+        Reply(raw=BOMB, headers={"Content-Encoding": "gzip"}),
+        Reply(raw=b"\xff\xfe" + b"{}", headers={"Content-Type": "application/json; charset=punycode"}),
+        *(
+            Reply(raw=(COUNTED % count).encode())
+            for count in ("1e400", "NaN", "-1e400", "-5", "1e12", "9" * 200, "9" * 5000, '"many"', "[1]")
+        ),
+    ],
+    ids=range(14),
+)
+def test_a_reply_that_was_made_to_break_the_client(bad: Reply) -> None:
+    with judging([bad, "fine"]) as judge:
+        [answer], client = ask(judge.address, tokens_per_minute=1e6)
+    assert answer.text == "fine" and client.counts.retries == 1
+    assert 0 <= client.counts.input_tokens <= 100 and client.counts.cost >= 0
+
+
+def test_the_error_of_a_bad_reply_names_the_server() -> None:
+    for bad in (Reply(raw=NESTED), Reply(raw=b" " * (client_module.REPLY_BYTES + 1))):
+        with judging([bad]) as judge, pytest.raises(RewardError) as failed:
+            ask(judge.address, retries=0)
+        assert judge.address in str(failed.value) and len(str(failed.value)) < 1000
+
+
+@pytest.mark.parametrize("after", ["inf", "1e400", "nan", "-inf", "99999999", "Fri, 31 Dec 9999 23:59:59 GMT"])
+def test_a_server_that_asks_to_wait_for_ever(after: str) -> None:
+    with judging([Reply(status=429, headers={"Retry-After": after})]) as judge:
+        client = Client(Settings(judge.address, "m", retries=0, deadline_seconds=1.0))
+        with pytest.raises(RewardError):
+            asyncio.run(client.complete(ASKED))
+    assert client._free_at <= time.monotonic() + client_module.MOST_ASKED_SECONDS
+
+
+@pytest.mark.parametrize("proxy", ["ftp://x", "socks9://a"])
+def test_a_client_that_cannot_be_made_says_so_each_time(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(Settings("http://judge.example/v1", "m", retries=0))
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    said = []
+    for _ in range(2):
+        with pytest.raises(RewardError) as failed:
+            asyncio.run(client.complete(ASKED))
+        said.append(str(failed.value))
+    assert said[0] == said[1] and "http://judge.example/v1" in said[0] and "PROXY" in said[0]
+    monkeypatch.delenv("ALL_PROXY")
+    with judging(["fine"]) as judge:  # it is made once it can be
+        client.settings = replace(client.settings, endpoint=judge.address)
+
+        async def again() -> str:
+            found = await client.complete(ASKED)
+            await client.close()
+            return found.text
+
+        assert asyncio.run(again()) == "fine"
+
+
+def test_an_endpoint_that_is_no_address() -> None:
+    for endpoint in ("http://[::1/v1", "http://a\0b/v1", "http://x:99999999/v1"):
+        with pytest.raises(RewardError) as failed:
+            ask(endpoint, retries=0)
+        assert repr(endpoint)[1:-1] in str(failed.value) or endpoint in str(failed.value)
+
+
+@pytest.mark.parametrize("value", ["1e400", "NaN", "9" * 400, "9" * 5000, "[" * 5000 + "]" * 5000, '"\\ud800"'])
+def test_scores_that_are_no_numbers_have_no_verdict(value: str) -> None:
+    assert RUBRICS["json"].read('{"score": ' + value + "}") is None
 
 
 @pytest.mark.parametrize("is_date", [False, True])

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,13 +27,14 @@ from whet.sandbox.http import HttpSandbox
 from whet.sandbox.local import LocalSandbox
 from whet.sandbox.open import open_sandbox
 from whet.sandbox.protocol import Language, Limits, Program
+from whet.serving import sandbox as sandbox_service
 from whet.serving.sandbox import SandboxApp
 
 
 @contextmanager
-def served(box: LocalSandbox) -> Iterator[str]:
+def served(box: LocalSandbox, api_key: str | None = None) -> Iterator[str]:
     """A service over a local sandbox."""
-    config = uvicorn.Config(SandboxApp(box, 2).asgi, host="127.0.0.1", port=0, log_level="warning")
+    config = uvicorn.Config(SandboxApp(box, 2, api_key=api_key).asgi, host="127.0.0.1", port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -157,8 +160,99 @@ def test_the_answer_has_sandbox_fusions_fields(address: str) -> None:
     unknown = httpx.post(f"{address}/run_code", json={**body, "language": "cobol"}).json()
     assert unknown["status"] == "SandboxError" and "unknown language cobol" in unknown["message"]
     assert httpx.post(f"{address}/run_code", json={"language": "python"}).status_code == 422
-    assert httpx.post(f"{address}/run_code", content=b"{").status_code == 422
+    is_json = {"Content-Type": "application/json"}
+    assert httpx.post(f"{address}/run_code", content=b"{", headers=is_json).status_code == 422
     assert httpx.get(f"{address}/v1/ping").text == "pong"
+
+
+ANOTHERS = "the answer of another client"
+READS = [
+    "/etc/passwd",
+    "../secret",
+    "a/../../secret",
+    "/proc/self/environ",
+    "found",
+    "folder/secret",
+    "process/1/root/etc/passwd",
+]
+
+
+def test_files_of_others_are_not_fetched(address: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(ANOTHERS)
+    code = f"""
+import os
+os.symlink({str(tmp_path / "secret")!r}, "found"); os.symlink({str(tmp_path)!r}, "folder")
+os.symlink("/proc", "process")
+os.mkdir("own"); open("own/file", "w").write("mine")
+"""
+    for name in [*READS, str(tmp_path / "secret"), f"folder/../{tmp_path}/secret"]:
+        body = {"code": code, "language": "python", "fetch_files": ["own/file", name]}
+        answer = httpx.post(f"{address}/run_code", json=body).json()
+        assert {*answer["files"]} <= {"own/file"}, name
+        assert answer["status"] == ("Success" if answer["files"] else "SandboxError")
+    for name in ("/tmp/x", "../x", "a/../../x"):  # nor are they written
+        body = {"code": "1", "language": "python", "files": {name: "eA=="}}
+        assert httpx.post(f"{address}/run_code", json=body).json()["status"] == "SandboxError"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Content-Type": "text/plain"}, 415),  # which any web page sends
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=application/json"}, 415),
+        ({"Host": "attacker.example"}, 403),  # a name that resolves to this machine
+        ({"Host": "127.0.0.1.attacker.example:8080"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": "localhost:1"}, 200),
+        ({"Origin": "http://attacker.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://localhost:3000"}, 200),
+    ],
+)
+def test_no_web_page_runs_programs(address: str, headers: dict[str, str], status: int) -> None:
+    body = json.dumps({"code": "print(6)", "language": "python"}).encode()
+    found = httpx.post(f"{address}/run_code", content=body, headers={"Content-Type": "application/json", **headers})
+    assert found.status_code == status and (b"6" in found.content) == (status == 200)
+
+
+def test_a_service_with_a_key(unisolated: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(unisolated, api_key="se cret") as address:
+        body = {"code": "print(6)", "language": "python"}
+        for key in ("", "Bearer", "Bearer se", "Bearer se cret2", "se cret", "Bearer s\u00e9".encode()):
+            for found in (
+                httpx.post(f"{address}/run_code", json=body, headers={"Authorization": key}),
+                httpx.get(f"{address}/v1/languages", headers={"Authorization": key}),
+            ):
+                assert found.status_code == 401 and "KEY" in found.text
+        program = Program("python", "print(6)")
+        with pytest.raises(SandboxError) as refused:
+            HttpSandbox(address).run(program, [b""])
+        assert http.KEY in str(refused.value) and "401" in str(refused.value)
+        monkeypatch.setenv(http.KEY, "se cret")
+        assert HttpSandbox(address).run(program, [b""])[0].stdout == b"6\n"
+        own = {"Host": "sandbox.lab", "Authorization": "Bearer se cret"}
+        assert httpx.post(f"{address}/run_code", json=body, headers=own).status_code == 200
+
+
+def test_an_open_service_without_a_key_is_told(
+    unisolated: LocalSandbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(uvicorn, "run", lambda *_, **__: None)
+    for host, key, told in (("127.0.0.1", None, 0), ("0.0.0.0", "k", 0), ("0.0.0.0", None, 1), ("lab7", "", 2)):
+        sandbox_service.serve(unisolated, host, 8080, 1, key)
+        assert len(caplog.records) == told
+    assert "0.0.0.0" in caplog.records[0].getMessage()
+
+
+def test_a_body_that_never_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_service, "BODY_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=10) as slow:
+        slow.sendall(b"POST /run_code HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: 100\r\n\r\n{")
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -211,6 +305,14 @@ def test_a_service_that_is_busy_is_asked_again(before: list[Any], service: tuple
         ([(200, {"status": "SandboxError", "message": "no node"})], "failed: no node; look at its log"),
         ([(200, {"status": "Success"})], "answered without run_result"),
         ([(200, [1])], r"answered \[1\]; expected .* a JSON object"),
+        ([(200, {"run_result": {"return_code": "x"}})], "SandboxFusion"),
+        ([(200, {"run_result": {"return_code": [1]}})], "SandboxFusion"),
+        ([(200, {"run_result": {"return_code": 0, "stdout": 5}})], "SandboxFusion"),
+        ([(200, {"run_result": {"return_code": 0}, "files": {"a": "%"}})], "SandboxFusion"),
+        ([(200, {"run_result": {"return_code": 0}, "files": ["a"]})], "SandboxFusion"),
+        ([(200, {"run_result": {"return_code": 0, "execution_time": [1]}})], "SandboxFusion"),
+        ([(200, b'{"run_result": {"return_code": 1e400}}')] * 4, "no float"),
+        ([(200, b"[" * 10**5)] * 4, "levels"),
     ],
 )
 def test_a_service_that_fails_is_no_failure_of_the_program(

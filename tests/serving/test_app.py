@@ -64,7 +64,7 @@ def client(qwen25_folder: Path) -> TestClient:
     assert dead.wait(20)
     tokenizer = load_tokenizer(qwen25_folder)
     reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
-    return TestClient(App(reader, thread, SETTINGS, dict).asgi)
+    return TestClient(App(reader, thread, SETTINGS, dict).asgi, base_url="http://127.0.0.1")
 
 
 @pytest.mark.timeout(60)
@@ -124,7 +124,9 @@ def test_the_deadline_holds_while_the_engine_hangs(
     reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
     thread = EngineThread(hanging, on_death=lambda error: None)  # type: ignore[arg-type]
     thread.call(lambda: None).result()
-    client = TestClient(App(reader, thread, replace(SETTINGS, deadline_seconds=0.2), dict).asgi)
+    client = TestClient(
+        App(reader, thread, replace(SETTINGS, deadline_seconds=0.2), dict).asgi, base_url="http://127.0.0.1"
+    )
     assert client.get("/health").json() == {"status": "ok"}
     for stream in (False, True):
         begun = time.monotonic()
@@ -159,7 +161,7 @@ def test_a_bug_is_an_error_of_the_api_and_is_logged(
     tokenizer = load_tokenizer(qwen25_folder)
     reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
     thread = EngineThread(hanging, on_death=lambda error: None)  # type: ignore[arg-type]
-    client = TestClient(App(reader, thread, SETTINGS, dict).asgi)
+    client = TestClient(App(reader, thread, SETTINGS, dict).asgi, base_url="http://127.0.0.1")
     monkeypatch.setattr(BodyReader, "text", bug)
     response = client.post("/v1/completions", json={"model": "m", "prompt": "hi"})
     assert response.status_code == 500 and response.json()["error"] == {
@@ -186,7 +188,7 @@ def test_a_bug_in_a_stream_is_its_last_event(
     tokenizer = load_tokenizer(qwen25_folder)
     reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
     thread = EngineThread(hanging, on_death=lambda error: None)  # type: ignore[arg-type]
-    client = TestClient(App(reader, thread, SETTINGS, dict).asgi)
+    client = TestClient(App(reader, thread, SETTINGS, dict).asgi, base_url="http://127.0.0.1")
     monkeypatch.setattr(App, "_events", first_event)
     [line, end] = client.post("/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}).text.split("\n\n")
     assert end == "" and json.loads(line.removeprefix("data: "))["error"]["type"] == "server_error"

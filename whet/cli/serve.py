@@ -67,6 +67,10 @@ def serve(
 def serve_sandbox(
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="WHET_SANDBOX_KEY", help="key that clients must send; unset: none", metavar="KEY"),
+    ] = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="programs that run at a time; unset: one for each core")
     ] = None,
@@ -78,7 +82,8 @@ def serve_sandbox(
 ) -> None:
     """Serve a sandbox for untrusted programs.
 
-    It answers POST /run_code as SandboxFusion does; a run uses it with reward.kwargs.sandbox=http://HOST:PORT."""
+    It answers POST /run_code as SandboxFusion does; a run uses it with reward.kwargs.sandbox=http://HOST:PORT, and
+    sends the key in its environment variable WHET_SANDBOX_KEY."""
     import os
 
     from whet.errors import ConfigError, pip_install
@@ -94,7 +99,7 @@ def serve_sandbox(
         raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
     box = open_sandbox(sandbox, python, paths=tuple(path or ()))
     typer.echo(f"programs run in {box.name}; POST http://{host}:{port}/run_code; Ctrl-C ends it")
-    run(box, host, port, concurrency or os.cpu_count() or 1)
+    run(box, host, port, concurrency or os.cpu_count() or 1, api_key)
 
 
 def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:

@@ -161,11 +161,15 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
     none is added. A marked one is encoded in two parts, neither of which is a control token."""
     parts = [text.split(_MARK) for text in texts]
     found = encode_texts(tokenizer, [first for first, *_ in parts], add_special_tokens=False)
-    for ids, (_, *rest) in zip(found, parts, strict=True):
-        for part in rest:
-            # After a line break, since some tokenizers add a space before a text.
-            line_break, after, alone = encode_texts(tokenizer, ["\n", f"\n{part}", part], add_special_tokens=False)
-            ids += after[len(line_break) :] if after[: len(line_break)] == line_break else alone
+    marked = list(dict.fromkeys(part for _, *rest in parts for part in rest))  # of a hostile text a hundred thousand
+    if marked:
+        # After a line break, since some tokenizers add a space before a text.
+        both = ["\n", *(f"\n{part}" for part in marked), *marked]
+        line_break, *ids_of = encode_texts(tokenizer, both, add_special_tokens=False)
+        behind = dict(zip(marked, zip(ids_of, ids_of[len(marked) :], strict=False), strict=False))
+        for ids, (_, *rest) in zip(found, parts, strict=True):
+            for after, alone in map(behind.__getitem__, rest):
+                ids += after[len(line_break) :] if after[: len(line_break)] == line_break else alone
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from whet.errors import SandboxError
+from whet.limits import read_json
 from whet.sandbox.protocol import End, Language, Program, Ran, until_late
 
 TRIES = 4  # of a request that found the service busy or gone
@@ -22,6 +24,8 @@ GRACE_SECONDS = 30.0  # for the service to answer, beyond the limits of the prog
 SERVED = {name: name for name in ("python", "cpp", "bash", "java", "go", "rust")} | {"javascript": "nodejs"}
 TOLD = "whet: "  # before the end of a program in `message`, from a service of `whet serve-sandbox`
 FULL = (429, 502, 503, 504)
+KEY = "WHET_SANDBOX_KEY"  # environment variable of the API key of a service
+MOST_BYTES = 256 * 2**20  # of an answer
 
 
 class HttpSandbox:
@@ -74,11 +78,13 @@ class HttpSandbox:
         """Posts a body, or gets what is at a path: None where there is nothing."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.address}{path}", data, {"Content-Type": "application/json"})
+        if secret := os.environ.get(KEY):
+            request.add_unredirected_header("Authorization", f"Bearer {secret}")
         wait, why = WAIT_SECONDS, ""
         for last in (False,) * (TRIES - 1) + (True,):
             try:
                 with urllib.request.urlopen(request, timeout=seconds) as answer:
-                    found = json.loads(answer.read())
+                    found = read_json(answer.read(MOST_BYTES + 1), MOST_BYTES)
                 if not isinstance(found, dict):
                     raise SandboxError(
                         f"{self.address} answered {found!r:.200}; expected SandboxFusion's answer, a JSON object"
@@ -88,6 +94,8 @@ class HttpSandbox:
                 why = f"status {error.code}: {error.read(500).decode(errors='replace')}"
                 if body is None and error.code in (404, 405, 501):
                     return None
+                if error.code == 401:
+                    why += f"; set its key as the environment variable {KEY}"
                 if error.code not in FULL:
                     break
             except (OSError, ValueError) as error:
@@ -108,6 +116,12 @@ class HttpSandbox:
         result = ran or compiled
         if not isinstance(result, dict):
             raise SandboxError(f"{self.address} answered without run_result: {answer!r:.200}; is it SandboxFusion?")
+        try:
+            return self._ran(answer, ran, result)
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise SandboxError(f"{self.address} answered {answer!r:.200}: {error}; is it SandboxFusion?") from error
+
+    def _ran(self, answer: dict[str, Any], ran: object, result: dict[str, Any]) -> Ran:
         code = result.get("return_code")
         end: End = "ok" if code == 0 else "failed"
         if result.get("status") == "TimeLimitExceeded":
@@ -115,7 +129,8 @@ class HttpSandbox:
         told = str(answer.get("message") or "").removeprefix(TOLD)
         end = told if told in get_args(End) else "compile" if ran is None else end  # type: ignore[assignment]
         out, errors = ((result.get(name) or "").encode() for name in ("stdout", "stderr"))
-        files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
-        return Ran(
-            end, -9 if code is None else int(code), out, errors, result.get("execution_time") or 0.0, files=files
-        )
+        files = {
+            name: base64.b64decode(content, validate=True) for name, content in (answer.get("files") or {}).items()
+        }
+        seconds = float(result.get("execution_time") or 0.0)
+        return Ran(end, -9 if code is None else int(code), out, errors, seconds, files=files)

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -30,6 +28,8 @@ from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, Text
 from whet.serving.bodies import ApiError, Asked, BodyReader, ChatBody, unsupported
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
+from whet.serving.guard import is_json, refusal
+from whet.serving.reading import ShortestFirst
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
@@ -77,8 +77,7 @@ class App:
         self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
         self._texts, self._counters = TokenTexts(reader.tokenizer), Counters()
         self._created, self._unfinished = int(time.time()), 0  # samples
-        # The tokenizer and the chat template have a thread of their own, so that a long text holds up no other request.
-        self._reading = ThreadPoolExecutor(1, "prompts")
+        self._reading = ShortestFirst()
         routes = [
             self._route(HEALTH, self._health),
             self._route("/metrics", self._metrics),
@@ -94,7 +93,7 @@ class App:
 
         async def counted(request: Request) -> Response:
             try:
-                self._check_key(request)
+                self._check_client(request)
                 response = await endpoint(request)
             except ApiError as error:
                 headers = {"retry-after": "1"} if error.status == 429 else None
@@ -112,14 +111,11 @@ class App:
 
         return Route(path, counted, methods=[method])
 
-    def _check_key(self, request: Request) -> None:
-        key = self._settings.api_key
-        if not key or request.url.path == HEALTH:
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            what = "another API key than the server's" if given else "no API key"
-            raise ApiError(401, f"the request has {what}; send Authorization: Bearer KEY", code="invalid_api_key")
+    def _check_client(self, request: Request) -> None:
+        refused = refusal(request.headers, self._settings.host, self._settings.api_key)
+        if refused is not None and request.url.path != HEALTH:
+            status, message = refused
+            raise ApiError(status, message, code="invalid_api_key" if status == 401 else "foreign_host")
 
     async def _health(self, request: Request) -> Response:
         dead, seconds = self._engine.death, self._engine.busy_seconds
@@ -162,7 +158,7 @@ class App:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         read = self._reader.chat if path == CHAT else self._reader.text
-        asked = await asyncio.get_running_loop().run_in_executor(self._reading, read, raw)
+        asked = await self._reading.run(len(body), lambda: read(raw))
         uid = uuid.uuid4().hex
         answer = (ChatAnswer if path == CHAT else TextAnswer)(uid, self._reader.name, asked, self._texts)
         events = self._events(uid, asked)
@@ -177,9 +173,9 @@ class App:
 
     async def _body(self, request: Request) -> bytes:
         """The body.  Raises: ApiError for one that is too large, too slow, or not JSON by its type."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which no page in a browser sends to another origin unasked
-            raise ApiError(415, f"the content type is {kind or 'missing'}; send Content-Type: application/json")
+        if not is_json(request.headers):
+            kind = request.headers.get("content-type", "missing")
+            raise ApiError(415, f"the content type is {kind:.80}; send Content-Type: application/json")
         most, body = round(self._settings.max_body_mib * 2**20), bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -197,8 +193,6 @@ class App:
         requests = asked.requests(uid, self._settings.deadline_seconds)
         samples = {request.uid: Sample(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)}
         room = self._settings.max_running + self._settings.max_waiting
-        if len(requests) > room:
-            raise ApiError(400, f"the request asks for {len(requests)} samples; the server takes {room}", param="n")
         if self._unfinished + len(requests) > room:
             message = f"the server is full ({self._unfinished} of {room} samples); send the request again later"
             raise ApiError(429, message, code="server_full")

@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,7 @@ from whet.types import Message
 ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # of statuses whose type is no other's
 MAX_CHOICES = 128  # n
 MAX_STOPS, MAX_STOP = 64, 1024  # strings, characters of each: all are compared with every piece of a stream
+CHARACTERS_PER_TOKEN = 10  # of a context: more characters than these are refused before they are encoded
 MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
@@ -211,10 +213,12 @@ class BodyReader:
     vocab_size: int
     max_tokens: int  # of a response whose request names no limit
     tool_parser: str | None = None  # unset: that of the chat template
+    most_samples: int = sys.maxsize  # of a request
 
     def chat(self, raw: object) -> Asked:
         """Reads a request for a chat completion.  Raises: ApiError, DataError."""
         body = self._checked(ChatBody, raw)
+        self._check_size("messages", body.n, [body.messages, body.tools, body.chat_template_kwargs])
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens and max_completion_tokens are both set; set one", param="max_tokens")
         if body.top_logprobs and not body.logprobs:
@@ -240,7 +244,10 @@ class BodyReader:
         given: Any = body.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             given = [given]
+        self._check_size("prompt", body.n * len(given))
         if isinstance(given[0], str):
+            for each in given:
+                self._check_size("prompt", body.n, each)
             given = encode_texts(self.tokenizer, given, add_special_tokens=True)
         params = [self._params(body, prompt, body.max_tokens, DEFAULT_TEXT_TOKENS) for prompt in given]
         return Asked(body, tuple(map(tuple, given)), tuple(params))
@@ -269,6 +276,22 @@ class BodyReader:
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is set without stream=true", param="stream_options")
         return body
+
+    def _check_size(self, param: str, samples: int, texts: object = "") -> None:
+        """Raises: ApiError for more samples than the server takes, and for a prompt that is too long for the model
+        however it is encoded, before it costs anything."""
+        if samples > self.most_samples:
+            message = f"the request asks for {samples} samples; the server takes {self.most_samples}"
+            raise ApiError(400, message, param="n")
+        (characters, values), most = _size(texts), self.context * CHARACTERS_PER_TOKEN
+        if characters > most or values > most:
+            raise ApiError(
+                400,
+                f"{param} has {characters:,} characters in {values:,} values; the model's context of {self.context} "
+                f"tokens takes at most {most:,} of each; shorten the prompt",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _rendered(
         self,
@@ -343,6 +366,20 @@ class BodyReader:
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
             num_likeliest=body.likeliest,
         )
+
+
+def _size(value: object) -> tuple[int, int]:
+    """The characters of all texts in a value, and the number of its values."""
+    characters, values, left = 0, 0, [value]
+    while left:
+        each, values = left.pop(), values + 1
+        if isinstance(each, str):
+            characters += len(each)
+        elif isinstance(each, Mapping):
+            left += [*each, *each.values()]
+        elif isinstance(each, list):
+            left += each
+    return characters, values
 
 
 @lru_cache(maxsize=4)

@@ -17,14 +17,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from whet.errors import SandboxError
 from whet.sandbox.http import SERVED, TOLD
 from whet.sandbox.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
+from whet.serving.guard import LOCAL, is_json, refusal, with_deadline
 
 logger = logging.getLogger(__name__)
 NAMES = {theirs: ours for ours, theirs in SERVED.items()} | {name: name for name in ("c", "javascript")}
 MAX_BODY_BYTES = 64 * 2**20
+BODY_SECONDS = 60.0  # for a client to send a body
 MAX_WAITING = 1024  # programs beyond those that run; more get status 429
 
 
@@ -43,9 +46,11 @@ class RunRequest(BaseModel):
 
 
 class SandboxApp:
-    """The application; `asgi` is what a server runs. `concurrency` programs run at a time."""
+    """The application; `asgi` is what a server runs. `concurrency` programs run at a time. `host` is the server's own
+    name, to which it answers where it has no API key."""
 
-    def __init__(self, sandbox: Sandbox, concurrency: int) -> None:
+    def __init__(self, sandbox: Sandbox, concurrency: int, host: str = "127.0.0.1", api_key: str | None = None) -> None:
+        self._host, self._api_key = host, api_key
         self._sandbox, self._threads = sandbox, ThreadPoolExecutor(concurrency, "programs")
         self._unfinished, self._most = 0, concurrency + MAX_WAITING
         routes = [Route("/run_code", self._run, methods=["POST"]), Route("/v1/ping", self._ping)]
@@ -54,15 +59,29 @@ class SandboxApp:
     async def _ping(self, _: Request) -> Response:
         return PlainTextResponse("pong")
 
-    async def _languages(self, _: Request) -> Response:
+    def _refused(self, request: Request) -> Response | None:
+        refused = refusal(request.headers, self._host, self._api_key)
+        if refused is None and request.method == "POST" and not is_json(request.headers):
+            refused = 415, "the content type is not JSON; send Content-Type: application/json"
+        return None if refused is None else JSONResponse({"detail": refused[1]}, refused[0])
+
+    async def _languages(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
         return JSONResponse({"languages": [*self._sandbox.languages]})
 
     async def _run(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                return JSONResponse({"detail": f"the body has more than {MAX_BODY_BYTES} bytes; send less"}, 413)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > MAX_BODY_BYTES:
+                        return JSONResponse({"detail": f"the body has over {MAX_BODY_BYTES} bytes; send less"}, 413)
+        except TimeoutError:
+            return JSONResponse({"detail": f"the body did not come within {BODY_SECONDS:g} s"}, 408)
         try:
             asked = RunRequest.model_validate_json(bytes(body))
         except ValidationError as error:
@@ -97,10 +116,12 @@ class SandboxApp:
         return _told(ran, is_compiled=isinstance(language, Language) and bool(language.compile))
 
 
-def serve(sandbox: Sandbox, host: str, port: int, concurrency: int) -> None:
+def serve(sandbox: Sandbox, host: str, port: int, concurrency: int, api_key: str | None) -> None:
     """Serves until Ctrl-C."""
-    app = SandboxApp(sandbox, concurrency)
-    uvicorn.run(app.asgi, host=host, port=port, log_level="warning", access_log=False)
+    if host not in LOCAL and not api_key:
+        logger.warning("anyone who reaches %s:%d may run programs on this machine; set --api-key KEY", host, port)
+    app, http = SandboxApp(sandbox, concurrency, host, api_key), with_deadline(AutoHTTPProtocol)
+    uvicorn.run(app.asgi, host=host, port=port, http=http, log_level="warning", access_log=False)
 
 
 def _told(ran: Ran, *, is_compiled: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import find_model, model_folder
@@ -24,12 +25,12 @@ from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, genera
 from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread, named
+from whet.serving.guard import LOCAL, with_deadline
 from whet.tracking.long_phases import long_phase
 
 log = logging.getLogger(__name__)
 FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
 END_SECONDS = 5.0  # for clients to read an error
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(settings: Settings) -> None:
@@ -52,6 +53,7 @@ def serve(settings: Settings) -> None:
                 vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
                 max_tokens=settings.max_tokens,
                 tool_parser=settings.tool_parser,
+                most_samples=settings.max_running + settings.max_waiting,
             )
             step = _step(source)
             engine = open_engine(rollout, model, folder, version=0 if step is None else step)
@@ -74,7 +76,8 @@ class _Server:
             raise named(error) from error
         app = App(reader, self._engine, settings, lambda: {"root": self._source})
         app.asgi.router.lifespan_context = self._lifespan
-        config = uvicorn.Config(app.asgi, log_level="warning", access_log=False, server_header=False)
+        http = with_deadline(AutoHTTPProtocol)
+        config = uvicorn.Config(app.asgi, http=http, log_level="warning", access_log=False, server_header=False)
         config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
         self._http = _HttpServer(config, self._engine, settings.stop_seconds)
 

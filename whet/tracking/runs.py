@@ -124,8 +124,8 @@ def read_run(folder: Path) -> RunFolder:
 def is_locked(folder: Path) -> bool:
     """Tells whether a live process holds the lock of a run's folder."""
     try:
-        with (folder / LOCK).open("rb") as file:
-            owner = file.read().split()  # process PID on HOST
+        with os.fdopen(os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it may be a pipe
+            owner = file.read(4096).split()  # process PID on HOST
             if owner[-1:] == [socket.gethostname().encode()]:
                 os.kill(int(owner[1]), 0)  # no lock is taken, even for a moment, where the process is gone
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once
@@ -173,7 +173,7 @@ def read_steps(folder: Path) -> list[dict[str, float]]:
     """Metrics and timings of each step as one record, by step."""
     merged: dict[int, dict[str, float]] = {}
     for name in METRIC_FILES:
-        if (folder / name).exists():
+        if (folder / name).is_file():
             for record in read_records(folder / name):
                 numbers = {key: math.nan if value is None else value for key, value in record.items()}
                 merged.setdefault(record["step"], {}).update(numbers)

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from whet.tracking.runs import STATE, State, is_locked
+from whet.tracking.runs import CONFIG, STATE, State, is_locked
+from whet.viewer.records import is_number, open_inside, read_inside
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 INSIDE = {"checkpoints", "media", "profile", "rollouts", "tokens"}  # folders of a run, in which there is no other run
+MAX_STEP = 2**53  # beyond it a page cannot tell numbers apart
 MAX_DEPTH = 5  # of a run below the folder
 LIVE_SECONDS = 90.0  # since the last line, of a run that has steps left
 Curve = tuple[list[int], list[float]]  # steps and values, in the order of steps
@@ -42,10 +44,10 @@ class CurvesFile:
                     self._offset, self._inode = 0, stat.st_ino
                 if stat.st_size == self._offset:
                     return
-                with self.path.open("rb") as file:
+                with open_inside(self.path.parent, self.path) as file:
                     file.seek(self._offset)
                     content = file.read()
-            except OSError:
+            except (OSError, LookupError):
                 return
             whole = content[: content.rfind(b"\n") + 1]
             self._offset += len(whole)
@@ -56,11 +58,13 @@ class CurvesFile:
         try:
             record = json.loads(line)
             step = int(record.pop("step"))
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError):
+            return
+        if not 0 <= step <= MAX_STEP:
             return
         self.last_step = step
         for name, value in record.items():
-            if isinstance(value, int | float) and abs(value) < float("inf"):
+            if is_number(value):
                 steps, values = self.curves.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(value)
@@ -109,19 +113,20 @@ class Curves:
         its lock. Without run.json the state is "", and a run with steps left goes on if its files have changed."""
         step = max(file.last_step for file in self.files)
         try:
-            [total] = re.findall(r"^  total_steps: (\d+)$", (self.folder / "config.yaml").read_text("utf-8"), re.M)[:1]
-        except (OSError, ValueError):
+            config = read_inside(self.folder, self.folder / CONFIG).decode()
+            [total] = map(int, re.findall(r"^  total_steps: (\d{1,15})$", config, re.M)[:1])
+        except (OSError, ValueError, LookupError):
             total = None
         ages = [time.time() - path.stat().st_mtime for path in (file.path for file in self.files) if path.exists()]
         is_young = bool(ages) and min(ages) < LIVE_SECONDS
         state, error = _noted_state(self.folder / STATE)
-        is_live = is_young and (total is None or step < int(total))
+        is_live = is_young and (total is None or step < total)
         if state == "running":
             is_live = is_young or is_locked(self.folder)
             state = "running" if is_live else "killed"
         return {
             "step": step,
-            "total": None if total is None else int(total),
+            "total": total,
             "state": state,
             "error": error,
             "live": is_live and state in ("", "running"),
@@ -131,7 +136,7 @@ class Curves:
 def _noted_state(path: Path) -> tuple[str, str]:
     """The state that a run has noted, and the error that ended it; "" where the file has something else."""
     try:
-        noted = json.loads(path.read_bytes())
+        noted = json.loads(read_inside(path.parent, path))
         return (noted["state"], str(noted.get("error") or "")) if noted["state"] in get_args(State) else ("", "")
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return "", ""

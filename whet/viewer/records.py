@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+import sys
 import threading
 import time
 from bisect import bisect_right
@@ -12,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from whet.tracking.rollouts import place_of, task_of
 
@@ -109,7 +112,7 @@ class Records:
             self._index(path, kind, step)
             row = self._rows[path][1][line]
             group = [each for each in self._rows[path][1] if each.group == row.group]
-        record = _line_at(path, row.offset)
+        record = self._line(path, row.offset)
         members = [{"line": each.line, "reward": each.reward, "failed": each.failed} for each in group]
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
@@ -121,8 +124,8 @@ class Records:
             path = self._path(kind, step)
             self._index(path, kind, step)
             rows = self._rows[path][1]
-            hits = [rows[number] for number in _lines_with(path, prompt, [row.offset for row in rows])]
-        records = ((row.line, _line_at(path, row.offset)) for row in sorted(hits))
+            hits = [rows[number] for number in self._lines_with(path, prompt)]
+        records = ((row.line, self._line(path, row.offset)) for row in sorted(hits))
         found = {place_of(each): line for line, each in reversed([*records]) if task_of(each) == task_of(record)}
         if not found:
             raise LookupError(prompt)
@@ -134,25 +137,27 @@ class Records:
         if not re.fullmatch(r"[0-9a-f]{16,128}", name):
             raise LookupError(name)
         for path in (self.folder / "media").glob(f"{name}.*"):
-            return inside(self.folder, path)
+            if is_inside(self.folder, path):
+                return path
         raise LookupError(name)
 
     def _steps_of(self, folder: str, kind: str) -> list[int]:
         if kind not in KINDS:
             raise LookupError(kind)
-        numbers = (re.fullmatch(rf"{kind}_(\d+)", path.stem) for path in (self.folder / folder).glob(f"{kind}_*.jsonl"))
+        paths = (self.folder / folder).glob(f"{kind}_*.jsonl")
+        numbers = (re.fullmatch(rf"{kind}_(\d+)", path.stem) for path in paths if is_inside(self.folder, path))
         return sorted(int(each[1]) for each in numbers if each)
 
     def _path(self, kind: str, step: int) -> Path:
         if kind not in KINDS:
             raise LookupError(kind)
-        return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
+        return self.folder / "rollouts" / f"{kind}_{step:06}.jsonl"
 
     def _index(self, path: Path, kind: str, step: int) -> tuple[int, int, int]:
         """Reads the places of a file's lines where it is new.  Returns its stamp.  Raises: LookupError."""
         stamp = _stamp(path)
         if path not in self._rows or self._rows[path][0] != stamp:
-            with path.open("rb") as file:
+            with open_inside(self.folder, path) as file:
                 self._rows[path] = stamp, list(_rows(file, kind, step))
         return stamp
 
@@ -161,14 +166,32 @@ class Records:
         for path in paths:
             rows = self._rows[path][1]
             if query.text:
-                hits = _lines_with(path, query.text, [row.offset for row in rows])
+                hits = self._lines_with(path, query.text)
                 rows = [row for place, row in enumerate(rows) if place in hits]
             chosen += filter(SHOWN[query.show], rows)
         return sorted(chosen, key=SORTED[query.sort]) if query.sort in SORTED else chosen
 
+    def _lines_with(self, path: Path, text: str) -> set[int]:
+        """The numbers of the lines of an indexed file that contain a text."""
+        with open_inside(self.folder, path) as file:
+            return _lines_with(file.read(), text, [row.offset for row in self._rows[path][1]])
+
+    def _line(self, path: Path, offset: int) -> dict[str, Any]:
+        """Raises: LookupError where no object is there."""
+        with open_inside(self.folder, path) as file:
+            file.seek(offset)
+            try:
+                record = json.loads(file.readline())
+            except (ValueError, RecursionError) as error:
+                raise LookupError(f"{path}: {error}") from error
+        if not isinstance(record, dict):
+            raise LookupError(path)
+        return record
+
     def _shown(self, row: ListedTrajectory) -> dict[str, Any]:
-        record = _line_at(self._path(row.kind, row.step), row.offset)
-        failure = record.get("failure") or {}
+        record, failure = self._line(self._path(row.kind, row.step), row.offset), {}
+        if isinstance(record.get("failure"), dict):
+            failure = record["failure"]
         return {
             **{name: getattr(row, name) for name in ("kind", "step", "line", "group", "reward", "accuracy")},
             **{name: getattr(row, name) for name in ("tokens", "turns", "truncated", "failed")},
@@ -181,25 +204,44 @@ class Records:
 
     def _token_rows(self, kind: str, step: int, uid: str) -> list[dict[str, Any]]:
         """The rows of a trajectory in tokens/, those of its players too."""
-        path = inside(self.folder, self.folder / "tokens" / f"step_{step:06}.jsonl")
-        if kind != "step" or not path.is_file():
+        path = self.folder / "tokens" / f"step_{step:06}.jsonl"
+        if kind != "step" or not is_inside(self.folder, path):
             return []
         with self._lock:
             stamp = _stamp(path)
             if path not in self._tokens or self._tokens[path][0] != stamp:
-                self._tokens[path] = stamp, _places_by_uid(path)
+                with open_inside(self.folder, path) as file:
+                    self._tokens[path] = stamp, _places_by_uid(file)
                 while len(self._tokens) > KEPT_QUERIES:
                     self._tokens.popitem(last=False)
             places = self._tokens[path][1]
         names = [name for name in places if name == uid or name.startswith(f"{uid}/")]
-        return [_line_at(path, offset) for name in names for offset in places[name]]
+        return [self._line(path, offset) for name in names for offset in places[name]]
 
 
-def inside(folder: Path, path: Path) -> Path:
-    """Returns `path`.  Raises: LookupError where a link leads out of `folder`."""
-    if not path.resolve().is_relative_to(folder.resolve()):
+def is_inside(folder: Path, path: Path) -> bool:
+    """Tells whether a path is that of a plain file, to which no link leads out of `folder`."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
+def open_inside(folder: Path, path: Path) -> BinaryIO:
+    """Opens a file.  Raises: LookupError where it is none of `folder`'s, or no plain file, which may never answer."""
+    if not is_inside(folder, path):
         raise LookupError(path)
-    return path
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        raise LookupError(path) from error
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise LookupError(path)
+
+
+def read_inside(folder: Path, path: Path) -> bytes:
+    """Reads a file as `open_inside` opens it."""
+    with open_inside(folder, path) as file:
+        return file.read()
 
 
 def _rows(file: Any, kind: str, step: int) -> Iterator[ListedTrajectory]:
@@ -217,15 +259,15 @@ def _rows(file: Any, kind: str, step: int) -> Iterator[ListedTrajectory]:
                 _finite(record.get("mean_log_prob")),
             )
             number += 1
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             pass
         offset += len(line)
 
 
-def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
+def _lines_with(content: bytes, text: str, offsets: Sequence[int]) -> set[int]:
     """The numbers of the lines that contain a text as JSON writes it, ASCII letters in any case."""
     needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
-    content, found, place = path.read_bytes().lower(), set[int](), 0
+    content, found, place = content.lower(), set[int](), 0
     while (place := content.find(needle, place)) >= 0:
         number = bisect_right(offsets, place) - 1
         found.add(number)
@@ -233,38 +275,25 @@ def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
     return found
 
 
-def _places_by_uid(path: Path) -> dict[str, list[int]]:
+def _places_by_uid(file: BinaryIO) -> dict[str, list[int]]:
     """Returns the places of each trajectory's lines in a file of tokens, whose lines begin with the uid."""
     places: dict[str, list[int]] = {}
     offset, decoder = 0, json.JSONDecoder()
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                uid, _ = decoder.raw_decode(line[:1000].decode("utf-8", "replace"), len('{"uid": '))
-                places.setdefault(str(uid), []).append(offset)
-            except ValueError:
-                pass
-            offset += len(line)
+    for line in file:
+        try:
+            uid, _ = decoder.raw_decode(line[:1000].decode("utf-8", "replace"), len('{"uid": '))
+            places.setdefault(str(uid), []).append(offset)
+        except (ValueError, RecursionError):
+            pass
+        offset += len(line)
     return places
-
-
-def _line_at(path: Path, offset: int) -> dict[str, Any]:
-    """Raises: LookupError where no object is there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            record = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError) as error:
-        raise LookupError(f"{path}: {error}") from error
-    if not isinstance(record, dict):
-        raise LookupError(path)
-    return record
 
 
 def _agents(record: Mapping[str, Any]) -> list[str]:
     """The names of the sub-agents and players that took turns, in the order of their first ones."""
-    names = (name for step in record.get("steps") or () for name in (step.get("agent"), step.get("player")) if name)
-    return list(dict.fromkeys(names))
+    steps = record.get("steps")
+    found = [each for each in steps if isinstance(each, dict)] if isinstance(steps, list) else []
+    return list(dict.fromkeys(str(each[name]) for each in found for name in ("agent", "player") if each.get(name)))
 
 
 def _plain(text: str) -> str:
@@ -274,11 +303,16 @@ def _plain(text: str) -> str:
 
 def _stamp(path: Path) -> tuple[int, int, int]:
     try:
-        stat = path.stat()
+        found = path.stat()
     except OSError as error:
         raise LookupError(path.name) from error
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def is_number(value: Any) -> bool:
+    """Tells whether a value is a number that a float holds."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+    return float(value) if is_number(value) else None

@@ -4,10 +4,13 @@ a page of another site that resolves its own name to this machine gets nothing."
 
 from __future__ import annotations
 
-import ipaddress
 import json
+import math
+import socket
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -16,8 +19,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from whet.errors import ConfigError
+from whet.serving.guard import HEAD_SECONDS, is_own
 from whet.viewer.curves import Curves, find_runs
-from whet.viewer.records import SHOWN, SORTED, Query, Records, inside
+from whet.viewer.records import SHOWN, SORTED, Query, Records, read_inside
 
 MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
 TYPES = {  # of files that are sent; others are not
@@ -105,11 +109,13 @@ class Site:
         """The run's config.yaml."""
         folder = self._path(query)
         path = folder / "config.yaml"
-        return {"text": inside(folder, path).read_text("utf-8", "replace") if path.is_file() else ""}
+        return {"text": read_inside(folder, path).decode("utf-8", "replace") if path.exists() else ""}
 
-    def media(self, run: str, name: str) -> Path:
-        """The file of an image or video."""
-        return self._run({"run": run})[1].media(name)
+    def media(self, run: str, name: str) -> tuple[str, bytes]:
+        """The type and the bytes of an image or video."""
+        records = self._run({"run": run})[1]
+        path = records.media(name)
+        return TYPES[path.suffix.lower()], read_inside(records.folder, path)
 
     def _run(self, query: Mapping[str, str]) -> tuple[Curves, Records]:
         return self._opened(self._path(query))
@@ -136,6 +142,21 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
     site: Site
     own_host: str
+    server: Server
+
+    def handle_one_request(self) -> None:
+        """Reads a request and answers it; `Server` ends the connection where its head takes too long."""
+        self.server.reading[self.connection] = time.monotonic()
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.reading.pop(self.connection, None)
+
+    def parse_request(self) -> bool:
+        """Reads the head of a request."""
+        is_read = super().parse_request()
+        self.server.reading.pop(self.connection, None)
+        return is_read
 
     def do_GET(self) -> None:
         """Sends the page, a file of it, numbers as JSON, or an image."""
@@ -144,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers to its own address only")
         try:
             kind, content = self._content(unquote(url.path), {k: v[-1] for k, v in parse_qs(url.query).items()})
-        except (LookupError, ValueError, OSError):
+        except (LookupError, ValueError, OSError, RecursionError):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such thing here")
         return self._send(HTTPStatus.OK, kind, content)
 
@@ -155,11 +176,11 @@ class Handler(BaseHTTPRequestHandler):
             case ["static", name]:
                 return TYPES[Path(name).suffix], _static(name)
             case ["media", run, name]:
-                file = self.site.media(unquote(run), name)
-                return TYPES[file.suffix.lower()], file.read_bytes()
+                return self.site.media(unquote(run), name)
             case ["api", ("runs" | "curves" | "seconds" | "trajectories" | "trajectory" | "beside" | "config") as name]:
-                answer = json.dumps(getattr(self.site, name)(query), ensure_ascii=False)
-                return "application/json", answer.encode("utf-8", "backslashreplace")
+                answer = _finite(getattr(self.site, name)(query))
+                text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+                return "application/json", text.encode("utf-8", "backslashreplace")
         raise LookupError(path)
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
@@ -173,15 +194,30 @@ class Handler(BaseHTTPRequestHandler):
         """Logs nothing."""
 
 
-def is_own(host: str, own: str) -> bool:
-    """Tells whether a Host header is the name that the server was given, localhost, or an address: the name of a site
-    that resolves to this machine is none of these."""
-    name = urlsplit(f"//{host}").hostname or ""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name in {"localhost", own}
-    return True
+class Server(ThreadingHTTPServer):
+    """A server with a thread for each connection, which it ends where no head of a request comes in time."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self.reading: dict[socket.socket, float] = {}  # since when a connection's head is awaited
+        super().__init__(*arguments)
+
+    def service_actions(self) -> None:
+        """Called after each poll: ends what waits for too long."""
+        late = time.monotonic() - HEAD_SECONDS
+        for connection in [each for each, since in self.reading.copy().items() if since < late]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in the place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
@@ -193,13 +229,11 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
         )
     handler = type("SiteHandler", (Handler,), {"site": Site(root), "own_host": host})
     try:
-        server = ThreadingHTTPServer((host, port), handler)
+        return Server((host, port), handler)
     except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port}: {error.strerror}; choose another port, or 0 for any"
         ) from error
-    server.daemon_threads = True
-    return server
 
 
 def _static(name: str) -> bytes:

@@ -28,6 +28,7 @@ import httpx
 
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.limits import REPLY_BYTES, read_json
 from whet.options import NonNegative, Positive
 from whet.registry import register_environment
 from whet.types import Message, Prompt
@@ -35,6 +36,7 @@ from whet.types import Message, Prompt
 OWN = "WhetObservation"  # the title of the observations of `openenv_server`, which have all that whet's have
 INSTALL = "pip install './examples/environments[openenv]'"
 MOST_READ = 20_000  # characters of an answer
+MOST_SAID = 2000  # characters of why a server refused an action
 MOST_TOLD = 240  # characters of the output of a server that failed; a message of a failure has room for few
 FENCED = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
 POLL_SECONDS = 0.1
@@ -87,11 +89,11 @@ class OpenEnv:
             connect_seconds,
             message_seconds,
         )
-        self.start_seconds, self.socket, self.is_over = start_seconds, None, True
+        self.start_seconds, self.socket, self.is_over, self.server = start_seconds, None, True, ""
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation:
         """Opens a session and begins.  Raises: ConnectionError, TimeoutError, RuntimeError for a server's error."""
-        url = self.url or await server_url(self.command or "", self.start_seconds)
+        url = self.server = self.url or await server_url(self.command or "", self.start_seconds)
         self.schemas = await read_schemas(url, self.connect_seconds)
         given = {"seed": seed % 2**31, **self.given, **(prompt.extra_info.get("reset") or {})}
         if self._is_whet:
@@ -152,35 +154,58 @@ class OpenEnv:
             async with asyncio.timeout(self.message_seconds):
                 with suppress(ConnectionClosed):  # the server may have said why before it closed
                     await self.socket.send(json.dumps({"type": kind, "data": data}))
-                reply = json.loads(await self.socket.recv())
+                reply = await self.socket.recv()
         except TimeoutError:
             raise TimeoutError(
-                f"the OpenEnv server sent no reply to {kind} within {self.message_seconds:g} s"
+                f"the OpenEnv server at {self.server} sent no reply to {kind} within {self.message_seconds:g} s"
             ) from None
         except ConnectionClosed as error:
-            raise ConnectionError(f"the OpenEnv server closed the connection during {kind}: {error}") from None
-        if reply.get("type") == "error":
-            found = reply.get("data", {})
-            if kind == "step" and found.get("code") == "VALIDATION_ERROR":
-                raise RefusedError(_why(found.get("errors", ())))
-            error = FullError if found.get("code") == "CAPACITY_REACHED" else RuntimeError
-            raise error(f"the OpenEnv server answered {kind} with {found.get('code')}: {found.get('message')}")
-        data = reply.get("data")
-        if not isinstance(data, Mapping) or not isinstance(data.get("observation"), Mapping):
-            raise RuntimeError(f"the OpenEnv server answered {kind} with {str(reply)[:200]}; expected an observation")
-        return data
+            raise ConnectionError(
+                f"the OpenEnv server at {self.server} closed the connection during {kind}: {error}"
+            ) from None
+        return read_reply(reply, kind, self.server)
 
     def _read(self, data: Mapping[str, Any]) -> Observation:
-        seen, reward, done = data["observation"], data.get("reward") or 0.0, bool(data.get("done"))
+        seen, reward, done = data["observation"], float(data.get("reward") or 0.0), bool(data.get("done"))
         self.is_over = done
         if self._is_whet:
-            messages = tuple(Message(**each) for each in seen["messages"])
-            names = ("context", "fields", "is_trained", "max_tokens", "player", "rewards", "state_key", "truncated")
-            more = {name: seen[name] for name in names}
-            return Observation(done and not more["truncated"], messages, reward, **more)
+            try:
+                messages = tuple(Message(**each) for each in seen["messages"])
+                names = ("context", "fields", "is_trained", "max_tokens", "player", "rewards", "state_key", "truncated")
+                more = {name: seen[name] for name in names}
+                return Observation(done and not more["truncated"], messages, reward, **more)
+            except (LookupError, TypeError) as error:
+                raise RuntimeError(
+                    f"the OpenEnv server at {self.server} sent no observation of whet: {error!r}; start it by "
+                    "`openenv_server`"
+                ) from None
         text = shown(seen, self.show)
         numbers = {name: float(value) for name, value in seen.items() if isinstance(value, int | float)}
         return Observation(done, (Message("user", text),) if text else (), reward, numbers, state_key=text or None)
+
+
+def read_reply(text: str | bytes, kind: str, url: str) -> Mapping[str, Any]:
+    """The data of a reply: an observation and a reward.  Raises: RefusedError, FullError; RuntimeError for an error of
+    the server, and for a reply over the limits of `whet.limits` or of another form."""
+    try:
+        reply = read_json(text)
+        data = reply.get("data")
+        is_error = reply.get("type") == "error"
+        given = data.get("reward")
+        if not (isinstance(data, Mapping) and isinstance(given, int | float | None)):
+            raise ValueError("expected data with a number as reward")
+        if not is_error and not isinstance(data.get("observation"), Mapping):
+            raise ValueError("expected an observation")
+    except (ValueError, AttributeError) as error:
+        shown = text[:200] if isinstance(text, str) else text[:200].decode(errors="replace")
+        raise RuntimeError(f"the OpenEnv server at {url} answered {kind} with {shown}: {error}") from None
+    if is_error:
+        code, errors = data.get("code"), data.get("errors")
+        if kind == "step" and code == "VALIDATION_ERROR":
+            raise RefusedError(_why([each for each in errors if isinstance(each, Mapping)] if _is_list(errors) else ()))
+        why = f"the OpenEnv server at {url} answered {kind} with {code!s:.80}: {data.get('message')!s:.500}"
+        raise (FullError if code == "CAPACITY_REACHED" else RuntimeError)(why)
+    return data
 
 
 def read_action(text: str, schema: Schema, template: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -245,8 +270,14 @@ def _text(value: Any) -> str:
 
 def _why(errors: Sequence[Mapping[str, Any]]) -> str:
     """The errors of pydantic in one line."""
-    found = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in errors[:3]]
-    return "; ".join(found) or "the server refused it"
+    places = [each.get("loc") for each in errors[:3]]
+    words = [".".join(map(str, place)) if _is_list(place) else str(place) for place in places]
+    found = [f"{word}: {each.get('msg')}" for word, each in zip(words, errors, strict=False)]
+    return "; ".join(found)[:MOST_SAID] or "the server refused it"
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
 
 
 async def connect(url: str, seconds: float) -> Any:
@@ -257,7 +288,7 @@ async def connect(url: str, seconds: float) -> Any:
         raise ConfigError(f"environment.name=openenv needs websockets: {INSTALL}") from error
     address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
     try:
-        return await open_socket(address, open_timeout=seconds, max_size=100 * 2**20, proxy=None)
+        return await open_socket(address, open_timeout=seconds, max_size=REPLY_BYTES, proxy=None)
     except Exception as error:  # refused, no such host, no WebSocket
         raise ConnectionError(f"no OpenEnv server answers at {url}: {error or type(error).__name__}") from None
 
@@ -270,13 +301,30 @@ async def read_schemas(url: str, seconds: float) -> Mapping[str, Schema]:
     if url not in _SCHEMAS:
         try:
             async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-                reply = await client.get(f"{url.rstrip('/')}/schema")
-                found = reply.raise_for_status().json()
-            _SCHEMAS[url] = {name: dict(found[name]) for name in ("action", "observation")}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                async with client.stream("GET", f"{url.rstrip('/')}/schema") as reply:
+                    content = bytearray()
+                    async for part in reply.raise_for_status().aiter_bytes():
+                        content += part
+                        if len(content) > REPLY_BYTES:
+                            break
+                found = read_json(bytes(content))
+            _SCHEMAS[url] = {name: _schema(found[name]) for name in ("action", "observation")}
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
             what = f"{error or type(error).__name__}"
             raise ConnectionError(f"no OpenEnv server answers at {url}/schema: {what}") from None
     return _SCHEMAS[url]
+
+
+def _schema(given: Any) -> Schema:
+    """A JSON schema, where what is read of it has the form of one.  Raises: TypeError."""
+    fields, required = given.get("properties", {}), given.get("required", [])
+    for each in fields.values():
+        parts = [each, *each.get("anyOf", [])]
+        if not all(isinstance(part.get("type", ""), str) for part in parts):
+            raise TypeError(f"the type of a field is {str(each)[:80]}")
+    if not all(isinstance(name, str) for name in required):
+        raise TypeError(f"its required fields are {str(required)[:80]}")
+    return dict(given)
 
 
 class Server:

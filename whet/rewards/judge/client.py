@@ -8,6 +8,7 @@ import email.utils
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,15 @@ import httpx
 
 from whet.errors import RewardError
 from whet.keyed import key
+from whet.limits import REPLY_BYTES, read_json
 from whet.processes.background import Background
 
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0  # before the first retry, and before any
+MOST_ASKED_SECONDS = 300.0  # of a wait that a server asks for
+MOST_TOKENS = 10**8  # of a reply, as the server counts them
 RETRIED = frozenset({408, 409, 425, 429})  # and 500 to 599
 CHARACTERS_PER_TOKEN = 3.0  # for the estimate before a request; its reply corrects it
 SHOWN_CHARACTERS = 200
@@ -178,21 +182,30 @@ class Client:
             headers = {"Authorization": f"Bearer {secret}"} if secret else {}
             address = f"{self.settings.endpoint.rstrip('/')}/chat/completions"
             try:
-                async with asyncio.timeout(self.settings.request_seconds):
-                    reply = await self._http.post(address, json=body, headers=headers)
+                async with (
+                    asyncio.timeout(self.settings.request_seconds),
+                    self._http.stream("POST", address, json=body, headers=headers) as reply,
+                ):
+                    content = bytearray()
+                    async for part in reply.aiter_bytes():
+                        content += part
+                        if len(content) > REPLY_BYTES:
+                            raise _AgainError(f"its reply has more than {REPLY_BYTES:,} bytes")
             except TimeoutError as error:
                 raise _AgainError(f"no reply in {self.settings.request_seconds:g} s") from error
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 raise _AgainError(f"it cannot be reached ({type(error).__name__}: {error})") from error
-        answer = self._read(reply)
+            except (httpx.InvalidURL, UnicodeError) as error:
+                raise RewardError(f"the judge's endpoint={self.settings.endpoint!r} is no address: {error}") from error
+        answer = self._read(reply, bytes(content))
         tokens = answer.input_tokens + answer.output_tokens
         if self.settings.tokens_per_minute is not None and tokens:
             self._free_at += (tokens - estimate) * 60 / self.settings.tokens_per_minute
         return answer
 
-    def _read(self, reply: httpx.Response) -> JudgeReply:
+    def _read(self, reply: httpx.Response, content: bytes) -> JudgeReply:
         """Raises: _AgainError where a retry may help, else RewardError."""
-        where, shown = f"the judge at {self.settings.endpoint}", reply.text[:SHOWN_CHARACTERS]
+        where, shown = f"the judge at {self.settings.endpoint}", content[:SHOWN_CHARACTERS].decode(errors="replace")
         if reply.status_code in (401, 403):
             is_set = "is set, but not accepted" if os.environ.get(self.settings.key_variable) else "is not set"
             raise RewardError(
@@ -210,12 +223,14 @@ class Client:
                 f"ends in /v1 as a rule), or model={self.settings.model!r}"
             )
         try:
-            found = reply.json()
+            found = read_json(content)
             choice, usage = found["choices"][0], found.get("usage") or {}
             text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
             read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+            if not (0 <= read <= MOST_TOKENS and 0 <= written <= MOST_TOKENS):
+                raise ValueError(f"it counts {read} and {written} tokens")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _AgainError(f"its reply is no chat completion: {shown}") from error
+            raise _AgainError(f"its reply is no chat completion ({error}): {shown}") from error
         if not isinstance(text, str):
             raise _AgainError(f"its reply has no text: {shown}")
         cost = (read * self.settings.input_price + written * self.settings.output_price) / 1e6
@@ -228,10 +243,15 @@ class Client:
         """Makes connections for the running event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
+            limits = httpx.Limits(max_connections=self.settings.concurrency)
+            try:
+                self._http = httpx.AsyncClient(timeout=self.settings.request_seconds, limits=limits)
+            except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:  # of proxies and certificates
+                raise RewardError(
+                    f"no client of the judge at {self.settings.endpoint} can be made: {error}; correct the environment "
+                    "variables of proxies (HTTP_PROXY, ALL_PROXY, NO_PROXY) and certificates (SSL_CERT_FILE)"
+                ) from error
             self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
-            self._http = httpx.AsyncClient(
-                timeout=self.settings.request_seconds, limits=httpx.Limits(max_connections=self.settings.concurrency)
-            )
 
     async def _wait_for_limits(self, tokens: float) -> None:
         """Spaces requests evenly over the minute; a pause that the server asked for counts for all of them."""
@@ -335,12 +355,12 @@ def used(answers: Sequence[JudgeReply]) -> dict[str, float]:
 
 
 def _seconds_of(retry_after: str) -> float:
-    """Seconds of a Retry-After header, a number or an HTTP date; 0 for anything else."""
+    """Seconds of a Retry-After header, a number or an HTTP date, at most MOST_ASKED_SECONDS; 0 for anything else."""
     try:
-        return max(0.0, float(retry_after))
+        seconds = float(retry_after)
     except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return 0.0
+        try:
+            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+    return 0.0 if math.isnan(seconds) else min(max(0.0, seconds), MOST_ASKED_SECONDS)
