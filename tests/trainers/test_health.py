@@ -117,9 +117,42 @@ def test_groups_that_are_all_equal_are_said_after_the_third_step(
     assert "had the same reward" not in caplog.text
 
 
-@pytest.mark.parametrize("number", [math.inf, math.nan])
+def all_weights(model: torch.nn.Module, number: float) -> None:
+    for weight in model.parameters():
+        weight.data.fill_(number).view(-1)[::3] *= -1
+
+
+def one_weight(model: torch.nn.Module, number: float) -> None:
+    next(model.parameters()).data[0, 0] = number
+
+
+def one_norm(model: torch.nn.Module, number: float) -> None:
+    dict(model.named_parameters())["model.norm.weight"].data.fill_(number)
+
+
+def the_head(model: torch.nn.Module, number: float) -> None:
+    """The square of the number is finite, the logits that it gives are not: the norm before makes it larger."""
+    one_norm(model, number)
+    all_weights(model.get_submodule("lm_head"), 9 * number)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"),
+    [
+        (one_weight, math.inf),
+        (one_weight, math.nan),
+        (all_weights, 1e38),
+        (one_weight, 1e38),
+        (one_norm, 1e38),
+        (the_head, 1e19),
+    ],
+)
 def test_weights_that_are_not_finite_end_the_run_unsaved(
-    number: float, train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[torch.nn.Module, float], None],
+    number: float,
+    train_config: MakeConfig,
+    additions: Rows,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     update, updates = SingleEngine.update, 0
 
@@ -128,13 +161,13 @@ def test_weights_that_are_not_finite_end_the_run_unsaved(
         updates += 1
         metrics = update(engine, *arguments)  # type: ignore[arg-type]
         if updates == 3:
-            next(engine.model.parameters()).data[0, 0] = number
+            spoil(engine.model, number)
         return metrics
 
     monkeypatch.setattr(SingleEngine, "update", overflows)
     config = train_config({"trainer.total_steps": 9, "trainer.save_freq": 1, "trainer.save_limit": 1})
     message = (
-        "actor: after step 3 weights are NaN or infinite, .* the last good checkpoint is .*/global_step_2: trainer"
+        "actor: after step 3 weights, .* NaN or infinite, .* the last good checkpoint is .*/global_step_2: trainer"
     )
     with pytest.raises(EngineError, match=message):
         train(config, reward=sevens, data=additions)

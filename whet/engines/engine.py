@@ -59,6 +59,7 @@ class Engine(ABC):
         self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
+        self._probe: tuple[DataProto, frozenset[str], float] | None = None  # a row of the last update, its outputs
         if role.optim is None:
             model.requires_grad_(False)
 
@@ -121,6 +122,8 @@ class Engine(ABC):
         if counts is None:
             metrics.max(f"{objective.name}/empty_updates", 1)
             return metrics
+        rows = columns["response_mask"].any(1).nonzero()[:1, 0].tolist()
+        self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
         with self._weights_read():
             loss = self.schedule(columns, objective, counts, metrics)
         self.finish(objective.name, loss, metrics)
@@ -194,7 +197,10 @@ class Engine(ABC):
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         parts = [own_part(weight) for weight in self.model.parameters() if weight.requires_grad]
-        return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts if part.numel())
+        found = {} if self._probe is None else self.forward(*self._probe)
+        # Norms square what passes through them: with weights of 1e38, which are finite, all of it becomes 0.
+        ends = (torch.stack(part.aminmax()).float().square() for part in parts if part.numel())
+        return all(bool(each.isfinite().all()) for each in (*ends, *found.values()))
 
     @abstractmethod
     def save(self, path: Path, start: dict[str, Any] | None) -> None:

@@ -94,7 +94,8 @@ class TrainEngine(Protocol):
         ...
 
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights is finite."""
+        """Tells whether this rank's part of the trained weights is finite, and what they give for a row of the last
+        update; all ranks take part."""
         ...
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:

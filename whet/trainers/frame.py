@@ -260,12 +260,13 @@ class Frame:
         return {name: max(each) for name, each in asked.items()} if all(map(all, asked.values())) else {}
 
     def _check_weights(self) -> None:
-        """Raises: EngineError where a weight is NaN or infinite."""
+        """Raises: EngineError where a weight, or what the weights give for a row, is NaN or infinite."""
         for role in checkpoint.TRAINED_ROLES:
             if role in self.roles and not all(self.roles[role].has_finite_weights()):
                 raise EngineError(
-                    f"{role}: after step {self.step} weights are NaN or infinite, so the run stops and the step is not "
-                    f"saved; lower the learning rate; {checkpoint.last_good(self.run_dir)}"
+                    f"{role}: after step {self.step} weights, their squares or what they give are NaN or infinite, so "
+                    f"the run stops and the step is not saved; lower the learning rate; "
+                    f"{checkpoint.last_good(self.run_dir)}"
                 )
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:

@@ -103,7 +103,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def has_finite_weights(self) -> bool:
-        """Tells whether all numbers are finite that this rank has of the trained weights."""
+        """Tells whether this rank's part of the trained weights, and what they give for a row, is finite."""
         return self.engine.has_finite_weights()
 
     @register(Dispatch.ONE_TO_ALL)
