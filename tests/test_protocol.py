@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -556,6 +558,87 @@ def test_load_of_another_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="batch is damaged, or was not written by whet"):
         DataProto.load(path)
+
+
+TENSOR = {"$type": "tensor", "name": "t"}
+OBJECTS = {"$type": "objects", "shape": [2], "items": ["a", "b"]}
+WHOLE = {"batch": {"x": TENSOR}, "non_tensor_batch": {"o": OBJECTS}, "meta_info": {"a": 1}, "rows": 2}
+NONE = {"batch": {}, "non_tensor_batch": {}}
+LIES: list[Any] = [
+    *({name: value for name, value in WHOLE.items() if name != left} for left in WHOLE),
+    *(
+        {**WHOLE, "batch": each}
+        for each in ([1], "text", None, 5, {"x": 5}, {"x": [1, 2]}, {"x": "t"}, OBJECTS, TENSOR)
+    ),
+    *(
+        {**WHOLE, "non_tensor_batch": each}
+        for each in ([1], {"o": 5}, {"o": ["a", "b"]}, {"x": OBJECTS}, {"o": TENSOR})
+    ),
+    *({**WHOLE, "meta_info": each} for each in ([1], "text", None, 5)),
+    *({**WHOLE, **NONE, "rows": each} for each in (-1, "two", None, 1.5, [2])),
+    {**WHOLE, "batch": {"$type": "dict", "items": [[5, TENSOR]]}},
+    {**WHOLE, "batch": {"$type": "dict", "items": [[1, 2, 3]]}},
+    {**WHOLE, "batch": {"x": {"$type": "tensor", "name": "gone"}}},
+    {**WHOLE, "batch": {"x": {"$type": "tensor"}}},
+    {**WHOLE, "non_tensor_batch": {"o": {**OBJECTS, "shape": [3]}}},
+    {**WHOLE, "non_tensor_batch": {"o": {**OBJECTS, "shape": [1e300]}}},
+    {**WHOLE, "non_tensor_batch": {"o": {**OBJECTS, "shape": [10**30]}}},
+    {**WHOLE, "non_tensor_batch": {"o": {**OBJECTS, "items": 5}}},
+    {**WHOLE, "meta_info": {"a": {"$type": "Prompt", "fields": {"no": 1}}}},
+    {**WHOLE, "meta_info": {"a": {"$type": "Prompt", "fields": [1]}}},
+    {**WHOLE, "meta_info": {"a": {"$type": "os.system", "fields": {}}}},
+    {**WHOLE, "meta_info": {"a": {"$type": ["tuple"]}}},
+    {**WHOLE, "meta_info": {"a": {"$type": "tuple", "items": 5}}},
+    {**WHOLE, "meta_info": {"a": {"$type": "bytes", "name": 5}}},
+    [WHOLE],
+    "text",
+    None,
+    5,
+]
+
+
+def write_lie(path: Path, document: bytes) -> None:
+    tensors = {"t": torch.zeros(2, 3), "json": torch.frombuffer(bytearray(document), dtype=torch.uint8)}
+    safetensors.torch.save_file(tensors, path)
+
+
+@pytest.mark.parametrize("value", LIES, ids=range(len(LIES)))
+def test_load_of_a_file_that_lies(value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "batch"
+    write_lie(path, json.dumps({"version": 1, "value": value}).encode())
+    with pytest.raises(DataError) as refused:
+        DataProto.load(path)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b'{"version": 1}',
+        b"[]",
+        b"5",
+        b"\xff",
+        b'{"version": 1, "value": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"version": 1, "value": ' + b"[" * 600 + b"]" * 600 + b"}",
+        b'{"version": 1, "value": ' + b"9" * 5000 + b"}",
+        b'{"version": 1, "value": {"$type": "objects", "items": [1], "shape": [1e400]}}',
+    ],
+    ids=range(8),
+)
+def test_load_of_a_document_that_lies(document: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "batch"
+    write_lie(path, document)
+    with pytest.raises(DataError) as refused:
+        DataProto.load(path)
+    assert str(path) in str(refused.value)
+
+
+def test_load_knows_parts_by_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "batch"
+    turned = dict(reversed(WHOLE.items()))
+    write_lie(path, json.dumps({"version": 1, "value": turned}).encode())
+    found = DataProto.load(path)
+    assert (len(found), found.keys(), found.meta_info) == (2, ["x", "o"], {"a": 1})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA and --on-device")

@@ -19,6 +19,7 @@ from whet.column_rules import Column, Names, ObjectArray, RowIndex
 from whet.errors import DataError
 
 _AUTO_PADDING = "auto_padding"  # in meta_info
+_PARTS = ("batch", "non_tensor_batch", "meta_info", "rows")  # of a file, in the order of `_from_parts`
 
 
 @dataclass(frozen=True)
@@ -385,9 +386,14 @@ class DataProto:
         Raises: FileNotFoundError; DataError for a file that is damaged or not a DataProto.
         """
         parts = serialization.load(path)
-        if not isinstance(parts, dict) or parts.keys() != {"batch", "non_tensor_batch", "meta_info", "rows"}:
-            raise DataError(f"{path} is not a DataProto; expected a file that DataProto.save wrote")
-        return cls._from_parts(*parts.values())
+        try:
+            tensors, objects, meta_info, rows = (parts[name] for name in _PARTS)
+            if len(parts) == len(_PARTS) and rows >= 0 and all(isinstance(each, str) for each in (*tensors, *objects)):
+                return cls._from_parts(tensors, objects, dict(meta_info), rows)
+            why = ""
+        except (RuntimeError, *serialization.MALFORMED) as error:
+            why = f" ({error})"
+        raise DataError(f"{path} is not a DataProto{why}; expected a file that DataProto.save wrote")
 
     save_to_disk, load_from_disk = save, load  # verl's names
 

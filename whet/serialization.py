@@ -29,6 +29,8 @@ from whet import files
 from whet.errors import DataError
 from whet.types import Failure, Group, Media, MediaTokens, Message, Prompt, Trajectory, Turn
 
+# What reading a file that lies raises.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 _VERSION = 1
 _TYPES = {cls.__name__: cls for cls in (Media, MediaTokens, Message, Prompt, Turn, Failure, Trajectory, Group)}
 _TAG = "$type"
@@ -86,9 +88,21 @@ def load(path: str | os.PathLike[str]) -> Any:
         version = document["version"]
         if version == _VERSION:
             return _decode(document["value"], tensors)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (safetensors.SafetensorError, *MALFORMED) as error:
         raise DataError(f"{path} is damaged, or was not written by whet: {error!r}") from error
     raise DataError(f"{path} has file version {version}, expected version {_VERSION}; read it with another whet")
+
+
+def fits(saved: Any, own: Any) -> bool:
+    """Tells whether a saved value has the kind of one's own, so that what is restored fails at once or not at all:
+    numbers for numbers, texts for texts, and so on in dicts and lists. Anything fits None."""
+    if own is None:
+        return True
+    if isinstance(own, Mapping):
+        return isinstance(saved, Mapping) and all(fits(saved[name], own[name]) for name in own.keys() & saved.keys())
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and all(map(fits, saved, own))
+    return isinstance(saved, int | float if isinstance(own, int | float) else type(own))
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

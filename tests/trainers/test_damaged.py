@@ -4,14 +4,18 @@ found and what to do, and nothing outside of the folder is written to or taken a
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.trainers.conftest import score
+from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
@@ -136,3 +140,71 @@ def test_a_link_in_the_place_of_a_file(
         path.symlink_to(tmp_path / "outside" / target)
 
     try_all("link", plant, finished, resumed, additions, tmp_path, forged=forged)
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no model": lambda state: {name: value for name, value in state.items() if name != "model"},
+    "no weights": lambda state: state | {"model": {}},
+    "a list of weights": lambda state: state | {"model": [*state["model"].values()]},
+    "weights of text": lambda state: state | {"model": dict.fromkeys(state["model"], "text")},
+    "one weight of text": lambda state: state | {"model": state["model"] | {next(iter(state["model"])): "text"}},
+    "one weight of numbers": lambda state: state | {"model": state["model"] | {next(iter(state["model"])): [1.0]}},
+    "text": lambda state: "text",
+    "a list": lambda state: [state],
+    "nothing": lambda state: None,
+    "steps of text": lambda state: state | {"steps_done": "many"},
+    "a fraction of a step": lambda state: state | {"skipped": 0.5},
+    "no steps": lambda state: {name: value for name, value in state.items() if name != "steps_done"},
+    "no optimizer": lambda state: {name: value for name, value in state.items() if name != "optimizer"},
+    "an optimizer of text": lambda state: state | {"optimizer": "text"},
+    "groups of text": lambda state: state | {"optimizer": state["optimizer"] | {"param_groups": "text"}},
+    "a state of text": lambda state: state | {"optimizer": state["optimizer"] | {"state": {0: {"exp_avg": "text"}}}},
+    "a rate of text": lambda state: state | {"optimizer": with_group(state["optimizer"], "betas", ["a", "b"])},
+    "an origin of text": lambda state: state | {"start": "text"},
+    "an origin without a path": lambda state: state | {"start": {"lora": {}}},
+}
+
+
+def with_group(optimizer: dict[str, Any], name: str, value: object) -> dict[str, Any]:
+    return optimizer | {"param_groups": [group | {name: value} for group in optimizer["param_groups"]]}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_lies(name: str, finished: Path, resumed: TrainConfig, additions: Rows, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    newest = run_dir / "checkpoints" / "global_step_4"
+    serialization.save(newest / "actor.state", STATES[name](serialization.load(newest / "actor.state")))
+    (newest / "manifest.json").unlink()
+    checkpoint._write_manifest(newest)
+    assert outcome(resumed, additions, tmp_path / "exported") is None
+
+
+VALUES = ("text", [], {}, 5, None, [1, "x"], {"actor/grad_norm": "text"}, {"actor/grad_norm": ["1", "2"]})
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_a_saved_run_that_lies(
+    value: object, finished: Path, resumed: TrainConfig, additions: Rows, tmp_path: Path
+) -> None:
+    """Each value of trainer.json, one after the other, and each value in it."""
+    path = finished / "checkpoints" / "global_step_4" / "trainer.json"
+    saved, wrong = json.loads(path.read_text()), []
+    places = [(name,) for name in saved] + [
+        (name, inner) for name, each in saved.items() if isinstance(each, dict) for inner in each
+    ]
+    for number, place in enumerate(places):
+        changed = copy.deepcopy(saved)
+        inner = changed
+        for name in place[:-1]:
+            inner = inner[name]
+        inner[place[-1]] = value
+        run_dir = shutil.copytree(finished, tmp_path / "run")
+        newest = run_dir / "checkpoints" / "global_step_4"
+        (newest / "trainer.json").write_text(json.dumps(changed))
+        (newest / "manifest.json").unlink()
+        checkpoint._write_manifest(newest)
+        found = outcome(resumed, additions, tmp_path / f"exported {number}")
+        if found is not None:
+            wrong.append(f"{place}: {found}")
+        shutil.rmtree(run_dir)
+    assert not wrong, "\n".join(wrong)

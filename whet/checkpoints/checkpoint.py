@@ -36,6 +36,7 @@ from whet.errors import CheckpointError, StorageError, WhetError
 from whet.models.folder import split_adapters
 from whet.models.load import stop_token_ids
 from whet.models.vision.load import vision_of
+from whet.serialization import fits
 
 log = logging.getLogger(__name__)
 AFRESH = ("never", "overwrite")  # values of trainer.resume that go on from no checkpoint
@@ -191,13 +192,19 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
     return [folder for folder in folders(checkpoints)[:-limit] if folder not in protected]
 
 
-def restore(folder: Path, roles: Mapping[str, WorkerGroup], expected: Iterable[str]) -> dict[str, Any]:
+def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, Any]) -> dict[str, Any]:
     """Loads weights and optimizers into `roles`.  Returns the rest of the saved state, including `step`.
 
-    Raises: CheckpointError where the state lacks an `expected` name; EngineError for weights of another model.
+    Raises: CheckpointError where the state lacks a name of the run's `own`, or has another kind of value under it;
+    EngineError for weights of another model.
     """
     state = {**saved(folder), "step": step_of(folder)}
-    if missing := set(expected) - state.keys():
+    if odd := [name for name in own if name in state and not fits(state[name], own[name])]:
+        raise CheckpointError(
+            f"{folder}: trainer.json is damaged: {odd[0]} is {state[odd[0]]!r:.80}, expected the form of "
+            f"{own[odd[0]]!r:.80}; go on from another checkpoint: trainer.resume=PATH"
+        )
+    if missing := set(own) - state.keys():
         raise CheckpointError(
             f"{folder} holds {', '.join(sorted(state))}, and this run needs {', '.join(sorted(missing))} too: another "
             f"kind of run wrote it; to start from its weights, `whet export {folder} OUT`, then set model.path=OUT"

@@ -27,7 +27,7 @@ from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.schema import LoraConfig
-from whet.errors import CheckpointError, ModelError
+from whet.errors import CheckpointError, ModelError, WhetError
 from whet.models.load import body_of, is_classifier, load_config, load_policy, load_reward_model, outline, torch_dtype
 from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_weights, save_adapter
 
@@ -61,8 +61,10 @@ def export(
         checkpoint.verify(folder)
         try:
             return _export(folder, out, adapter, base, dtype, trust_remote_code)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(out, ignore_errors=True)  # it may hold half a model
+            if isinstance(error, serialization.MALFORMED) and not isinstance(error, WhetError):
+                raise CheckpointError(f"{folder} cannot be read ({error!r}); choose another checkpoint") from error
             raise
 
 
@@ -121,6 +123,8 @@ def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any] | Non
     if path.is_dir():
         return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
     state = serialization.load(path)
+    if not all(map(torch.is_tensor, state["model"].values())):
+        raise TypeError("not all weights of actor.state are tensors")
     return state["model"], state.get("start")
 
 

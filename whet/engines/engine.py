@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -307,8 +308,8 @@ class Engine(ABC):
         }
 
     def _load_progress(self, state: dict[str, Any]) -> None:
-        self.steps_done, self.skipped = state["steps_done"], state["skipped"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        names = ("steps_done", "skipped", "skipped_in_a_row")
+        self.steps_done, self.skipped, self.skipped_in_a_row = (operator.index(state[name]) for name in names)
 
     def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:

@@ -62,6 +62,8 @@ class SingleEngine(Engine):
     def load_state(self, state: dict[str, Any]) -> None:
         """Puts back what `state` gave.  Raises: EngineError naming weights that are missing, too many or other."""
         own = self._checkpointed()
+        if not all(map(torch.is_tensor, state["model"].values())):
+            raise TypeError("not all weights are tensors")
         check_same({name: p.shape for name, p in own.items()}, {name: w.shape for name, w in state["model"].items()})
         with torch.no_grad():
             for name, parameter in own.items():
@@ -69,6 +71,7 @@ class SingleEngine(Engine):
         self._load_progress(state)
         if self.optimizer is not None:
             # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
+            _check_optimizer(state["optimizer"], self.optimizer.state_dict())
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
@@ -114,3 +117,11 @@ class SingleEngine(Engine):
         """The norm of the gradient before it is clipped."""
         with_grad = [p for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(with_grad, self.grad_clip if self.grad_clip is not None else float("inf"))
+
+
+def _check_optimizer(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises: TypeError where the state of an optimizer has other values than numbers and tensors."""
+    parts = [saved] if "state" in saved else [*saved.values()]
+    values = [value for part in parts for state in part["state"].values() for value in state.values()]
+    if not serialization.fits(saved, own) or not all(isinstance(each, torch.Tensor | int | float) for each in values):
+        raise TypeError("the optimizer's state has other values than numbers and tensors")

@@ -69,7 +69,7 @@ class Health:
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
         """Goes on from what `state` gave."""
-        self._seen = {name: list(values) for name, values in state.items()}
+        self._seen = {name: [0.0 + value for value in values] for name, values in state.items()}
 
     def _is_jump(self, name: str, value: float) -> bool:
         """Tells whether `value` is a jump against the steps before; it is remembered."""

@@ -117,7 +117,7 @@ class Run(Frame):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.rollouts.load_state(state["rollouts"])
-        self.rollouts.spent.update(state["rollouts"].get("spent", {}))
+        self.rollouts.spent |= {name: 0.0 + value for name, value in state["rollouts"].get("spent", {}).items()}
         self.shaper.load_state(state["shaper"])
         self.entropy_controller.load_state(state["entropy"])
         self.health.load_state(state["health"])
