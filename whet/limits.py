@@ -76,21 +76,18 @@ def read_json(content: bytes | str, most: int = REPLY_BYTES) -> Any:
         raise ValueError(f"it is nested more than {REPLY_DEPTH} levels deep") from error
     level = [value]
     for _ in range(REPLY_DEPTH):
-        level = [
-            each
-            for outer in level
-            for each in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-        ]
-        if not level:
-            return value
-    raise ValueError(f"it is nested more than {REPLY_DEPTH} levels deep")
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for outer in inner for each in outer]
+    if level:
+        raise ValueError(f"it is nested more than {REPLY_DEPTH} levels deep")
+    return value
 
 
 def _number(text: str) -> float:
-    value: float = int(text) if text.lstrip("-").isdecimal() and len(text) < 300 else float(text)
+    value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"it has the number {text[:20]}, which no float holds")
-    return value
+    return int(text) if text.lstrip("-").isdecimal() else value
 
 
 def _address_space() -> int:

@@ -22,7 +22,7 @@ from whet.serving import guard
 from whet.serving.app import App
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
-from whet.serving.guard import is_own, refusal, with_deadline
+from whet.serving.guard import RefusedError, check_client, is_own, with_deadline
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ from whet.serving.guard import is_own, refusal, with_deadline
         ("", "", False),
         ("[::1", "::1", False),
         ("lab70", "lab7", False),
+        ("localhost:x", "lab7", False),
     ],
 )
 def test_the_servers_own_names(host: str, own: str, expected: bool) -> None:
@@ -50,14 +51,16 @@ def test_the_servers_own_names(host: str, own: str, expected: bool) -> None:
 
 def test_a_key_is_asked_for_by_any_name_and_without_one_the_name_counts() -> None:
     right = {"host": "attacker.example", "authorization": "Bearer k"}
-    assert refusal(right, "127.0.0.1", "k") is None
+    check_client(right, "127.0.0.1", "k")
     for given in ({}, {"authorization": "k"}, {"authorization": "Bearer K"}, {"authorization": "Bearer kk"}):
-        refused = refusal({"host": "127.0.0.1", **given}, "127.0.0.1", "k")
-        assert refused is not None and refused[0] == 401
+        with pytest.raises(RefusedError) as refused:
+            check_client({"host": "127.0.0.1", **given}, "127.0.0.1", "k")
+        assert refused.value.status == 401
     for key in (None, ""):
-        refused = refusal(right, "127.0.0.1", key)
-        assert refused is not None and refused[0] == 403 and "attacker.example" in refused[1]
-        assert refusal({"host": "127.0.0.1", "origin": "http://localhost:3000"}, "127.0.0.1", key) is None
+        with pytest.raises(RefusedError) as refused:
+            check_client(right, "127.0.0.1", key)
+        assert refused.value.status == 403 and "attacker.example" in str(refused.value)
+        check_client({"host": "127.0.0.1", "origin": "http://localhost:3000"}, "127.0.0.1", key)
 
 
 @pytest.fixture

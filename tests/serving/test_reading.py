@@ -16,8 +16,8 @@ from whet.data.chat import as_text, encode_rendered
 from whet.errors import DataError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.serving import bodies
+from whet.serving.app import LONG_BYTES, ShortestFirst
 from whet.serving.bodies import ApiError, BodyReader
-from whet.serving.reading import LONG_BYTES, ShortestFirst
 
 
 def test_the_shortest_come_first_and_long_ones_leave_a_thread() -> None:

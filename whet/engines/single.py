@@ -71,7 +71,11 @@ class SingleEngine(Engine):
         self._load_progress(state)
         if self.optimizer is not None:
             # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
-            _check_optimizer(state["optimizer"], self.optimizer.state_dict())
+            parts = [state["optimizer"]] if "state" in state["optimizer"] else state["optimizer"].values()
+            values = [value for part in parts for each in part["state"].values() for value in each.values()]
+            is_numbers = all(isinstance(value, torch.Tensor | int | float) for value in values)
+            if not is_numbers or not serialization.fits(state["optimizer"], self.optimizer.state_dict()):
+                raise TypeError("the optimizer's state has other values than numbers and tensors")
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
@@ -117,11 +121,3 @@ class SingleEngine(Engine):
         """The norm of the gradient before it is clipped."""
         with_grad = [p for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(with_grad, self.grad_clip if self.grad_clip is not None else float("inf"))
-
-
-def _check_optimizer(saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises: TypeError where the state of an optimizer has other values than numbers and tensors."""
-    parts = [saved] if "state" in saved else [*saved.values()]
-    values = [value for part in parts for state in part["state"].values() for value in state.values()]
-    if not serialization.fits(saved, own) or not all(isinstance(each, torch.Tensor | int | float) for each in values):
-        raise TypeError("the optimizer's state has other values than numbers and tensors")

@@ -67,7 +67,11 @@ class HttpSandbox:
         seconds = limits.seconds + program.compiling.seconds + GRACE_SECONDS
 
         def run(given: bytes) -> Ran:
-            return self._read(self._ask("/run_code", {**body, "stdin": given.decode(errors="replace")}, seconds) or {})
+            answer = self._ask("/run_code", {**body, "stdin": given.decode(errors="replace")}, seconds) or {}
+            try:
+                return self._read(answer)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise SandboxError(f"{self.address} answered {answer!r:.200}: {error}; is it SandboxFusion?") from error
 
         return until_late(run, inputs)
 
@@ -116,12 +120,6 @@ class HttpSandbox:
         result = ran or compiled
         if not isinstance(result, dict):
             raise SandboxError(f"{self.address} answered without run_result: {answer!r:.200}; is it SandboxFusion?")
-        try:
-            return self._ran(answer, ran, result)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise SandboxError(f"{self.address} answered {answer!r:.200}: {error}; is it SandboxFusion?") from error
-
-    def _ran(self, answer: dict[str, Any], ran: object, result: dict[str, Any]) -> Ran:
         code = result.get("return_code")
         end: End = "ok" if code == 0 else "failed"
         if result.get("status") == "TimeLimitExceeded":

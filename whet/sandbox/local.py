@@ -95,10 +95,6 @@ class LocalSandbox:
         """The kind of isolation."""
         return "bubblewrap" if self._isolated else "unisolated"
 
-    @property
-    def _advice(self) -> str:
-        return f"; {INSTALL}" if self._isolated else ""
-
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
         """Compiles a program and runs it once for each standard input.  Raises: SandboxError."""
         language = program.command or self.languages[program.language]
@@ -155,7 +151,7 @@ class LocalSandbox:
                     why = f"{error}"
                     with suppress(subprocess.TimeoutExpired):  # it alone died, or the whole process did
                         self._process.wait(END_SECONDS)
-        raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}{self._advice}")
+        raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}; {INSTALL}")
 
     def close(self) -> None:
         """Ends the process and its programs."""
@@ -173,7 +169,7 @@ class LocalSandbox:
         answer = json.loads(receive(channel))
         out, errors, *files = [receive(channel) for _ in range(2 + len(answer["files"]))]
         if answer["end"] == "sandbox":
-            raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}{self._advice}")
+            raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}; {INSTALL}")
         found = dict(zip(answer["files"], files, strict=True))
         return Ran(answer["end"], answer["code"], out, errors, answer["seconds"], answer["cpu_seconds"], found)
 

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import count
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -28,8 +32,7 @@ from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, Text
 from whet.serving.bodies import ApiError, Asked, BodyReader, ChatBody, unsupported
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
-from whet.serving.guard import is_json, refusal
-from whet.serving.reading import ShortestFirst
+from whet.serving.guard import RefusedError, check_client, read_body
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
@@ -40,6 +43,9 @@ BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
 SLACK_SECONDS = 1.0  # over the deadline of a request, for the engine to end it, which knows how far it came
 BUSY_SECONDS = 2.0  # without a word from the engine's thread, which /health tells
+READING_THREADS = max(2, min(8, os.cpu_count() or 1))
+LONG_BYTES = 2**16  # a body over this may take seconds to render and encode; such ones leave one thread to the others
+REFUSED = {401: "invalid_api_key", 403: "foreign_host", 413: "body_too_large"}  # codes, by status
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
@@ -93,8 +99,12 @@ class App:
 
         async def counted(request: Request) -> Response:
             try:
-                self._check_client(request)
+                if path != HEALTH:
+                    check_client(request.headers, self._settings.host, self._settings.api_key)
                 response = await endpoint(request)
+            except RefusedError as error:
+                refused = ApiError(error.status, str(error), code=REFUSED.get(error.status))
+                response = JSONResponse(refused.to_dict(), error.status)
             except ApiError as error:
                 headers = {"retry-after": "1"} if error.status == 429 else None
                 response = JSONResponse(error.to_dict(), error.status, headers)
@@ -110,12 +120,6 @@ class App:
             return response
 
         return Route(path, counted, methods=[method])
-
-    def _check_client(self, request: Request) -> None:
-        refused = refusal(request.headers, self._settings.host, self._settings.api_key)
-        if refused is not None and request.url.path != HEALTH:
-            status, message = refused
-            raise ApiError(status, message, code="invalid_api_key" if status == 401 else "foreign_host")
 
     async def _health(self, request: Request) -> Response:
         dead, seconds = self._engine.death, self._engine.busy_seconds
@@ -152,7 +156,8 @@ class App:
     async def _answer(self, path: str, request: Request) -> Response:
         """Samples what a request asks for; with stream=true the response begins with the first token."""
         started = time.monotonic()
-        body = await self._body(request)
+        most = round(self._settings.max_body_mib * 2**20)
+        body = await read_body(request.headers, request.stream(), most, BODY_SECONDS)
         try:
             raw = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -170,22 +175,6 @@ class App:
         self._counters.first_token.observe(time.monotonic() - started)
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
-
-    async def _body(self, request: Request) -> bytes:
-        """The body.  Raises: ApiError for one that is too large, too slow, or not JSON by its type."""
-        if not is_json(request.headers):
-            kind = request.headers.get("content-type", "missing")
-            raise ApiError(415, f"the content type is {kind:.80}; send Content-Type: application/json")
-        most, body = round(self._settings.max_body_mib * 2**20), bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        raise ApiError(413, f"the body has more than {most:,} bytes; shorten it", code="body_too_large")
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from error
-        return bytes(body)
 
     async def _events(self, uid: str, asked: Asked) -> Samples:
         """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
@@ -283,6 +272,41 @@ class App:
             likeliest = event.likeliest
         self._counters.completion_tokens += len(token_ids)
         return sample.add(token_ids, log_probs, versions, reason, likeliest)
+
+
+class ShortestFirst:
+    """Runs functions in threads, those of the shortest bodies first, so that a long text holds up no short one."""
+
+    def __init__(self, threads: int = READING_THREADS) -> None:
+        self._threads, self._pool = threads, ThreadPoolExecutor(threads, "prompts")
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap by size and order
+        self._order, self._running, self._long = count(), 0, 0
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """The result of the function for a body of `size` bytes, once it is its turn."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiting, (size, next(self._order), turn))
+        self._start()
+        try:
+            await turn
+            return await loop.run_in_executor(self._pool, function)
+        finally:
+            if not turn.cancelled():
+                self._running -= 1
+                self._long -= size > LONG_BYTES
+            self._start()
+
+    def _start(self) -> None:
+        while self._waiting and self._running < self._threads:
+            size, _, turn = self._waiting[0]
+            if size > LONG_BYTES and self._long == self._threads - 1:
+                return
+            heapq.heappop(self._waiting)
+            if not turn.cancelled():
+                self._running += 1
+                self._long += size > LONG_BYTES
+                turn.set_result(None)
 
 
 class EventStream(StreamingResponse):

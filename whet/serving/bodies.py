@@ -30,7 +30,7 @@ from whet.types import Message
 ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # of statuses whose type is no other's
 MAX_CHOICES = 128  # n
 MAX_STOPS, MAX_STOP = 64, 1024  # strings, characters of each: all are compared with every piece of a stream
-CHARACTERS_PER_TOKEN = 10  # of a context: more characters than these are refused before they are encoded
+CHARACTERS_PER_TOKEN = 10  # of a context; more are refused before they are encoded
 MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
@@ -278,20 +278,15 @@ class BodyReader:
         return body
 
     def _check_size(self, param: str, samples: int, texts: object = "") -> None:
-        """Raises: ApiError for more samples than the server takes, and for a prompt that is too long for the model
-        however it is encoded, before it costs anything."""
+        """Raises: ApiError for more samples than the server takes, and for a prompt too long for the model however it
+        is encoded."""
         if samples > self.most_samples:
             message = f"the request asks for {samples} samples; the server takes {self.most_samples}"
             raise ApiError(400, message, param="n")
-        (characters, values), most = _size(texts), self.context * CHARACTERS_PER_TOKEN
-        if characters > most or values > most:
-            raise ApiError(
-                400,
-                f"{param} has {characters:,} characters in {values:,} values; the model's context of {self.context} "
-                f"tokens takes at most {most:,} of each; shorten the prompt",
-                param=param,
-                code="context_length_exceeded",
-            )
+        characters, most = len(json.dumps(texts, ensure_ascii=False)), self.context * CHARACTERS_PER_TOKEN
+        if characters > most:
+            message = f"{param} has {characters:,} characters; {self.context} tokens hold {most:,} at most"
+            raise ApiError(400, f"{message}: shorten it", param=param, code="context_length_exceeded")
 
     def _rendered(
         self,
@@ -366,20 +361,6 @@ class BodyReader:
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
             num_likeliest=body.likeliest,
         )
-
-
-def _size(value: object) -> tuple[int, int]:
-    """The characters of all texts in a value, and the number of its values."""
-    characters, values, left = 0, 0, [value]
-    while left:
-        each, values = left.pop(), values + 1
-        if isinstance(each, str):
-            characters += len(each)
-        elif isinstance(each, Mapping):
-            left += [*each, *each.values()]
-        elif isinstance(each, list):
-            left += each
-    return characters, values
 
 
 @lru_cache(maxsize=4)

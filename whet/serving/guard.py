@@ -6,11 +6,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
+FOREIGN = (
+    "the request has {}; without an API key this server answers to addresses, localhost and its machine's name; start "
+    "it with --api-key KEY, or with --host and that name"
+)
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEAD_SECONDS = 15.0  # for the head of a request to come; a connection without one is closed within twice that
 
@@ -18,10 +22,7 @@ HEAD_SECONDS = 15.0  # for the head of a request to come; a connection without o
 def is_own(host: str, own: str) -> bool:
     """Tells whether a Host header is the name that the server was given, localhost, the name of this machine, or an
     address: the name of a site that resolves to this machine is none of these."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
+    name = re.sub(r":\d*$", "", host).strip("[]").lower()
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -29,30 +30,44 @@ def is_own(host: str, own: str) -> bool:
     return True
 
 
-def refusal(headers: Mapping[str, str], own: str, api_key: str | None) -> tuple[int, str] | None:
-    """Status and message for a request that may not pass: without the API key, or, where the server has none, from a
-    web page of another site, by its own name or by one that resolves to this machine."""
+class RefusedError(Exception):
+    """A request that is not read on, with the HTTP status that says so."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check_client(headers: Mapping[str, str], own: str, api_key: str | None) -> None:
+    """Raises: RefusedError for a request without the API key, or, where the server has none, from a web page of another
+    site, by its own name or by one that resolves to this machine."""
     if api_key:
         given = headers.get("authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-            return None
-        what = "another API key than the server's" if given else "no API key"
-        return 401, f"the request has {what}; send Authorization: Bearer KEY"
-    origin = headers.get("origin")
-    asked = {"Host": headers.get("host", "")} | ({} if origin is None else {"Origin": origin.rpartition("/")[2]})
+        if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+            what = "another API key than the server's" if given else "no API key"
+            raise RefusedError(401, f"the request has {what}; send Authorization: Bearer KEY")
+        return
+    asked = {"Host": headers.get("host", ""), "Origin": headers.get("origin", "http://localhost").rpartition("/")[2]}
     for name, host in asked.items():
         if not is_own(host, own):
-            return 403, (
-                f"the request has {name}: {host[:80]}; without an API key this server answers to addresses, localhost "
-                "and its machine's name alone, so that no web page can use it; start it with --api-key KEY, or --host "
-                "with that name"
-            )
-    return None
+            raise RefusedError(403, FOREIGN.format(f"{name}: {host[:80]}"))
 
 
-def is_json(headers: Mapping[str, str]) -> bool:
-    """Tells whether a body says that it is JSON, which no page in a browser sends to another origin unasked."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+async def read_body(headers: Mapping[str, str], parts: AsyncIterator[bytes], most: int, seconds: float) -> bytes:
+    """The body of a request.  Raises: RefusedError for one that is too large, too slow, or not JSON by its type, which
+    no page in a browser sends to another origin unasked."""
+    kind, body = headers.get("content-type", "").partition(";")[0].strip().lower(), bytearray()
+    if kind != "application/json":
+        raise RefusedError(415, f"the content type is {kind or 'missing'}; send Content-Type: application/json")
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in parts:
+                body += part
+                if len(body) > most:
+                    raise RefusedError(413, f"the body has more than {most:,} bytes; shorten it")
+    except TimeoutError as error:
+        raise RefusedError(408, f"the body did not come within {seconds:g} s") from error
+    return bytes(body)
 
 
 def with_deadline(protocol: Any) -> Any:

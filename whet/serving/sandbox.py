@@ -22,7 +22,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from whet.errors import SandboxError
 from whet.sandbox.http import SERVED, TOLD
 from whet.sandbox.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
-from whet.serving.guard import LOCAL, is_json, refusal, with_deadline
+from whet.serving.guard import LOCAL, RefusedError, check_client, read_body, with_deadline
 
 logger = logging.getLogger(__name__)
 NAMES = {theirs: ours for ours, theirs in SERVED.items()} | {name: name for name in ("c", "javascript")}
@@ -54,36 +54,21 @@ class SandboxApp:
         self._sandbox, self._threads = sandbox, ThreadPoolExecutor(concurrency, "programs")
         self._unfinished, self._most = 0, concurrency + MAX_WAITING
         routes = [Route("/run_code", self._run, methods=["POST"]), Route("/v1/ping", self._ping)]
-        self.asgi = Starlette(routes=[*routes, Route("/v1/languages", self._languages)])
+        routes += [Route("/v1/languages", self._languages)]
+        self.asgi = Starlette(routes=routes, exception_handlers={RefusedError: _refused})
 
     async def _ping(self, _: Request) -> Response:
         return PlainTextResponse("pong")
 
-    def _refused(self, request: Request) -> Response | None:
-        refused = refusal(request.headers, self._host, self._api_key)
-        if refused is None and request.method == "POST" and not is_json(request.headers):
-            refused = 415, "the content type is not JSON; send Content-Type: application/json"
-        return None if refused is None else JSONResponse({"detail": refused[1]}, refused[0])
-
     async def _languages(self, request: Request) -> Response:
-        if refused := self._refused(request):
-            return refused
+        check_client(request.headers, self._host, self._api_key)
         return JSONResponse({"languages": [*self._sandbox.languages]})
 
     async def _run(self, request: Request) -> Response:
-        if refused := self._refused(request):
-            return refused
-        body = bytearray()
+        check_client(request.headers, self._host, self._api_key)
+        body = await read_body(request.headers, request.stream(), MAX_BODY_BYTES, BODY_SECONDS)
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > MAX_BODY_BYTES:
-                        return JSONResponse({"detail": f"the body has over {MAX_BODY_BYTES} bytes; send less"}, 413)
-        except TimeoutError:
-            return JSONResponse({"detail": f"the body did not come within {BODY_SECONDS:g} s"}, 408)
-        try:
-            asked = RunRequest.model_validate_json(bytes(body))
+            asked = RunRequest.model_validate_json(body)
         except ValidationError as error:
             return JSONResponse(
                 {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
@@ -114,6 +99,11 @@ class SandboxApp:
             logger.warning("a program could not be run: %s", error)
             return _failed(f"{error}")
         return _told(ran, is_compiled=isinstance(language, Language) and bool(language.compile))
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return JSONResponse({"detail": str(error)}, error.status)
 
 
 def serve(sandbox: Sandbox, host: str, port: int, concurrency: int, api_key: str | None) -> None:

@@ -27,7 +27,7 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
-from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, WhetError, WorkerError
+from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, WorkerError
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
@@ -35,7 +35,6 @@ from whet.planning.outline import Outline
 from whet.planning.speed import training_flops
 from whet.protocol import DataProto
 from whet.registry import ENGINES
-from whet.serialization import MALFORMED
 from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.objectives import narrowed
@@ -125,14 +124,7 @@ class TrainWorker(EngineWorker):
             raise CheckpointError(
                 f"{path} is missing: the checkpoint has no state for the role {self.role!r}; name another checkpoint"
             )
-        try:
-            saved = self.engine.load(Path(path))
-        except WhetError:
-            raise
-        except MALFORMED as error:
-            raise CheckpointError(
-                f"{path} holds no state that can be read ({error!r}); go on from another checkpoint"
-            ) from error
+        saved = self.engine.load(Path(path))
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             raise CheckpointError(
                 f"{path} is an adapter for the model at {saved['model_path']}, and the weights at "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from whet.tracking.runs import CONFIG, STATE, State, is_locked
-from whet.viewer.records import is_number, open_inside, read_inside
+from whet.viewer.records import inside, is_number
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 INSIDE = {"checkpoints", "media", "profile", "rollouts", "tokens"}  # folders of a run, in which there is no other run
@@ -44,7 +44,7 @@ class CurvesFile:
                     self._offset, self._inode = 0, stat.st_ino
                 if stat.st_size == self._offset:
                     return
-                with open_inside(self.path.parent, self.path) as file:
+                with inside(self.path.parent, self.path).open("rb") as file:
                     file.seek(self._offset)
                     content = file.read()
             except (OSError, LookupError):
@@ -113,7 +113,7 @@ class Curves:
         its lock. Without run.json the state is "", and a run with steps left goes on if its files have changed."""
         step = max(file.last_step for file in self.files)
         try:
-            config = read_inside(self.folder, self.folder / CONFIG).decode()
+            config = inside(self.folder, self.folder / CONFIG).read_text("utf-8")
             [total] = map(int, re.findall(r"^  total_steps: (\d{1,15})$", config, re.M)[:1])
         except (OSError, ValueError, LookupError):
             total = None
@@ -136,7 +136,7 @@ class Curves:
 def _noted_state(path: Path) -> tuple[str, str]:
     """The state that a run has noted, and the error that ended it; "" where the file has something else."""
     try:
-        noted = json.loads(read_inside(path.parent, path))
+        noted = json.loads(inside(path.parent, path).read_bytes())
         return (noted["state"], str(noted.get("error") or "")) if noted["state"] in get_args(State) else ("", "")
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return "", ""

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import sys
 import threading
 import time
@@ -15,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from whet.tracking.rollouts import place_of, task_of
 
@@ -112,7 +110,7 @@ class Records:
             self._index(path, kind, step)
             row = self._rows[path][1][line]
             group = [each for each in self._rows[path][1] if each.group == row.group]
-        record = self._line(path, row.offset)
+        record = _line_at(path, row.offset)
         members = [{"line": each.line, "reward": each.reward, "failed": each.failed} for each in group]
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
@@ -124,8 +122,8 @@ class Records:
             path = self._path(kind, step)
             self._index(path, kind, step)
             rows = self._rows[path][1]
-            hits = [rows[number] for number in self._lines_with(path, prompt)]
-        records = ((row.line, self._line(path, row.offset)) for row in sorted(hits))
+            hits = [rows[number] for number in _lines_with(path, prompt, [row.offset for row in rows])]
+        records = ((row.line, _line_at(path, row.offset)) for row in sorted(hits))
         found = {place_of(each): line for line, each in reversed([*records]) if task_of(each) == task_of(record)}
         if not found:
             raise LookupError(prompt)
@@ -137,8 +135,7 @@ class Records:
         if not re.fullmatch(r"[0-9a-f]{16,128}", name):
             raise LookupError(name)
         for path in (self.folder / "media").glob(f"{name}.*"):
-            if is_inside(self.folder, path):
-                return path
+            return inside(self.folder, path)
         raise LookupError(name)
 
     def _steps_of(self, folder: str, kind: str) -> list[int]:
@@ -151,13 +148,13 @@ class Records:
     def _path(self, kind: str, step: int) -> Path:
         if kind not in KINDS:
             raise LookupError(kind)
-        return self.folder / "rollouts" / f"{kind}_{step:06}.jsonl"
+        return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
 
     def _index(self, path: Path, kind: str, step: int) -> tuple[int, int, int]:
         """Reads the places of a file's lines where it is new.  Returns its stamp.  Raises: LookupError."""
         stamp = _stamp(path)
         if path not in self._rows or self._rows[path][0] != stamp:
-            with open_inside(self.folder, path) as file:
+            with path.open("rb") as file:
                 self._rows[path] = stamp, list(_rows(file, kind, step))
         return stamp
 
@@ -166,32 +163,14 @@ class Records:
         for path in paths:
             rows = self._rows[path][1]
             if query.text:
-                hits = self._lines_with(path, query.text)
+                hits = _lines_with(path, query.text, [row.offset for row in rows])
                 rows = [row for place, row in enumerate(rows) if place in hits]
             chosen += filter(SHOWN[query.show], rows)
         return sorted(chosen, key=SORTED[query.sort]) if query.sort in SORTED else chosen
 
-    def _lines_with(self, path: Path, text: str) -> set[int]:
-        """The numbers of the lines of an indexed file that contain a text."""
-        with open_inside(self.folder, path) as file:
-            return _lines_with(file.read(), text, [row.offset for row in self._rows[path][1]])
-
-    def _line(self, path: Path, offset: int) -> dict[str, Any]:
-        """Raises: LookupError where no object is there."""
-        with open_inside(self.folder, path) as file:
-            file.seek(offset)
-            try:
-                record = json.loads(file.readline())
-            except (ValueError, RecursionError) as error:
-                raise LookupError(f"{path}: {error}") from error
-        if not isinstance(record, dict):
-            raise LookupError(path)
-        return record
-
     def _shown(self, row: ListedTrajectory) -> dict[str, Any]:
-        record, failure = self._line(self._path(row.kind, row.step), row.offset), {}
-        if isinstance(record.get("failure"), dict):
-            failure = record["failure"]
+        record = _line_at(self._path(row.kind, row.step), row.offset)
+        failure = record["failure"] if isinstance(record.get("failure"), dict) else {}
         return {
             **{name: getattr(row, name) for name in ("kind", "step", "line", "group", "reward", "accuracy")},
             **{name: getattr(row, name) for name in ("tokens", "turns", "truncated", "failed")},
@@ -210,38 +189,24 @@ class Records:
         with self._lock:
             stamp = _stamp(path)
             if path not in self._tokens or self._tokens[path][0] != stamp:
-                with open_inside(self.folder, path) as file:
-                    self._tokens[path] = stamp, _places_by_uid(file)
+                self._tokens[path] = stamp, _places_by_uid(path)
                 while len(self._tokens) > KEPT_QUERIES:
                     self._tokens.popitem(last=False)
             places = self._tokens[path][1]
         names = [name for name in places if name == uid or name.startswith(f"{uid}/")]
-        return [self._line(path, offset) for name in names for offset in places[name]]
+        return [_line_at(path, offset) for name in names for offset in places[name]]
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Tells whether a path is that of a plain file, to which no link leads out of `folder`."""
+    """Tells whether a path is that of a plain file, to which no link leads out of `folder`; a pipe may never answer."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
-def open_inside(folder: Path, path: Path) -> BinaryIO:
-    """Opens a file.  Raises: LookupError where it is none of `folder`'s, or no plain file, which may never answer."""
+def inside(folder: Path, path: Path) -> Path:
+    """Returns `path`.  Raises: LookupError where it is not inside."""
     if not is_inside(folder, path):
         raise LookupError(path)
-    try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    except OSError as error:
-        raise LookupError(path) from error
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise LookupError(path)
-
-
-def read_inside(folder: Path, path: Path) -> bytes:
-    """Reads a file as `open_inside` opens it."""
-    with open_inside(folder, path) as file:
-        return file.read()
+    return path
 
 
 def _rows(file: Any, kind: str, step: int) -> Iterator[ListedTrajectory]:
@@ -264,10 +229,10 @@ def _rows(file: Any, kind: str, step: int) -> Iterator[ListedTrajectory]:
         offset += len(line)
 
 
-def _lines_with(content: bytes, text: str, offsets: Sequence[int]) -> set[int]:
+def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
     """The numbers of the lines that contain a text as JSON writes it, ASCII letters in any case."""
     needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
-    content, found, place = content.lower(), set[int](), 0
+    content, found, place = path.read_bytes().lower(), set[int](), 0
     while (place := content.find(needle, place)) >= 0:
         number = bisect_right(offsets, place) - 1
         found.add(number)
@@ -275,25 +240,39 @@ def _lines_with(content: bytes, text: str, offsets: Sequence[int]) -> set[int]:
     return found
 
 
-def _places_by_uid(file: BinaryIO) -> dict[str, list[int]]:
+def _places_by_uid(path: Path) -> dict[str, list[int]]:
     """Returns the places of each trajectory's lines in a file of tokens, whose lines begin with the uid."""
     places: dict[str, list[int]] = {}
     offset, decoder = 0, json.JSONDecoder()
-    for line in file:
-        try:
-            uid, _ = decoder.raw_decode(line[:1000].decode("utf-8", "replace"), len('{"uid": '))
-            places.setdefault(str(uid), []).append(offset)
-        except (ValueError, RecursionError):
-            pass
-        offset += len(line)
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                uid, _ = decoder.raw_decode(line[:1000].decode("utf-8", "replace"), len('{"uid": '))
+                places.setdefault(str(uid), []).append(offset)
+            except (ValueError, RecursionError):
+                pass
+            offset += len(line)
     return places
+
+
+def _line_at(path: Path, offset: int) -> dict[str, Any]:
+    """Raises: LookupError where no object is there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            record = json.loads(file.readline(), parse_constant=_number, parse_float=_number)
+    except (OSError, ValueError, RecursionError) as error:
+        raise LookupError(f"{path}: {error}") from error
+    if not isinstance(record, dict):
+        raise LookupError(path)
+    return record
 
 
 def _agents(record: Mapping[str, Any]) -> list[str]:
     """The names of the sub-agents and players that took turns, in the order of their first ones."""
-    steps = record.get("steps")
-    found = [each for each in steps if isinstance(each, dict)] if isinstance(steps, list) else []
-    return list(dict.fromkeys(str(each[name]) for each in found for name in ("agent", "player") if each.get(name)))
+    steps = record["steps"] if isinstance(record.get("steps"), list) else []
+    found = (each.get(name) for each in steps if isinstance(each, dict) for name in ("agent", "player"))
+    return list(dict.fromkeys(str(name) for name in found if name))
 
 
 def _plain(text: str) -> str:
@@ -303,10 +282,10 @@ def _plain(text: str) -> str:
 
 def _stamp(path: Path) -> tuple[int, int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError as error:
         raise LookupError(path.name) from error
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def is_number(value: Any) -> bool:
@@ -316,3 +295,7 @@ def is_number(value: Any) -> bool:
 
 def _finite(value: Any) -> float | None:
     return float(value) if is_number(value) else None
+
+
+def _number(text: str) -> float | None:
+    return _finite(float(text))

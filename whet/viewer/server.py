@@ -5,7 +5,6 @@ a page of another site that resolves its own name to this machine gets nothing."
 from __future__ import annotations
 
 import json
-import math
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from whet.errors import ConfigError
 from whet.serving.guard import HEAD_SECONDS, is_own
 from whet.viewer.curves import Curves, find_runs
-from whet.viewer.records import SHOWN, SORTED, Query, Records, read_inside
+from whet.viewer.records import SHOWN, SORTED, Query, Records, inside
 
 MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
 TYPES = {  # of files that are sent; others are not
@@ -109,13 +108,11 @@ class Site:
         """The run's config.yaml."""
         folder = self._path(query)
         path = folder / "config.yaml"
-        return {"text": read_inside(folder, path).decode("utf-8", "replace") if path.exists() else ""}
+        return {"text": inside(folder, path).read_text("utf-8", "replace") if path.exists() else ""}
 
-    def media(self, run: str, name: str) -> tuple[str, bytes]:
-        """The type and the bytes of an image or video."""
-        records = self._run({"run": run})[1]
-        path = records.media(name)
-        return TYPES[path.suffix.lower()], read_inside(records.folder, path)
+    def media(self, run: str, name: str) -> Path:
+        """The file of an image or video."""
+        return self._run({"run": run})[1].media(name)
 
     def _run(self, query: Mapping[str, str]) -> tuple[Curves, Records]:
         return self._opened(self._path(query))
@@ -160,10 +157,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Sends the page, a file of it, numbers as JSON, or an image."""
-        url = urlsplit(self.path)
         if not is_own(self.headers.get("Host", ""), self.own_host):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers to its own address only")
         try:
+            url = urlsplit(self.path)
             kind, content = self._content(unquote(url.path), {k: v[-1] for k, v in parse_qs(url.query).items()})
         except (LookupError, ValueError, OSError, RecursionError):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such thing here")
@@ -176,11 +173,11 @@ class Handler(BaseHTTPRequestHandler):
             case ["static", name]:
                 return TYPES[Path(name).suffix], _static(name)
             case ["media", run, name]:
-                return self.site.media(unquote(run), name)
+                file = self.site.media(unquote(run), name)
+                return TYPES[file.suffix.lower()], file.read_bytes()
             case ["api", ("runs" | "curves" | "seconds" | "trajectories" | "trajectory" | "beside" | "config") as name]:
-                answer = _finite(getattr(self.site, name)(query))
-                text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
-                return "application/json", text.encode("utf-8", "backslashreplace")
+                answer = json.dumps(getattr(self.site, name)(query), ensure_ascii=False, allow_nan=False)
+                return "application/json", answer.encode("utf-8", "backslashreplace")
         raise LookupError(path)
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
@@ -209,15 +206,6 @@ class Server(ThreadingHTTPServer):
         for connection in [each for each, since in self.reading.copy().items() if since < late]:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _finite(value: Any) -> Any:
-    """The value with null in the place of NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:

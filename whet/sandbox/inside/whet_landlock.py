@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds an unisolated program without namespaces, so without any privilege: Landlock for its files, and another user
-where this one is root; nothing of whet is imported.
+"""Holds an unisolated program without any privilege: Landlock for its files, another user where this one is root;
+nothing of whet is imported.
 
-Landlock (Linux 5.13) lets a process give up access to files for itself and all that it starts. It covers opening,
-creating, removing, renaming and linking; since 6.2 truncating; since 6.7 TCP; since 6.12 signals to other processes.
-It does not cover changes of modes and owners, which the filter of system calls denies (whet_seccomp).
+Landlock (Linux 5.13) covers opening, creating, removing, renaming and linking; since 6.2 truncating; since 6.7 TCP;
+since 6.12 signals to other processes. Modes and owners are left to the filter of system calls (whet_seccomp).
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import stat
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CREATE, ADD, RESTRICT = 444, 445, 446  # system calls, on every architecture
@@ -27,7 +26,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 CONFIGURATION = "alternatives group ld.so.cache localtime nsswitch.conf passwd ssl/openssl.cnf timezone"
 SYSTEM = ("/proc", "/sys/devices/system/cpu", "/sys/fs/cgroup", *(f"/etc/{name}" for name in CONFIGURATION.split()))
 NOBODY = 65534
-READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: below what Landlock shows, whoever owns it
+READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH
 CAPABILITIES = 0x20080522  # version of the call
 KEEP_CAPABILITIES, NO_NEW_PRIVILEGES, AMBIENT, RAISE = 8, 38, 47, 2  # of prctl
 
@@ -38,7 +37,7 @@ def version() -> int:
 
 
 def leave_root(readable: Sequence[str]) -> None:
-    """Becomes nobody where this user is root. Keeps the right to read any file only where Python lies in a folder that
+    """Becomes nobody where this user is root, with the right to read any file only where Python lies in a folder that
     nobody can enter, and Landlock holds the program.  Raises: PermissionError where root would stay unheld."""
     if os.geteuid() != 0:
         return
@@ -48,20 +47,19 @@ def leave_root(readable: Sequence[str]) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     except OSError as error:
-        if not version():
-            raise PermissionError(
-                f"this user is root, the kernel has no Landlock, and another user cannot be taken ({error.strerror}), "
-                "so a program could change the whole machine; start whet as another user"
-            ) from error
-        _set_capabilities(0)
-        return
-    hidden = [path for path in readable if not _is_shown(path)]
-    if hidden and version():
-        _set_capabilities(READ_ALL)
-        hidden = [path for path in readable if not _is_shown(path)]
-    if hidden:
+        if version():
+            _set_capabilities(0)
+            return
         raise PermissionError(
-            f"this user is root, so programs run as nobody, who cannot read {hidden[0]}; expected a Python and folders "
+            f"this user is root, the kernel has no Landlock, and another user cannot be taken ({error.strerror}), so a "
+            "program could change the whole machine; start whet as another user"
+        ) from error
+    is_hidden = partial(filter, lambda path: not os.access(path, os.F_OK, effective_ids=True))
+    if any(is_hidden(readable)) and version():
+        _set_capabilities(READ_ALL)
+    for hidden in is_hidden(readable):
+        raise PermissionError(
+            f"this user is root, so programs run as nobody, who cannot read {hidden}; expected a Python and folders "
             "that every user can read; start whet as another user, or move them"
         )
 
@@ -69,11 +67,9 @@ def leave_root(readable: Sequence[str]) -> None:
 def hold(readable: Sequence[str], folder: str) -> None:
     """Takes from this process, and all that it starts, every file but those below `readable` and what Python needs, to
     read, and those below `folder`, to write. Does nothing on a kernel without Landlock.  Raises: OSError."""
-    found = version()
     LIBC.prctl(AMBIENT, RAISE, 2, 0, 0)  # what leave_root has kept stays when another program is started
-    if LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"no new privileges: {os.strerror(ctypes.get_errno())}")
-    if not found:
+    LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    if not (found := version()):
         return
     known = (1 << max(number for since, number in RIGHTS.items() if since <= found)) - 1
     header = struct.pack("QQQ", known, 3 if found >= TCP_SINCE else 0, 3 if found >= SIGNALS_SINCE else 0)
@@ -91,24 +87,25 @@ def hold(readable: Sequence[str], folder: str) -> None:
     os.close(ruleset)
 
 
-def _is_shown(path: str) -> bool:
+def open_beneath(folder: int, name: str) -> int:
+    """Opens a file below a folder, through no link.  Raises: OSError."""
+    *above, last = name.split("/")
+    folder = os.dup(folder)
     try:
-        os.stat(path)
-    except PermissionError:
-        return False
-    except OSError:
-        pass
-    return True
+        for each in above:
+            outer, folder = folder, os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(outer)
+        return os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def _set_capabilities(kept: int) -> None:
-    header, sets = struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0)
-    LIBC.capset(header, sets)  # fails where this root does not have it, as in many containers
+    """Keeps these capabilities; where this root does not have them, as in many containers, it fails."""
+    LIBC.capset(struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0))
 
 
 def _call(number: int, *arguments: object) -> int:
-    result = int(LIBC.syscall(number, *arguments))
-    if result < 0:
-        code = ctypes.get_errno() or errno.ENOSYS
-        raise OSError(code, f"Landlock: {os.strerror(code)}")
+    if (result := int(LIBC.syscall(number, *arguments))) < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
     return result

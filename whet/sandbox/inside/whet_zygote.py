@@ -50,6 +50,7 @@ SCRATCH = "/tmp"
 TICK_SECONDS = 0.02
 READ_BYTES = 1 << 16
 LENGTH = struct.Struct("!Q")
+PAGE = os.sysconf("SC_PAGE_SIZE")
 KILLING_SIGNALS = {signal.SIGXCPU: "timeout", signal.SIGXFSZ: "disk"}
 
 
@@ -246,10 +247,10 @@ class Program:
         if now < self.next_look:
             return None
         self.next_look = now + TICK_SECONDS
-        pids = reading.descendants()
+        pids = descendants()
         if len(pids) > limits["processes"] + 1:
             return "processes"
-        used = sum(map(reading.resident, pids))
+        used = sum(map(resident, pids))
         if self.isolated:
             disk = os.fstatvfs(self.scratch)
             used += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
@@ -260,11 +261,11 @@ class Program:
         if self.isolated:  # with its first process a namespace ends
             _signal(self.pid)
         else:
-            for pid in reading.descendants():
+            for pid in descendants():
                 _signal(pid)
         try:
             while os.wait():
-                for pid in reading.descendants():
+                for pid in descendants():
                     _signal(pid)
         except ChildProcessError:  # there are no more
             pass
@@ -280,7 +281,7 @@ class Program:
         found = {}
         for name in names:
             try:
-                descriptor = reading.open_beneath(self.scratch, name)
+                descriptor = landlock.open_beneath(self.scratch, name)
             except OSError:
                 continue
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -289,6 +290,28 @@ class Program:
             else:
                 os.close(descriptor)
         return found
+
+
+def descendants() -> list[int]:
+    """The processes that descend from this one."""
+    found = [os.getpid()]
+    for each in found:
+        try:
+            for task in os.listdir(f"/proc/{each}/task"):
+                with open(f"/proc/{each}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+        except OSError:  # it has ended
+            continue
+    return found[1:]
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory of a process."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+    except OSError:
+        return 0
 
 
 # -- the program's side
@@ -470,7 +493,6 @@ if __name__ == "__main__":
     READABLE = [sys.argv[1], *sys.argv[4:]]
     seccomp: Any = importlib.import_module("whet_seccomp")
     landlock: Any = importlib.import_module("whet_landlock")
-    reading: Any = importlib.import_module("whet_reading")
     FILTER = seccomp.program(isolated=isolated) if isolated or os.uname().machine in seccomp.ARCHITECTURES else b""
     for name in PRELOADED:
         importlib.import_module(name)
