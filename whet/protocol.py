@@ -6,20 +6,30 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, SupportsIndex, cast, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from whet import column_rules as rules, keyed, serialization
 from whet.column_rules import Column, Names, ObjectArray, RowIndex
 from whet.errors import DataError
 
+if TYPE_CHECKING:  # a TensorDict is made where verl's form is asked for: importing it takes 2.5 CPU seconds
+    from tensordict import TensorDict, TensorDictBase
+
 _AUTO_PADDING = "auto_padding"  # in meta_info
 _PARTS = ("batch", "non_tensor_batch", "meta_info", "rows")  # of a file, in the order of `_from_parts`
+
+
+class Rows(dict[str, torch.Tensor]):
+    """Tensor columns by name, of a known number of rows."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rows: int) -> None:
+        super().__init__(tensors)
+        self.batch_size = (rows,)
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class DataProtoItem:
     meta_info: dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class DataProto:
     """B rows as named columns: tensors [B, ...] in `batch`, object arrays [B] in `non_tensor_batch`; `meta_info` is
     about the batch as a whole.
@@ -45,19 +55,30 @@ class DataProto:
     possible. Raises: DataError with the names and sizes of columns.
     """
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, ObjectArray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    _batch: TensorDict | Rows | None
+    non_tensor_batch: dict[str, ObjectArray]
+    meta_info: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        for name in ("non_tensor_batch", "meta_info"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, {})
-        if self.batch is not None and self.batch.batch_dims != 1:
-            raise DataError(f"batch has batch size {list(self.batch.batch_size)}, expected one dimension, [B]")
-        rules.check_columns(
-            self.tensors(), self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0]
-        )
+    def __init__(
+        self,
+        batch: TensorDict | Rows | None = None,
+        non_tensor_batch: dict[str, ObjectArray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        if batch is not None and len(batch.batch_size) != 1:
+            raise DataError(f"batch has batch size {list(batch.batch_size)}, expected one dimension, [B]")
+        objects = {} if non_tensor_batch is None else non_tensor_batch
+        vars(self).update(_batch=batch, non_tensor_batch=objects, meta_info={} if meta_info is None else meta_info)
+        rules.check_columns(self.tensors(), self.non_tensor_batch, None if batch is None else batch.batch_size[0])
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensor columns as verl has them."""
+        if isinstance(self._batch, Rows):
+            from tensordict import TensorDict
+
+            vars(self)["_batch"] = TensorDict(dict(self._batch), batch_size=self._batch.batch_size)
+        return cast("TensorDict | None", self._batch)
 
     @classmethod
     def from_dict(
@@ -99,6 +120,8 @@ class DataProto:
         batch, which become `meta_info` beside `meta_info`."""
         if tensor_dict.batch_dims != 1:
             raise DataError(f"the TensorDict has batch size {list(tensor_dict.batch_size)}, expected [B]")
+        from tensordict import NonTensorData, NonTensorStack
+
         values = dict(tensor_dict.items())
         columns = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         objects = {name: value.tolist() for name, value in values.items() if isinstance(value, NonTensorStack)}
@@ -113,6 +136,8 @@ class DataProto:
         `meta_info` as objects of the whole batch. `from_tensordict` reads it back."""
         if both := sorted(self.meta_info.keys() & set(self.keys())):
             raise DataError(f"{both} are both columns and keys of meta_info; rename one of each")
+        from tensordict import NonTensorData, NonTensorStack, TensorDict
+
         result = TensorDict(self.tensors(), batch_size=[len(self)])
         for name, column in self.non_tensor_batch.items():
             result[name] = NonTensorStack(*map(NonTensorData, column))
@@ -142,8 +167,8 @@ class DataProto:
         return first._assemble(whole, meta_info, sum(map(len, data)))
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
+        if self._batch is not None:
+            return int(self._batch.batch_size[0])
         return next((len(column) for column in self.non_tensor_batch.values()), 0)
 
     def keys(self) -> list[str]:
@@ -156,7 +181,7 @@ class DataProto:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns by name."""
-        return {} if self.batch is None else cast("dict[str, torch.Tensor]", dict(self.batch.items()))
+        return {} if self._batch is None else cast("dict[str, torch.Tensor]", dict(self._batch.items()))
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns()
@@ -245,7 +270,7 @@ class DataProto:
 
     def union(self, other: DataProto) -> Self:
         """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
-        blank = [data for data in (self, other) if data.batch is None and not data.non_tensor_batch]
+        blank = [data for data in (self, other) if data._batch is None and not data.non_tensor_batch]
         if len(self) != len(other) and not blank:
             raise DataError(
                 f"union of {len(self)} rows (columns {self.keys()}) with {len(other)} rows (columns {other.keys()}): "
@@ -445,8 +470,8 @@ class DataProto:
     def _assemble(cls, columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> Self:
         """Makes a batch of `rows` rows, with new containers for these columns."""
         objects = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
-        tensors = {name: column for name, column in columns.items() if name not in objects}
-        batch = TensorDict(tensors, batch_size=[rows]) if tensors or (rows and not objects) else None
+        tensors: dict[str, Any] = {name: column for name, column in columns.items() if name not in objects}
+        batch = Rows(tensors, rows) if tensors or (rows and not objects) else None
         return cls(batch, objects, dict(meta_info))
 
 

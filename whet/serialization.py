@@ -16,18 +16,20 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
-from tensordict import TensorDict
 
 from whet import files
 from whet.errors import DataError
 from whet.types import Failure, Group, Media, MediaTokens, Message, Prompt, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # What reading a file that lies raises.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -159,6 +161,8 @@ def pack_tensordict(batch: TensorDict) -> PackedDict:
 
 def unpack_tensordict(packed: PackedDict) -> TensorDict:
     """Returns the TensorDict of `pack_tensordict`, on its device."""
+    from tensordict import TensorDict
+
     batch_size, device, items = packed
     tensors = {
         name: torch.nested.as_nested_tensor([unpack_tensor(each) for each in item[1]], layout=getattr(torch, item[0]))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -190,7 +190,8 @@ def _with_scores(
     if part_names:
         scores["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
     scored = batch.with_columns(**scores, error=[t.failure for t in owners])
-    return replace(scored, meta_info={**batch.meta_info, "reward_part_names": part_names})
+    meta_info = {**batch.meta_info, "reward_part_names": part_names}
+    return DataProto.from_dict(scored.tensors(), scored.non_tensor_batch, meta_info)
 
 
 def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:
