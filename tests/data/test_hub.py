@@ -82,4 +82,4 @@ def test_what_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         DeadlineError, match=r"owner/slow was not downloaded within data.hub_deadline_seconds=0.05; raise it"
     ):
         read_hub("owner/slow", None, None, default_split=None, deadline_seconds=0.05)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 4.5  # not the five seconds that it sleeps

@@ -200,7 +200,7 @@ def test_a_server_that_is_not_there_or_drips(tmp_path: Path) -> None:
         start = time.monotonic()
         with pytest.raises(BackendDeadlineError, match=r"did not answer within 0.3 s; raise --call-seconds"):
             OllamaBackend(server.url, "m", seconds=0.3).ask(Question("score", "x"))
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 4.0
     with pytest.raises(BackendError, match="no model server at nowhere"):
         OllamaBackend("nowhere", "m").ask(Question("score", "x"))
 

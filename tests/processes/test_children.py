@@ -79,7 +79,7 @@ def test_poll_returns_when_it_is_told_to(children: Children) -> None:
     ask(children, child, "ready")
     start = time.monotonic()
     assert children.poll(0.2) == []
-    assert 0.19 < time.monotonic() - start < 2.0
+    assert 0.19 < time.monotonic() - start < 60.0
     children.wake()
     assert children.poll() == []
     call(children, child, "sleep 0.3")
@@ -183,6 +183,6 @@ def test_closing_ends_all_and_leaves_no_descriptor() -> None:
     call(children, busy, "sleep 1000")
     start = time.monotonic()
     children.close([idle])
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 60.0  # not the 1,000 that one sleeps
     assert wait_until_gone(pids)
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -118,6 +118,6 @@ def test_length_shaping_reaches_the_reward():
 
 @pytest.mark.parametrize("unit", [r"\boxed{", "{", "answer is ", "A ", "(", "*", "A or "])
 def test_a_long_response_is_read_at_once(unit):
-    start = time.perf_counter()
+    start = time.process_time()
     extract_letter(unit * (100_000 // len(unit)), lone=True)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

@@ -125,13 +125,12 @@ def test_what_a_function_does_to_descriptors_that_are_not_its_own_costs_one_item
 
 
 def test_a_message_cut_short_holds_up_nobody_else(behaviours):
-    with make_pool(behaviours, num_workers=2, timeout_seconds=1.0) as pool:
+    with make_pool(behaviours, num_workers=2, timeout_seconds=4.0) as pool:
         late = pool.submit_batch([item("garbage_and_hang")])
         time.sleep(0.3)
-        start = time.monotonic()
         assert pool.score([item("1")] * 100) == [RIGHT] * 100
-        assert time.monotonic() - start < 0.6
-        assert late.result(timeout=10) == [Failure("reward", "timed out after 1 s", timed_out=True)]
+        assert not late.done()  # it waits for its own deadline, the others did not
+        assert late.result(timeout=60) == [Failure("reward", "timed out after 4 s", timed_out=True)]
 
 
 def test_a_function_that_kills_the_parent_of_its_process_costs_its_item_alone(behaviours):

@@ -192,9 +192,9 @@ def test_capital_words(text, count):
 @pytest.mark.parametrize("unit", [".", "[", "<", "*", "\n", "- ", "((", '"', "a", "!)", "A'", "<<x ", "{"])
 def test_a_long_response_is_checked_at_once(unit, languages):
     row = truth(*((name, arguments) for name, arguments, *_ in CASES))
-    start = time.perf_counter()
+    start = time.process_time()
     compute_score(unit * (100_000 // len(unit)), row)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 # -- lm-eval -----------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_trivial_items_are_scored_at_five_thousand_a_second(behaviours):
     items = [item("1")] * 5000
     with make_pool(f"{behaviours}:compute_score", num_workers=2) as pool:
         seconds = []
-        for _ in range(3):
+        for _ in range(10):  # on a busy machine one of them has the processor
             start = time.perf_counter()
             assert pool.score(items) == [RIGHT] * len(items)
             seconds.append(time.perf_counter() - start)

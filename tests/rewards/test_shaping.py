@@ -100,7 +100,7 @@ def test_parts_beside_a_function_that_reads_the_answer():
 
 @pytest.mark.parametrize("unit", ["a ", "<", "\\", "<think>", "\\boxed{", "好"])
 def test_a_long_response_is_read_at_once(unit):
-    text, start = unit * (100_000 // len(unit)), time.perf_counter()
+    text, start = unit * (100_000 // len(unit)), time.process_time()
     for function in (ngram_repetition, format_score, language):
         function(text)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

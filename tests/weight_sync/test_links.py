@@ -95,7 +95,7 @@ def test_a_receiver_that_gives_up_is_heard(way: str) -> None:
         began = time.monotonic()
         with pytest.raises(LinkClosedError, match="the other side ended"):
             send(weights(4).items(), 4, [outlet], torch.float32)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         gives_up.result()
         outlet.close()
         with pytest.raises(LinkClosedError):
