@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALLED := .venv/.installed
 READY := .venv/.ready
 SERVICES := .venv/.services
 PEERS := .venv-peers/.ready
@@ -22,7 +23,7 @@ LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
 .PHONY: quickstart test test-all test-long peers adapters verifiers vllm sglang bubblewrap chromium debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
-quickstart: $(READY) ## a small model learns arithmetic, in three minutes
+quickstart: $(INSTALLED) ## a small model learns arithmetic, in three minutes
 	$(BIN)/whet quickstart
 
 test: $(READY) ## the CPU suite, in three processes of one thread each
@@ -93,10 +94,18 @@ gpu: $(READY) ## shows whet on this machine's accelerator in ten minutes, and wr
 docs: $(READY) ## builds the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-$(READY): pyproject.toml constraints.txt
+# Without --quiet pip shows what it downloads, with its size, and how far it is.
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whet needs Python 3.11 or newer; name one: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch
+	@echo "downloading torch, the largest part; without a GPU a build of a tenth of its size is enough:"
+	@echo "    make quickstart PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+	$(BIN)/pip install -c constraints.txt torch
+	@echo "installing whet"
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(READY): $(INSTALLED)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
