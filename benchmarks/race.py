@@ -39,7 +39,7 @@ def run(setting: Setting) -> dict[str, dict[str, list[list[float]]]]:
         task = [
             *("train", "quickstart", f"model.path={folder}/sft_model", f"data.train_files=[{folder}/train.jsonl]"),
             *(f"data.val_files=[{folder}/held_out.jsonl]", "trainer.val_freq=10", "trainer.logger=[jsonl]"),
-            *("trainer.log_rollouts=0", f"trainer.total_steps={STEPS}", f"trainer.seed={seed}"),
+            *("trainer.log_rollouts=0", "trainer.save_freq=0", f"trainer.total_steps={STEPS}", f"trainer.seed={seed}"),
         ]
         for name, words in modes.items():
             log.info("race: %s, seed %d", name, seed)

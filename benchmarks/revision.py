@@ -18,6 +18,8 @@ from pathlib import Path
 from benchmarks.competitor import ROOT
 
 WORKING_TREE = "working tree"
+# Whatever recipes and defaults of a commit say: no checkpoints, and the dtype that every processor multiplies.
+SAME = ("trainer.save_freq=0", "model.dtype=float32", "rollout.dtype=float32")
 DEADLINE_SECONDS = 600.0  # of one command
 KIBIBYTE = 1024  # the unit in which Linux counts resident memory
 LINES_SHOWN = 15  # of the output of a command that failed

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.competitor import ROOT
-from benchmarks.revision import WORKING_TREE, CommandError, Revision, check_out, finish, write_additions
+from benchmarks.revision import SAME, WORKING_TREE, CommandError, Revision, check_out, finish, write_additions
 
 # Old name -> the name in the commit after. The runs below are written as the commit before spells them.
 RENAMED_KEYS: dict[str, str] = {"rollout.name": "rollout.engine.name"}  # config key or section
@@ -70,7 +70,7 @@ class Task:
             *(f"model.path={self.folder}/adds", f"data.train_files={self.folder}/train.jsonl"),
             *(f"data.val_files={self.folder}/held_out.jsonl", "data.train_batch_size=16", "rollout.n=4"),
             *("actor.mini_batch_size=8", "trainer.total_steps=4", "trainer.val_freq=2", "trainer.log_rollouts=1"),
-            "trainer.logger=[jsonl]",
+            *("trainer.logger=[jsonl]", *SAME),
         )
 
     def reward(self, name: str) -> str:
@@ -110,6 +110,7 @@ def runs(task: Task) -> dict[str, Run]:
                 *("rollout.n=4", "data.max_prompt_length=1024", "data.max_response_length=32"),
                 *(f"reward.function=[gsm8k,{task.reward('even_length')}]", "reward.weights=[1,0.5]"),
                 *("actor.optim.lr=1e-3", "trainer.total_steps=3", "trainer.val_freq=3", "trainer.logger=[jsonl]"),
+                *SAME,
             ),
             needs=GSM8K,
         ),
@@ -143,7 +144,7 @@ def runs(task: Task) -> dict[str, Run]:
         "sft": Run(
             (
                 *("sft", "quickstart_sft", f"model.path={folder}/random", f"data.train_files={folder}/examples.jsonl"),
-                *("trainer.total_steps=10", "trainer.logger=[jsonl]"),
+                *("trainer.total_steps=10", "trainer.logger=[jsonl]", "trainer.save_freq=0", "model.dtype=float32"),
             ),
             is_quick=True,
         ),

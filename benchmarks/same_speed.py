@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import OthersClock
-from benchmarks.revision import WORKING_TREE, Revision, check_out, finish_measured, write_additions
+from benchmarks.revision import SAME, WORKING_TREE, Revision, check_out, finish_measured, write_additions
 from benchmarks.same_bits import RENAMED_KEYS
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Workload:
 
 def workloads(task: Path, is_quick: bool) -> dict[str, Workload]:
     """The workloads by name. Weights of `long` stay as they are, so that its answers are as long on both commits."""
-    data = (f"data.train_files={task}/train.jsonl", "trainer.val_freq=-1", "trainer.logger=[jsonl]")
+    data = (f"data.train_files={task}/train.jsonl", "trainer.val_freq=-1", "trainer.logger=[jsonl]", *SAME)
     length, steps = (16, 4) if is_quick else (128, 8)
     return {
         "long": Workload(

@@ -13,6 +13,7 @@ import torch
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.models.init import init_model
+from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import size
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import plan_memory
@@ -30,10 +31,11 @@ COMMON: dict[str, Any] = {
     "trainer.total_steps": 2,
     "trainer.val_freq": -1,
     "trainer.logger": ["jsonl"],
+    "trainer.save_freq": 0,
     "algorithm.kl.where": "loss",
 }
 CASES: dict[str, dict[str, Any]] = {
-    "float32": {},
+    "float32": {"model.dtype": "float32"},
     "bfloat16, activations computed again": {"model.dtype": "bfloat16", "model.gradient_checkpointing": True},
     "in turns": {"model.dtype": "bfloat16", "rollout.free_cache_engine": True},
     "adapter": {"model.lora.rank": 16, "model.dtype": "bfloat16"},
@@ -47,7 +49,7 @@ def main(folder: Path) -> None:
     print("|---|---|---|---|---|")
     for number, (name, changes) in enumerate(CASES.items()):
         values = {**COMMON, **changes, "model.path": str(model), "trainer.run_dir": str(folder / str(number))}
-        config = load_config(TrainConfig, None, values, given={"reward", "data"}).config
+        config = with_dtypes(load_config(TrainConfig, None, values, given={"reward", "data"}).config)
         lengths = [len(str(row["prompt"])) for row in ROWS]
         setup = replace(build.setup(config, lengths), device=free_accelerator(config.cluster))
         planned = plan_memory(setup).device_tensor_bytes

@@ -19,6 +19,7 @@ def main() -> None:
         "trainer.seed": settings["seed"],
         "trainer.val_freq": settings["evaluate_every"],
         "trainer.logger": ["jsonl"],
+        "trainer.save_freq": 0,
         "trainer.log_rollouts": 0,
         "trainer.run_dir": settings["run_dir"],
     }

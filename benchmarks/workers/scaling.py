@@ -15,6 +15,7 @@ from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.keyed import key
+from whet.planning.dtypes import with_dtypes
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import plan, worker_specs
@@ -39,7 +40,7 @@ def main() -> None:
 def launched(model: str, processes: int) -> dict[str, WorkerGroup]:
     """Actor and rollout in the same processes, with whet's defaults in bfloat16."""
     overrides = {"model.path": model, "model.dtype": "bfloat16", "data.max_response_length": 512}
-    config = load_config(TrainConfig, None, overrides, given={"reward", "data"}).config
+    config = with_dtypes(load_config(TrainConfig, None, overrides, given={"reward", "data"}).config)
     actor, *others = worker_specs(config, plan(config), 1)
     pinned = WorkerSpec("actor", PinnedActor, (replace(actor.args[0], total_steps=10**6),))
     roles = launch([pinned, *others], ResourcePool(processes), 600.0)

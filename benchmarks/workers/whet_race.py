@@ -24,6 +24,7 @@ def main() -> None:
         "trainer.seed": settings["seed"],
         "trainer.val_freq": -1,  # the race evaluates
         "trainer.logger": ["jsonl"],
+        "trainer.save_freq": 0,
         "trainer.run_dir": settings["run_dir"],
     }
     config = load_config(TrainConfig, "quickstart", overrides).config

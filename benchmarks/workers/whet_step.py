@@ -66,6 +66,7 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
         "trainer.total_steps": 10**6,
         "trainer.val_freq": -1,
         "trainer.logger": ["jsonl"],
+        "trainer.save_freq": 0,
         "trainer.run_dir": settings["run_dir"],
         **settings.get("changes", {}),
     }
