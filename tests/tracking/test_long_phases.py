@@ -112,3 +112,13 @@ def test_a_count_that_begins_again_is_timed_from_there() -> None:
         counted(2, 4, "80 tokens/s")
         shown.refresh()
     assert written.getvalue().splitlines()[0] == "update: 2/4, 0:50, about 0:05 left, 80 tokens/s"
+
+
+def test_a_count_of_a_step_itself_is_not_shown() -> None:
+    """A forward pass between two phases of a step, such as that of `trainer.log_tokens`."""
+    shown, clock, written = shown_on(terminal=False)
+    with watching(shown.phase, shown.count), phase("time/step"):
+        clock.now += 100.0
+        counted(1, 1)
+        shown.refresh()
+    assert written.getvalue() == ""
