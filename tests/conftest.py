@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from whet.config import TrainConfig
 
 SMALL_RUN: dict[str, Any] = {  # takes a second
+    "model.dtype": "float32",
     "data.apply_chat_template": False,
     "data.train_batch_size": 4,
     "data.max_prompt_length": 16,
@@ -25,6 +26,7 @@ SMALL_RUN: dict[str, Any] = {  # takes a second
     "rollout.n": 4,
     "reward.num_workers": 0,
     "trainer.val_freq": -1,
+    "trainer.save_freq": 0,
     "trainer.logger": ["jsonl"],
 }
 SHIPPED_ENGINES = ["single", "fsdp"]
@@ -47,10 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides accelerators without --on-device: bits are those of the host, wherever the suite runs."""
+    """Hides accelerators and instructions for bfloat16 without --on-device: bits and dtypes are those of the host
+    without them, wherever the suite runs."""
     if not config.getoption("--on-device"):
         os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever test
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -152,6 +156,7 @@ def qwen25_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_config(model_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """A config of a run in `tmp_path` that takes a second, with overrides; reward and data are given as objects."""
     from whet.config import TrainConfig, load_config
+    from whet.planning.dtypes import with_dtypes
 
     def make(overrides: dict[str, Any] | None = None) -> TrainConfig:
         small: dict[str, Any] = {
@@ -161,7 +166,7 @@ def train_config(model_folder: Path, tmp_path: Path) -> Callable[..., TrainConfi
             "trainer.total_steps": 2,
             "trainer.run_dir": str(tmp_path / "run"),
         }
-        return load_config(TrainConfig, None, small | (overrides or {}), given={"reward", "data"}).config
+        return with_dtypes(load_config(TrainConfig, None, small | (overrides or {}), given={"reward", "data"}).config)
 
     return make
 

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from whet.compiled import instruction_set
+
 HOST = torch.device("cpu")
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions for its products, as Linux names them; the last is Arm's
+# Values of ONEDNN_MAX_CPU_ISA, in small letters, that keep oneDNN from these instructions.
+WITHOUT_BFLOAT16 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
 
 
 def count() -> int:
@@ -21,6 +27,24 @@ def here() -> torch.device:
     """The accelerator of this process; the host if there is none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return HOST if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def bfloat16_instructions() -> list[str]:
+    """The processor's instructions for products of bfloat16 that torch uses; empty where it has to do without.
+
+    As torch does, this obeys ATEN_CPU_CAPABILITY (of its kernels) and ONEDNN_MAX_CPU_ISA (of its products). AVX-512
+    alone multiplies no bfloat16."""
+    found = BFLOAT16 & {*instruction_set().split()}
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    has_wide = "bf16" in found or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return sorted(found) if has_wide and limit.lower() not in WITHOUT_BFLOAT16 else []
+
+
+def accelerates_bfloat16() -> bool:
+    """Tells whether the accelerator multiplies bfloat16 itself; older ones convert every number."""
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else torch.get_device_module(kind)
+    return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

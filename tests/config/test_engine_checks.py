@@ -49,7 +49,7 @@ MakeConfig = Callable[..., TrainConfig]
         ),
         (
             {"optim.weight_rounding": "kahan"},
-            r"keeps weights in bfloat16, but model\.dtype is float32; set model\.dtype=bfloat16",
+            r"keeps weights in bfloat16, but model\.dtype is float32 .*; set model\.dtype=bfloat16",
         ),
         ({"engine.compile": True}, r"has no effect with model\.gradient_checkpointing"),
         ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is an option of adamw"),

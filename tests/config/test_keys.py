@@ -58,7 +58,7 @@ def test_known_are_values_sections_and_what_lies_in_free_mappings(key: str, know
         ("rollout.top_p", "a number > 0 and <= 1.0"),
         ("trainer.val_freq", "a whole number >= -1"),
         ("actor.grad_clip", "a number > 0 or null"),
-        ("model.dtype", "one of float32, bfloat16"),
+        ("model.dtype", "one of auto, float32, bfloat16"),
         ("reward.function", "text or a list, each text or null"),
         ("trainer.logger", "a list, each one of console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"),
         ("actor.optim.betas", "a list of 2, each a number >= 0 and < 1"),

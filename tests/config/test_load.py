@@ -42,7 +42,7 @@ REFUSED = {
     "actor.epochs=true": "actor.epochs=true (command line) is true or false; expected a whole number > 0",
     "critic.epochs=null": "critic.epochs=null (command line) is null; expected a whole number > 0",
     "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
-    "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of float32, bfloat16',
+    "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of auto, float32, bfloat16',
     "actor.optim.betas=[0.9]": (
         "actor.optim.betas=[0.9] (command line) is a list of 1 (a number); expected a list of 2, each a number >= 0 "
         "and < 1"
@@ -75,7 +75,7 @@ def test_all_mistakes_are_shown_at_once_with_their_sources(tmp_path: Path, monke
     with pytest.raises(ConfigError) as raised:
         load_config(TrainConfig, "mine.yaml", ["model.dtype=half"])
     assert sorted(str(raised.value).splitlines()) == [
-        'model.dtype="half" (command line) is text; expected one of float32, bfloat16',
+        'model.dtype="half" (command line) is text; expected one of auto, float32, bfloat16',
         'rollout.n="many" (mine.yaml:2) is text; expected a whole number > 0',
         "unknown key actr.epochs (mine.yaml:5); did you mean actor.epochs?",
         "unknown key rollout.rollout.top_p (mine.yaml:3); did you mean rollout.top_p?",

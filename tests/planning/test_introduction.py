@@ -9,6 +9,7 @@ import torch
 
 from whet.config import TrainConfig
 from whet.config.schema import TrainerConfig
+from whet.planning import forecast
 from whet.planning.forecast import Counts, data_line, introduce, model_lines
 from whet.planning.speed import Speed
 from whet.planning.units import count, duration, plural
@@ -69,3 +70,17 @@ def test_numbers_as_a_person_reads_them() -> None:
 def test_the_data_of_a_run_without_validation(train_config: MakeConfig) -> None:
     setup = build.setup(train_config(), [16])
     assert data_line(setup, Counts(20, 0, 1)) == "20 prompts to train on; 1 step of 4 prompts x 4 responses"
+
+
+def test_a_run_that_may_stop_early_is_estimated_to_its_likely_end(
+    train_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 s a step: 370 of at most 1,000 steps take 10.3 hours, all of them 27.8."""
+    monkeypatch.setattr(forecast, "plan_speed", lambda setup, **_: Speed({}, {"update": 100.0}))
+    setup = build.setup(train_config(), [16])
+    with caplog.at_level(logging.INFO, "whet"):
+        introduce(setup, Counts(20, 0, 1000, likely=370))
+        introduce(setup, Counts(20, 0, 1000))
+    _, data, time, _, whole, all_of_it = caplog.messages
+    assert "at most 1,000 steps" in data and "10.3 h" in time and "370" in time
+    assert "at most" not in whole and "27.8 h" in all_of_it

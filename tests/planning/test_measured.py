@@ -14,6 +14,7 @@ import pytest
 
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.models.init import init_model
+from whet.planning.dtypes import with_dtypes
 from whet.planning.forecast import row_lengths
 from whet.planning.memory import Setup, plan_memory
 from whet.trainers import build, sft
@@ -114,9 +115,9 @@ def setup(command: str, overrides: dict[str, Any], folder: Path) -> Setup:
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     overrides = {**overrides, "data.train_files": [str(file)]}
     if command == "sft":
-        supervised = load_config(SFTConfig, None, overrides, checked=False).config
+        supervised = with_dtypes(load_config(SFTConfig, None, overrides, checked=False).config)
         return sft.SFTRun.setup(supervised, row_lengths(supervised)[0])
-    config = load_config(TrainConfig, None, overrides, checked=False).config
+    config = with_dtypes(load_config(TrainConfig, None, overrides, checked=False).config)
     return build.setup(config, row_lengths(config)[0])
 
 

@@ -12,6 +12,7 @@ import torch
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import RolloutConfig
 from whet.models.load import load_config as load_model_config
+from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import rooms
 from whet.planning.machine import FreeMemory
 from whet.planning.memory import (
@@ -146,7 +147,7 @@ def test_smaller_micro_batches_and_recomputed_activations_save(train_config: Mak
 
 def test_supervised_runs_have_one_phase(model_folder: Path, tmp_path: Path) -> None:
     overrides = {"model.path": str(model_folder), "data.train_batch_size": 8, "trainer.run_dir": str(tmp_path)}
-    config = load_config(SFTConfig, None, overrides, given={"data"}).config
+    config = with_dtypes(load_config(SFTConfig, None, overrides, given={"data"}).config)
     memory = plan_memory(sft.SFTRun.setup(config, [30] * 8))
     assert memory.phases == ("actor update",) and memory.micro_batch_tokens == {"actor": 240}
     assert memory.untouched_bytes == 0

@@ -29,6 +29,7 @@ LENGTH = 33
 def config_of(folder: Path, **overrides: Any) -> SFTConfig:
     small: dict[str, Any] = {
         "model.path": str(folder),
+        "model.dtype": "float32",
         "data.apply_chat_template": False,
         "data.train_batch_size": 2,
         "data.max_length": LENGTH,

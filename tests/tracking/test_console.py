@@ -166,3 +166,14 @@ def test_a_validation_says_nothing_twice() -> None:
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert clock_time(seconds) == shown
+
+
+def test_the_time_left_is_that_to_the_likely_end_and_behind_it_to_the_last_step() -> None:
+    output, written = console(terminal=False)
+    clock = Clock()
+    tracker = ConsoleTracker(1000, likely_steps=370, console=output, clock=clock)
+    for step in (100, 369, 370, 400):
+        clock.now = 100.0 + step  # a second a step
+        tracker.log(step, STEP)
+    left = [line.rpartition("left ")[2] for line in written.getvalue().splitlines()]
+    assert left == ["4:30", "0:01", "10:30", "10:00"]

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from whet.errors import ConfigError, StorageError
-from whet.trainers.quickstart import MARK, WRITTEN, clear, quickstart
+from whet.tracking.console import shared_console
+from whet.trainers.quickstart import ADDITION, MARK, WRITTEN, clear, is_good, quickstart, show
 
 
 def filled(folder: Path, *names: str) -> Path:
@@ -51,3 +57,61 @@ def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
     filled(tmp_path, "file")
     with pytest.raises(StorageError, match=r"file: .* expected a folder that can be written to: .* another --run-dir"):
         clear(tmp_path / "file")
+
+
+def history(*accuracies: float | None) -> Any:
+    """A run with these accuracies, in the order of its lines; None: a line without a validation."""
+    lines = [{"step": step, **({} if each is None else {"val/accuracy": each})} for step, each in enumerate(accuracies)]
+    return SimpleNamespace(history=lines)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ((0.4,), False),
+        ((0.99,), False),  # once
+        ((0.97, 0.99), False),
+        ((0.98, 0.98), True),
+        ((0.99, None, None, 1.0), True),  # a validation does not follow every step
+        ((0.99, 1.0, None), False),  # said at the validation, not at every line behind it
+        ((1.0, 0.979, 1.0), False),  # not in a row
+    ],
+)
+def test_training_ends_where_the_accuracy_is_high_twice_in_a_row(
+    accuracies: tuple[float | None, ...], expected: bool
+) -> None:
+    assert is_good(history(*accuracies)) is expected
+
+
+@pytest.mark.parametrize("name", ["qs", "a" * 60, "with [red]brackets[/red]"])
+def test_paths_are_whole_and_commands_stand_apart_from_what_they_do(name: str, tmp_path: Path) -> None:
+    run_dir, written = tmp_path / name / "quickstart", io.StringIO()
+    summary = {"held_out_problems": 2, "sft_accuracy": 0.5, "rl_accuracy": 1.0, "seconds_total": 1.0}
+    console = Console(file=written, width=80, force_terminal=False, highlight=False)
+    show(console, {**summary, "seconds_to_first_rl_step": 1.0}, [("1+1=", "2", "3", "2")], run_dir, "whet", ADDITION)
+    lines = written.getvalue().splitlines()
+    places = ["learning_curve.png", "rl_model", "rl/rollouts/", "rl/metrics.jsonl"]
+    assert all(any(f"{run_dir}/{place}" in line for line in lines) for place in places)
+    [shows] = [line for line in lines if line.startswith(f"  whet show {run_dir}/rl")]
+    assert re.fullmatch(r" {2,}\S.*", shows.removeprefix(f"  whet show {run_dir}/rl")), shows
+    page = next(line for line in lines if line.startswith(f"  whet view {run_dir}"))
+    assert re.fullmatch(r" {2,}\S.*", page.removeprefix(f"  whet view {run_dir}")), page
+
+
+def test_the_lines_of_the_stages_have_whole_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class EnoughError(Exception):
+        """The first lines are there."""
+
+    def enough(*_: object) -> None:
+        raise EnoughError
+
+    run_dir = tmp_path / ("long " * 20) / "[bold]run"
+    shared_console.cache_clear()
+    monkeypatch.setattr("whet.trainers.quickstart.warm_up", enough)
+    with pytest.raises(EnoughError):
+        quickstart(run_dir, 0)
+    shared_console.cache_clear()
+    printed = capsys.readouterr().out
+    assert f"{run_dir}/*.jsonl" in printed and f"{run_dir}/model" in printed

@@ -30,8 +30,8 @@ class Scene:
             samples_apart=samples_apart,
             validates=True,
             step=0,
-            config=SimpleNamespace(trainer=SimpleNamespace(save_freq=3, val_freq=1, val_before_train=False)),
-            is_due=lambda every: self.is_due if every == 1 else self.run.step == 3,
+            config=SimpleNamespace(trainer=SimpleNamespace(val_freq=1, val_before_train=False)),
+            is_due=lambda every: self.is_due if every == 1 else False,
             log=lambda step, metrics: self.lines.append((step, metrics.reduce())),
             check_health=lambda batch, metrics: None,
             count_flops=lambda: None,
@@ -46,7 +46,7 @@ class Scene:
         return metrics
 
     def end(self, schedule: Schedule[Any], step: int, *, is_validated: bool = True) -> None:
-        self.run.step, self.is_due = step - 1, is_validated
+        self.run.step, self.is_due, self.run.saves_now = step - 1, is_validated, step == 3
         metrics = Metrics()
         metrics.mean("loss", step)
         schedule.end_step(DataProto(), metrics)

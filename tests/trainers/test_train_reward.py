@@ -32,6 +32,7 @@ def reward_config(model_folder: Path, tmp_path: Path) -> MakeConfig:
     def make(**overrides: Any) -> RewardTrainingConfig:
         small: dict[str, Any] = {
             "model.path": str(model_folder),
+            "model.dtype": "float32",
             "data.apply_chat_template": False,
             "data.train_batch_size": 5,
             "data.max_length": 32,

@@ -23,7 +23,10 @@ def serve(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the engine; may be repeated")
     ] = None,
     tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: the chat template's")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="dtype of sampling")] = "float32",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="dtype of sampling; auto: bfloat16 where the machine multiplies it"),
+    ] = "auto",
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8000,
     api_key: Annotated[

@@ -54,10 +54,10 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
             "checkpointed layers; unset one of these two keys"
         )
     rounding = None if use.optim is None else use.optim.weight_rounding
-    if rounding is not None and use.model.dtype != "bfloat16":
+    if rounding is not None and use.model.dtype == "float32":
         yield (
-            f"{use.optim_key}.weight_rounding={rounding} keeps weights in bfloat16, but model.dtype is "
-            f"{use.model.dtype}; set model.dtype=bfloat16"
+            f"{use.optim_key}.weight_rounding={rounding} keeps weights in bfloat16, but model.dtype is float32 "
+            "(auto is, on a machine that does not multiply bfloat16); set model.dtype=bfloat16"
         )
     if "check" in entry.marks:
         own: Callable[[EngineUse], Iterable[str]] = load_target(entry.marks["check"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from whet.config.algorithm import (
     AlgorithmConfig as AlgorithmConfig,
@@ -22,7 +22,13 @@ from whet.config.trainer import SamplingConfig as SamplingConfig, TrainerConfig 
 from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16"]  # auto: whet.planning.dtypes
+
+
+DTYPE = (
+    "dtype of forward and backward passes; bfloat16 keeps float32 master weights; auto: bfloat16 on accelerators and "
+    "processors that multiply it, else float32; a resumed run keeps its own"
+)
 
 
 class LoraConfig(Section):
@@ -41,7 +47,7 @@ class ModelConfig(Section):
 
     path: str | None = key(None, "model or adapter folder, or hub name; whet eval: also a checkpoint or run folder")
     tokenizer_path: str | None = key(None, "tokenizer folder or name on the hub; unset: model.path")
-    dtype: Dtype = key("float32", "dtype of forward and backward passes; bfloat16 keeps float32 master weights")
+    dtype: Dtype = key("auto", DTYPE)
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass, which saves memory")
     lora: LoraConfig = LoraConfig()
     freeze: list[str] = key(
@@ -162,11 +168,16 @@ class RolloutConfig(SamplingConfig):
     n: PositiveInt = key(8, "responses a prompt")
     temperature: NonNegativeFloat = key(1.0, "sampling temperature; 0 is greedy")
     length_stages: dict[int, PositiveInt] = key({}, "length limit of responses by first step; empty: one limit")
-    dtype: Dtype | None = key(None, "dtype of sampling; unset: model.dtype")
+    dtype: Dtype = key("auto", "dtype of sampling; auto: model.dtype")
     max_staleness: NonNegativeFloat = key(0.0, MAX_STALENESS)
     max_batch_size: PositiveInt = key(256, "most sequences that are decoded together")
     free_cache_engine: bool = key(False, HYBRID)
     deadline_seconds: PositiveFloat = key(3600.0, "longest time to sample one step, in seconds")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _of_model(cls, value: Any) -> Any:
+        return "auto" if value is None else value  # as configs of older runs have it
 
 
 class DomainConfig(Section):

@@ -12,6 +12,12 @@ from whet.config.section import Section, key
 Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
+SAVE_FREQ = (
+    "steps between checkpoints; auto: after the first step, then after the first one to end ten minutes later; 0: only "
+    "at the end"
+)
+
+
 class SamplingConfig(Section):
     """Sampling parameters."""
 
@@ -36,7 +42,7 @@ class TrainerConfig(Section):
     val_freq: int = key(0, "steps between validations; 0: only before and after training, -1: never", ge=-1)
     val_before_train: bool = key(True, "validate the initial model")
     validation: SamplingConfig = SamplingConfig()
-    save_freq: NonNegativeInt = key(0, "steps between checkpoints; 0: only at the end")
+    save_freq: NonNegativeInt | Literal["auto"] = key("auto", SAVE_FREQ)
     save_limit: PositiveInt | None = key(
         2, "newest checkpoints to keep, besides the best and the last good; unset: all"
     )

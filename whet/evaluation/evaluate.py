@@ -27,6 +27,7 @@ from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, 
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.phases import counted, phase
+from whet.planning.dtypes import with_dtypes
 from whet.rewards.pool import scorer_of
 from whet.rewards.truths import checked
 from whet.rollout.build import build_collector, check_media, check_sampling, load_model, rollout_engine, sampling_params
@@ -79,6 +80,7 @@ def evaluate(
 
     Raises: WhetError for every error that a user can correct, such as a reward that fails on every response.
     """
+    config = with_dtypes(config)
     if config.model.path is None:
         raise ConfigError("model.path is not set; it names a Hugging Face model folder, a checkpoint or a hub name")
     trusted = config.model.trust_remote_code
@@ -133,7 +135,7 @@ def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, 
     check_sampling(rollout.engine.name, {"rollout": rollout})
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
-    dtype = torch_dtype(rollout.dtype or model.dtype)
+    dtype = torch_dtype(rollout.dtype)
     engine = rollout_engine(rollout, dtype, load, device, own)
     load_model(engine, own, device, dtype, version=version)
     return cast(RolloutEngine, Restarted(engine)) if isinstance(engine, Restarts) else engine

@@ -33,6 +33,7 @@ from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
 from whet.phases import counted, phase
+from whet.planning.dtypes import with_dtypes
 from whet.rollout.build import check_media, sampling_params
 from whet.rollout.protocol import Completion, Request, generate as sample_all
 from whet.tracking.jsonl import json_line
@@ -61,6 +62,7 @@ def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None
 
     Raises: ConfigError where the file was written with other settings; any WhetError that a user can correct.
     """
+    config = with_dtypes(config)
     assert config.model.path is not None and config.output is not None
     started, output, n = time.monotonic(), Path(config.output), config.rollout.n
     trusted = config.model.trust_remote_code

@@ -18,7 +18,7 @@ import torch
 
 from whet import devices
 from whet.checkpoints.export import model_folder
-from whet.config.schema import ModelConfig, RolloutConfig
+from whet.config.schema import Dtype, ModelConfig, RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, DataError, describe, pip_install
 from whet.keyed import key
@@ -28,6 +28,7 @@ from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.models.positions import position_ids
 from whet.phases import counted
+from whet.planning.dtypes import choose
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, SharesModule, generate
 from whet.tracking.long_phases import long_phase
@@ -53,7 +54,7 @@ class WhetLM(TemplateLM):
     """lm-eval's LM interface. `path` is as model.path of `whet eval`."""
 
     def __init__(
-        self, path: str, *, dtype: str = "float32", max_batch_size: int = 256, seed: int = 0, **harness: Any
+        self, path: str, *, dtype: Dtype = "auto", max_batch_size: int = 256, seed: int = 0, **harness: Any
     ) -> None:
         """`harness` has the arguments that lm-eval passes to every model: batch_size, device."""
         super().__init__()
@@ -61,14 +62,14 @@ class WhetLM(TemplateLM):
             raise ConfigError(
                 f"model_args {', '.join(sorted(unknown))} are unknown; expected path, dtype, max_batch_size, seed"
             )
-        self.seed = seed
+        self.seed, named = seed, choose(dtype, "dtype")
         with long_phase("loading the model"), model_folder(path) as folder:
             self.tokenizer = load_tokenizer(folder)
-            self.policy = load_policy(folder).to(devices.here(), torch_dtype(dtype))  # type: ignore[arg-type]
+            self.policy = load_policy(folder).to(devices.here(), torch_dtype(named))  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer)
         rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
         model = ModelConfig(path=path)
-        self.engine = rollout_engine(rollout, torch_dtype(dtype), lambda: self.tokenizer, devices.here(), model)
+        self.engine = rollout_engine(rollout, torch_dtype(named), lambda: self.tokenizer, devices.here(), model)
         assert isinstance(self.engine, SharesModule)  # the engine of a config's defaults
         self.engine.attach(self.policy, version=0)
         self.max_length = int(self.policy.config.get_text_config().max_position_embeddings)

@@ -271,7 +271,7 @@ def body_of(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype for a config's dtype name."""
+    """The torch dtype for a dtype name of a config, in which `with_dtypes` has replaced `auto`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 

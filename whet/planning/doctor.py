@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from packaging.requirements import Requirement
 
 from whet import devices
-from whet.compiled import compiler, instruction_set
+from whet.compiled import compiler
 from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
 from whet.errors import ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
@@ -167,13 +167,12 @@ def _processor() -> Iterator[Finding]:
     else:
         slow = f"with other programs running, two threads may be ten times slower than one: unset {POLICY}"
         yield Finding("threads", f"waiting threads keep the processor busy ({spins or 'the default of OpenMP'})", slow)
-    has_bfloat16 = {*instruction_set().split()} & {"avx512_bf16", "amx_bf16", "bf16"}
-    products = f"bfloat16 by {', '.join(sorted(has_bfloat16))}" if has_bfloat16 else "no bfloat16 instructions"
-    advice = "" if has_bfloat16 else "model.dtype=float32 is usually faster on this processor"
-    yield Finding("instructions", f"{torch.backends.cpu.get_cpu_capability()}, {products}", advice)
-    found = compiler()
-    advice = "" if found else "kernels and compile=true need a C++ compiler: install g++ or clang++"
-    yield Finding("C++ compiler", found or "none", advice)
+    found = ", ".join(devices.bfloat16_instructions())
+    products = f"bfloat16 by {found}" if found else "no bfloat16 instructions: model.dtype=auto is float32"
+    yield Finding("instructions", f"{torch.backends.cpu.get_cpu_capability()}, {products}")
+    path = compiler()
+    advice = "" if path else "kernels and compile=true need a C++ compiler: install g++ or clang++"
+    yield Finding("C++ compiler", path or "none", advice)
 
 
 def _memory() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.schema import ActorConfig, ExamplesConfig, TrainConfig
+from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
 from whet.phases import counting, phase
 from whet.planning import memory as estimate
@@ -81,18 +82,20 @@ def rooms(setup: Setup) -> list[Room]:
     ]
 
 
-def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> None:
-    """Checks that a run fits into memory and onto the disk, before its models are loaded.
+def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> int:
+    """Checks that a run fits into memory and onto the disk, before its models are loaded.  Returns the bytes of a
+    checkpoint; 0 where they are not estimated.
 
     `reclaimed_bytes` of the disk become free at the start of the run. A run that an upper bound, which is fast to
     compute, shows to be small is not planned in detail.
     Raises: ConfigError with the numbers, the settings that reduce them, and how to start anyway.
     """
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
-        return
+        return 0
     free, cluster = setup.host or free_memory(), setup.config.cluster
     setup = replace(setup, device=setup.device or free_accelerator(cluster))
     try:
+        needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
         bound = upper_bound(setup)
         is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
         if is_large or (setup.device is not None and bound > setup.device.bytes / 2):
@@ -107,9 +110,16 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
                 )
     except ModelError as error:  # loading the model will raise it again
         log.debug("no estimate: %s", error)
-        return
+        return 0
     if setup.host is None:
-        _check_disk(setup, run_dir, free_disk(run_dir) + reclaimed_bytes)
+        check_disk(needed, run_dir, reclaimed_bytes)
+        free_bytes, limit = free_disk(run_dir) + reclaimed_bytes, setup.config.trainer.save_limit
+        if limit is not None and needed * (limit + 1) > free_bytes:  # a new one is written before the oldest is deleted
+            log.warning(
+                "%d checkpoints and the next one need about %s, but %s has %s free; lower trainer.save_limit",
+                *(limit, size(needed * (limit + 1)), run_dir, size(free_bytes)),
+            )
+    return needed
 
 
 def upper_bound(setup: Setup) -> int:
@@ -176,7 +186,6 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
     config, model, sizes = setup.config, setup.config.model, room.memory.micro_batch_tokens
     found: list[tuple[bool, str, Any]] = [
         (not model.gradient_checkpointing, "model.gradient_checkpointing", True),
-        (model.dtype == "float32", "model.dtype", "bfloat16"),
         (model.lora.rank is None and not model.freeze, "model.lora.rank", 16),
     ]
     for name in setup.roles:
@@ -207,7 +216,9 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
             (rows > 16, "rollout.max_batch_size", max(16, rows // 4)),
             *((True, f"rollout.engine.options.{name}", value) for name, value in planned.smaller.items()),
         ]
-    return {
+    narrow = dict.fromkeys((f"{each}.dtype" for each in ("model", "rollout") if each in config), "bfloat16")
+    is_narrow = model.dtype == "bfloat16" or (setup.device is None and not bfloat16_instructions())  # or far slower
+    return ({} if is_narrow else {"model.dtype=bfloat16": narrow}) | {
         f"{key}={str(value).lower() if isinstance(value, bool) else value}": {key: value}
         for is_open, key, value in found
         if is_open
@@ -244,16 +255,11 @@ def advice(found: list[Change], free: int) -> list[str]:
     return lines
 
 
-def _check_disk(setup: Setup, run_dir: Path, free: int) -> None:
-    needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
-    limit = setup.config.trainer.save_limit
-    if needed > free:
+def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
+    """Checks that a checkpoint of `needed` bytes fits onto the disk.  Raises: ConfigError."""
+    free = free_disk(run_dir) + reclaimed_bytes
+    if needed > free and os.environ.get(ANYWAY, "0") in ("", "0"):
         raise ConfigError(
             f"a checkpoint needs about {size(needed)}, but {run_dir} has {size(free)} free; free disk space, choose "
-            f"another trainer.run_dir, or set {ANYWAY}=1 in the environment to start anyway"
-        )
-    if limit is not None and needed * (limit + 1) > free:  # a new one is written before the oldest is deleted
-        log.warning(
-            "%d checkpoints and the next one need about %s, but %s has %s free; lower trainer.save_limit",
-            *(limit, size(needed * (limit + 1)), run_dir, size(free)),
+            f"another trainer.run_dir, or set {ANYWAY}=1 in the environment to go on anyway"
         )

@@ -25,6 +25,7 @@ from whet.data.loader import run_steps
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
+from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import Change, Room, changes, rooms
 from whet.planning.machine import free_accelerator, free_disk, stated
 from whet.planning.memory import Memory, Setup, plan_memory
@@ -115,6 +116,7 @@ def forecast(
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
     device, host = stated(device_gib, host_gib)
+    config = with_dtypes(config, elsewhere=device is not None)
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
     if not lengths and any(each.vision is not None for each in setup.outlines.values()):
@@ -221,6 +223,7 @@ class Counts:
     val: int
     steps: int
     first_step: int = 0  # steps that an earlier start of the run has done
+    likely: int | None = None  # step at which the run is expected to stop early
 
 
 def introduce(setup: Setup, counts: Counts) -> None:
@@ -230,9 +233,10 @@ def introduce(setup: Setup, counts: Counts) -> None:
         lines = [*model_lines(setup), data_line(setup, counts)]
         if setup.device is None and not setup.has_server:  # the speed of others is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
-            seconds = speed.whole(setup.config.trainer, counts.steps, counts.first_step)
+            seconds = speed.whole(setup.config.trainer, counts.likely or counts.steps, counts.first_step)
             longest = "" if isinstance(setup.config, ExamplesConfig) else " if all responses reach their length limit"
-            lines.append(f"estimated total time: {duration(seconds)}{longest} (accurate to a factor of two)")
+            end = f" to its likely end at step {counts.likely}" if counts.likely else ""
+            lines.append(f"estimated total time: {duration(seconds)}{end}{longest} (accurate to a factor of two)")
     except ModelError as error:  # loading the model will raise it again
         log.debug("no estimate: %s", error)
         return
@@ -263,5 +267,6 @@ def data_line(setup: Setup, counts: Counts) -> str:
     )
     held_out = f", {counts.val:,} to validate on" if counts.val else ""
     done = f", {counts.first_step} done" if counts.first_step else ""
-    steps = f"{plural(counts.steps, 'step')} of {config.data.train_batch_size} {what}{each}{done}"
+    most = "at most " if counts.likely else ""
+    steps = f"{most}{plural(counts.steps, 'step')} of {config.data.train_batch_size} {what}{each}{done}"
     return f"{counts.train:,} {what} to train on{held_out}; {steps}"

@@ -36,11 +36,16 @@ def free_memory() -> FreeMemory | None:
     return min(found, key=lambda free: free.bytes, default=None)
 
 
+def uses_accelerators(cluster: ClusterConfig) -> bool:
+    """Tells whether a run computes on accelerators: those that Ray reserves, or enough of this machine's."""
+    return cluster.n_gpus_per_node > 0 if cluster.backend == "ray" else devices.count() >= cluster.devices
+
+
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     """The free memory of the fullest accelerator that a run would use; None if the run computes on the host."""
-    found, ray = devices.count(), cluster.backend == "ray"
-    if (ray and not cluster.n_gpus_per_node) or (not ray and found < cluster.devices):
+    if not uses_accelerators(cluster):
         return None
+    found, ray = devices.count(), cluster.backend == "ray"
     if not found:
         return FreeMemory(sys.maxsize, "an accelerator that this machine does not see")
     used = range(found if ray else cluster.devices)

@@ -193,7 +193,7 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     planned = rollout_bytes(config, model.config, setup.lengths)
     devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
     if not _samples_from_the_actor(setup):
-        size = model.num_weights * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+        size = model.num_weights * ITEM_BYTES[config.rollout.dtype]
         kept.keep("rollout: weights", size // devices, ("rollout",))
         kept.keep("rollout: weights", size if turns else size // devices, others, on_host=turns)
         if config.rollout.max_staleness > 0:  # gathered while requests are sampled
@@ -213,7 +213,7 @@ def _samples_from_the_actor(setup: Setup) -> bool:
         return False
     if setup.has_server:
         return False
-    dtypes = config.rollout.dtype or config.model.dtype, config.model.dtype
+    dtypes = config.rollout.dtype, config.model.dtype
     return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")
 
 
@@ -279,7 +279,7 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
     """The memory of the rollout engine, from its own plan; zero bytes for an engine without a plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
-    of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype or config.model.dtype])
+    of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
     decoding = Decoding(rows, config.rollout.n, lengths, of_token, int(model.num_hidden_layers))
     engine = entry.load()
     if not isinstance(engine, PlansMemory):
@@ -304,7 +304,7 @@ def decoded_together(config: TrainConfig) -> int:
 def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> int:
     """Bytes of a decode or prefill step without the cache: logits with softmax and sums, or the states of a layer."""
     rollout = config.rollout
-    item = ITEM_BYTES[rollout.dtype or config.model.dtype]
+    item = ITEM_BYTES[rollout.dtype]
     logits = decoded_together(config) * bytes_per_logit(rollout, item)
     logits += planned.prompt_rows * item  # after the prompts
     states = planned.prompt_tokens * 3 * (inner_size(model) + model.hidden_size) * item

@@ -142,7 +142,7 @@ def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
 def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: Rates) -> float:
     """Seconds of sampling: one prefill of all prompts, then one decode step for each token of a response. A decode step
     takes the longer of arithmetic and memory traffic, plus operator calls and sampling."""
-    dtype, together = config.rollout.dtype or config.model.dtype, min(decoded_together(config), len(rows))
+    together = min(decoded_together(config), len(rows))
     prompts = {row.prompt: row.prompt_tokens for row in rows}
     response = rows[0].response_tokens
     vision = model.vision_weights * model.media_share * model.patches_per_token
@@ -150,7 +150,7 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: 
     weights = model.layer_weights + model.head_weights
     context = sum(prompts.values()) / len(prompts) + response / 2
     arithmetic = 2 * weights * together / rates.decode_flops / EFFICIENCY
-    per_item = ITEM_BYTES[dtype]
+    per_item = ITEM_BYTES[config.rollout.dtype]
     traffic = (weights * per_item + together * context * token_bytes(model.config, per_item)) / rates.bytes
     calls = (model.config.num_hidden_layers * CALLS_PER_LAYER + CALLS_BESIDE) / rates.calls
     sampling = together * model.config.vocab_size / rates.logits
@@ -164,7 +164,7 @@ def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64
     if isinstance(config, TrainConfig):
-        decode, together = getattr(torch, config.rollout.dtype or config.model.dtype), decoded_together(config)
+        decode, together = getattr(torch, config.rollout.dtype), decoded_together(config)
     size = min(model.hidden_size, LARGEST_MATRIX), min(inner_size(model), LARGEST_MATRIX)
     tokens = min(setup.roles["actor"].micro_batch_tokens(setup.outlines["actor"].device_type), 2048)
     small, large, logits = torch.ones(1), torch.ones(2**24), torch.randn(min(together, 64), model.vocab_size)

@@ -21,6 +21,7 @@ from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError, describe
 from whet.evaluation.evaluate import open_engine
 from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.planning.dtypes import choose
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
 from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
@@ -41,9 +42,10 @@ def serve(settings: Settings) -> None:
             source = _source(settings)
             trusted = settings.trust_remote_code
             folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
-            model = ModelConfig(path=folder, dtype=settings.dtype, trust_remote_code=trusted)
+            dtype = choose(settings.dtype, "--dtype")
+            model = ModelConfig(path=folder, dtype=dtype, trust_remote_code=trusted)
             chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
-            rollout = RolloutConfig(engine=chosen, max_batch_size=settings.max_running)
+            rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
             tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
             reader = BodyReader(
                 name=settings.name or Path(settings.model).expanduser().resolve().name,
@@ -57,16 +59,16 @@ def serve(settings: Settings) -> None:
             )
             step = _step(source)
             engine = open_engine(rollout, model, folder, version=0 if step is None else step)
-            server = _Server(settings, reader, engine, source)
+            server = _Server(settings, reader, engine, source, dtype)
         server.run(bound)
 
 
 class _Server:
     """A loaded engine, its thread, and the HTTP server in front of it."""
 
-    def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str) -> None:
+    def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str) -> None:
         self._settings, self._name, self._source = settings, reader.name, source
-        self._dtype = torch_dtype(settings.dtype)
+        self._dtype = torch_dtype(dtype)
         self._engine = EngineThread(engine, on_death=lambda error: self._end())
         try:
             warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)

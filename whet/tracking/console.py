@@ -65,18 +65,21 @@ VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line 
 class ConsoleTracker:
     """Prints a line a step: the step, the columns that are not hidden, and the remaining time.
 
-    The remaining time assumes the mean pace of this process, with the time between steps."""
+    The remaining time assumes the mean pace of this process, with the time between steps, up to `likely_steps`, where
+    a run is expected to stop early; from there on up to `total_steps`."""
 
     def __init__(
         self,
         total_steps: int,
         *,
         first_step: int = 0,
+        likely_steps: int | None = None,
         columns: tuple[Column, ...] = COLUMNS,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps, self._first_step, self._columns = total_steps, first_step, columns
+        self._likely_steps = likely_steps or total_steps
         self._console = console or shared_console()
         self._clock, self._started = clock, clock()
         self._lines = 0
@@ -121,7 +124,8 @@ class ConsoleTracker:
         done = step - self._first_step
         if done <= 0:
             return ""
-        return clock_time((self._clock() - self._started) / done * (self._total_steps - step))
+        last = self._likely_steps if step < self._likely_steps else self._total_steps
+        return clock_time((self._clock() - self._started) / done * (last - step))
 
 
 def _validated(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -56,7 +56,7 @@ from whet.trainers import (
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
-from whet.trainers.frame import opened_for, run_folder, with_restarts
+from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
@@ -66,6 +66,7 @@ from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import Shaper
+from whet.trainers.stop import likely_steps
 from whet.trainers.workers import TrainWorker
 from whet.types import Prompt, Scorer
 from whet.weight_sync.routes import weight_sync
@@ -138,6 +139,7 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
+    config = with_named_dtypes(config)
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     begun = begin(config, data, val_data, reward, media_folder)
     tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts
@@ -149,9 +151,9 @@ def build(
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
         with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
             if "console" in config.trainer.logger and not dry_run:
-                introduce(
-                    setup(config, lengths), Counts(len(lengths), len(val_prompts), total_steps, opened.first_step)
-                )
+                likely = likely_steps(begun.callbacks, total_steps)
+                counts = Counts(len(lengths), len(val_prompts), total_steps, opened.first_step, likely)
+                introduce(setup(config, lengths), counts)
             roles = launch_roles(specs, config.cluster)
             undo.callback(roles["rollout"].close)
             scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
@@ -288,7 +290,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
     tokenizer_path = model.tokenizer_path or workers.path_of(model)
     num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
-    sampling = (config.rollout, model.dtype, tokenizer_path, model, num_devices)
+    sampling = (config.rollout, tokenizer_path, model, num_devices)
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
 
@@ -310,8 +312,7 @@ def _rollouts(
     ranks, tokenizer = roles["rollout"], begun.tokenizer
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    dtype = config.rollout.dtype or config.model.dtype
-    sync = weight_sync(roles["actor"], ranks, dtype, config.cluster.deadline_seconds)
+    sync = weight_sync(roles["actor"], ranks, config.rollout.dtype, config.cluster.deadline_seconds)
     here, most = config.cluster.stays_here, config.rollout.max_batch_size
     engine = Replicas(ranks, most, gathers=not here, weight_sync=sync)
     kind = BackgroundCollector if is_continuous(config) else Collector

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import TrainConfig
 from whet.errors import RewardError
+from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import stated
 from whet.planning.memory import Setup
@@ -37,8 +38,9 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     Raises: WhetError for everything that a user can mend."""
     if config.trainer.loop:
         load_target(config.trainer.loop)
-    begun = begin(config)
     device, host = stated(device_gib, host_gib)
+    config = with_dtypes(config, elsewhere=device is not None)
+    begun = begin(config)
 
     def replan(other: TrainConfig) -> Setup:
         return setup(other, begun.lengths)

@@ -20,13 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.hub import Uploads
-from whet.config.schema import ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
+from whet.config.checks import check
+from whet.config.schema import Dtype, ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import CheckpointError, DeadlineError, EngineError, LostWorkerError, WhetError
+from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics
 from whet.models.load import load_config
 from whet.phases import phase
-from whet.planning.fit import check_fits
+from whet.planning.dtypes import with_dtypes
+from whet.planning.fit import check_disk, check_fits
 from whet.planning.memory import Setup
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
@@ -36,10 +38,11 @@ from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import Trackers
 from whet.trainers.measured import asked_of_trained, recorded, shares_of_peak, use_of_ranks
-from whet.trainers.run_dir import RunDir, open_run_dir
-from whet.trainers.stop import Stopped, StopSignals
+from whet.trainers.run_dir import RunDir, noted, open_run_dir
+from whet.trainers.stop import Stopped, StopSignals, likely_steps
 
 log = logging.getLogger(__name__)
+SAVE_SECONDS = 600.0  # between two checkpoints of trainer.save_freq=auto
 OWN_TRACKERS = frozenset({"console", "jsonl"})  # of `trainer.logger`; the others are services
 C = TypeVar("C", TrainConfig, SFTConfig, RewardTrainingConfig)
 R = TypeVar("R")
@@ -68,11 +71,17 @@ class Frame:
     meter: SystemMeter = field(default_factory=SystemMeter)
     flops: dict[str, float] = field(default_factory=dict)  # of the step's updates by process, where peaks are known
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
+    saved_at: float | None = None  # time.monotonic() after the last checkpoint, or when the run was resumed
 
     def __post_init__(self) -> None:
         found, loggers = self.opened.found, self.config.trainer.logger if self.opened.is_taken else []
         first_step = 0 if found is None else checkpoint.step_of(found)
-        console = ConsoleTracker(self.total_steps, first_step=first_step, columns=self.columns_shown)
+        console = ConsoleTracker(
+            self.total_steps,
+            first_step=first_step,
+            likely_steps=likely_steps(self.callbacks, self.total_steps),
+            columns=self.columns_shown,
+        )
         self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get all numbers
         self.metrics_file, self.timings_file = (  # of the mathematics, equal in equal runs; and of the clock
             JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
@@ -137,6 +146,7 @@ class Frame:
                     state = checkpoint.restore(folder, self.roles, self.state())
                 self.step = state["step"]
                 self.load_state(state)
+                self.saved_at = time.monotonic()
         except EngineError as error:
             raise CheckpointError(
                 f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
@@ -176,9 +186,21 @@ class Frame:
                 write_state(self.run_dir, "failed", self.total_steps, error)
             raise
 
+    def stop(self) -> None:
+        """Makes the step just done the last one: for callbacks."""
+        self.total_steps = self.step
+
     def is_due(self, every: int) -> bool:
         """Tells whether what happens every so many steps (0: only at the end) follows the step just done."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+    @property
+    def saves_now(self) -> bool:
+        """Tells whether a checkpoint follows the step just done, as `trainer.save_freq` says."""
+        every = self.config.trainer.save_freq
+        if every != "auto":
+            return self.is_due(every)
+        return self.saved_at is None or time.monotonic() - self.saved_at > SAVE_SECONDS or self.is_due(0)
 
     def count_flops(self) -> None:
         """Asks the ranks for the operations of the step's updates, where the peaks of their accelerators are known."""
@@ -220,7 +242,10 @@ class Frame:
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder.
 
-        Raises: EngineError where weights are not finite; CheckpointError where it cannot be written."""
+        Raises: EngineError where weights are not finite; CheckpointError where it cannot be written; ConfigError where
+        the disk has no room for the first one."""
+        if self.saved_at is None:  # other programs may have used the room since the start
+            check_disk(self.opened.checkpoint_bytes, self.run_dir)
         with phase("save"):
             self._check_weights()
             folder = checkpoint.save(
@@ -236,6 +261,7 @@ class Frame:
                 save_limit=self.config.trainer.save_limit,
                 chat=self.config.data.template_options,
             )
+        self.saved_at = time.monotonic()
         if self.uploads is not None:
             self.uploads.checkpoint(folder)
             if self.step == self.total_steps:
@@ -301,14 +327,15 @@ def opened_for(
     with disk_errors(run_dir):
         deleted = checkpoint.over_limit(run_dir / "checkpoints", trainer.save_limit)
         reclaimed = sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
-        planned = setup(config, lengths)
-        check_fits(planned, run_dir, lambda other: setup(other, lengths), reclaimed)
+        needed = check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     if dry_run:
         yield RunDir(run_dir), Trackers([])
         return
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config, inputs)))
-        opened = replace(opened, path=run_dir.absolute(), setup=planned)  # user code may change the working folder
+        opened = replace(
+            opened, path=run_dir.absolute(), checkpoint_bytes=needed
+        )  # user code may change the working folder
         tracked = TrackedRun(
             folder=opened.path,
             project=trainer.project_name,
@@ -347,6 +374,28 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
             where = "afresh" if last is None else f"from {last}"
             log.warning("%s; starting again %s (%d more of trainer.max_restarts)", error, where, left)
     return attempt(config)
+
+
+def with_named_dtypes(config: C) -> C:
+    """The config with a dtype in place of each `auto`: that of the run that is resumed, else that of the machines.
+
+    Raises: ConfigError where another key does not go together with it."""
+    resume, own = config.trainer.resume, run_folder(config.trainer)
+    folders = [] if resume in checkpoint.AFRESH else [own]
+    if resume not in ("auto", *checkpoint.AFRESH):
+        folders.insert(0, Path(resume).expanduser().absolute().parents[1])
+    named = with_dtypes(config, next(filter(None, map(partial(_dtypes_before, config), folders)), None))
+    if named.model.dtype != config.model.dtype:
+        check(named, ("reward", "data", "val_data"))  # what a caller may pass as objects was checked before
+    return named
+
+
+def _dtypes_before(config: TrainConfig | ExamplesConfig, run: Path) -> dict[str, Dtype]:
+    """The dtypes of the run in a folder, by key; empty where there is none."""
+    with suppress(ConfigError):  # damaged, or of another command: `open_run_dir` says so
+        before = noted(run, config)
+        return {key: before[key] for key in ("model.dtype", "rollout.dtype") if key in before}
+    return {}
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:

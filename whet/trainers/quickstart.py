@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,13 @@ from whet.trainers.build import train
 from whet.trainers.run import Run
 from whet.trainers.run_dir import lock_folder
 from whet.trainers.sft import SFTRun, to_batch, train_sft
+from whet.trainers.stop import EarlyStop
 from whet.version import __version__
 
 NUM_HELD_OUT = 512
 NUM_CHECKED = 256  # training problems by which the warm-up knows when to stop
 CHECK_EVERY = 4  # steps
+GOOD_ACCURACY = 0.98  # twice in a row, on the held-out problems, ends the training
 MARK = ".quickstart"  # in a folder that a quickstart may empty
 CURVE = "learning_curve.png"
 PAGE = "answers.png"
@@ -64,6 +67,8 @@ class Lesson:
     write_problems: Callable[[Path, int], tuple[Rows, Rows]]  # in a folder, by a seed: to train on, held out
     write_model: Callable[[Path, int], str]  # returns a description
     read_back: Callable[[Path, Rows], list[Shown]]  # problems that were wrong before
+    warm_steps: int | None = None  # at which the warm-up is expected to end
+    stop: str = "whet.trainers.quickstart:GOOD_ENOUGH"  # callback that ends the training
     problem: str = "problem"
     page: str = ""  # a picture of answers that `read_back` draws
 
@@ -99,13 +104,15 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
     started, console = time.time(), shared_console()
     console.rule(f"whet {__version__} quickstart: a small model learns {lesson.goal}, seed {seed}")
     train_rows, held_out = lesson.write_problems(run_dir, seed)
-    console.print(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
-    console.print(f"2  {lesson.write_model(run_dir / 'model', seed)}, in {run_dir}/model")
-    console.print("3  supervised warm-up on correct responses, stopped early")
+    say = partial(console.print, soft_wrap=True, markup=False)  # a path that is broken in two cannot be copied
+    say(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
+    say(f"2  {lesson.write_model(run_dir / 'model', seed)}, in {run_dir}/model")
+    say("3  supervised warm-up on correct responses, stopped early")
     warm_up(run_dir, seed, train_rows, lesson)
     sft_model = export(run_dir / "sft", run_dir / "sft_model")
 
-    console.print("4  reinforcement learning (GRPO) from right and wrong alone")
+    good = f"until {GOOD_ACCURACY:.0%} of the held-out problems are solved twice in a row"
+    say(f"4  reinforcement learning (GRPO) from right and wrong alone, {good}")
     rl_started = time.time()
     run = reinforce(run_dir, seed, sft_model, lesson)
     assert run.first_update_at is not None
@@ -162,11 +169,11 @@ def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) 
         "trainer.seed": seed,
     }
     config = load_config(SFTConfig, lesson.warm_up, overrides, given={"data"}).config
-    warm = stop_when_warm(config, imitated[:NUM_CHECKED], lesson.warm_enough)
+    warm = stop_when_warm(config, imitated[:NUM_CHECKED], lesson.warm_enough, lesson.warm_steps)
     return train_sft(config, data=imitated, callbacks=[warm])
 
 
-def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float) -> Callable[[SFTRun], None]:
+def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float, likely_steps: int | None = None) -> EarlyStop:
     """A callback that ends SFT when the mean probability of the responses of `rows` is `warm_enough`."""
     assert config.model.path is not None
     tokenizer = load_tokenizer(config.model.path)
@@ -174,13 +181,19 @@ def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float) -> Callabl
     assert isinstance(tokenizer.pad_token_id, int)
     batch = to_batch(examples, tokenizer.pad_token_id)
 
-    def stop(run: SFTRun) -> None:
-        if run.step % CHECK_EVERY == 0:
-            log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
-            if float(log_probs.sum(1).exp().mean()) >= warm_enough:
-                run.stop()
+    def is_warm(run: SFTRun) -> bool:
+        if run.step % CHECK_EVERY:
+            return False
+        log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
+        return float(log_probs.sum(1).exp().mean()) >= warm_enough
 
-    return stop
+    return EarlyStop(likely_steps, is_warm)
+
+
+def is_good(run: Run) -> bool:
+    """Tells whether the step just logged, and the validation before it, solved `GOOD_ACCURACY` of the problems."""
+    found = [record["val/accuracy"] for record in run.history if "val/accuracy" in record][-2:]
+    return "val/accuracy" in run.history[-1] and len(found) == 2 and min(found) >= GOOD_ACCURACY
 
 
 def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
@@ -191,6 +204,7 @@ def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
         "data.val_files": [str(run_dir / "held_out.jsonl")],
         "trainer.run_dir": str(run_dir / "rl"),
         "trainer.seed": seed,
+        "trainer.callbacks": [lesson.stop],
     }
     return train(load_config(TrainConfig, lesson.recipe, overrides).config)
 
@@ -247,7 +261,7 @@ def show(
     count = f"all {summary['held_out_problems']}"
     table.add_row(count, "correct", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
     console.print(table)
-    width, recipe = len(program) + 40, lesson.recipe
+    width, recipe = len(program) + max(40, len(f" show {run_dir}/rl  ")), lesson.recipe
     page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
     console.print(
         f"{summary['seconds_total']:.0f} s in all; the first RL step came {summary['seconds_to_first_rl_step']:.0f} s "
@@ -271,12 +285,15 @@ def show(
     )
 
 
+GOOD_ENOUGH, ADDS = EarlyStop(None, is_good), EarlyStop(400, is_good)
 ADDITION = Lesson(
     goal="to add",
     curve="Learning to add two-digit numbers with GRPO",
     recipe="quickstart",
     warm_up="quickstart_sft",
     warm_enough=0.26,
+    warm_steps=370,
+    stop="whet.trainers.quickstart:ADDS",
     write_problems=write_problems,
     write_model=write_adder,
     read_back=read_back,

@@ -38,13 +38,12 @@ class RolloutWorker(MeasuredWorker):
         self,
         placement: Placement,
         config: RolloutConfig,
-        dtype: str,
         tokenizer_path: str,
         model: ModelConfig,
         num_devices: int = 1,
     ) -> None:
         super().__init__(placement)
-        self.dtype, self._model = torch_dtype(config.dtype or dtype), model
+        self.dtype, self._model = torch_dtype(config.dtype), model
         load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
         self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices)
         self._owns_module = self._attached = False

@@ -40,7 +40,6 @@ from whet.config.schema import ExamplesConfig, RewardTrainingConfig, Section, SF
 from whet.data.preferences import PreferencePair
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
-from whet.planning.memory import Setup
 from whet.registry import PACKAGE
 from whet.tracking.jsonl import METRIC_FILES, cut_back
 from whet.tracking.runs import CONFIG, INPUTS
@@ -73,7 +72,7 @@ class RunDir:
     found: Path | None = None  # the checkpoint to go on from
     lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
     history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
-    setup: Setup | None = None  # of the run that writes to it
+    checkpoint_bytes: int = 0  # as planned
 
     @property
     def first_step(self) -> int:
@@ -122,7 +121,7 @@ def open_run_dir(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mappi
             log.info("resuming from %s, which this run came to from %s", found, resume)
         else:
             log.info("resuming from %s", found)
-        history = cut_back_files(path, found, is_logged=resume != "auto")
+        history = cut_back_files(path, found, is_logged=found is None or resume != "auto")
         limit = config.trainer.save_limit
         for folder in checkpoint.over_limit(path / "checkpoints", limit):
             log.info("deleted %s: trainer.save_limit=%s", folder, limit)
@@ -156,7 +155,8 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
         for path in later:
             path.unlink()
     if dropped and is_logged:
-        log.warning("deleted what %s holds after step %d: %s", run_dir, step, ", ".join(dropped))
+        after = f"after step {step}" if found is not None else "and no checkpoint, so the run begins anew"
+        log.warning("deleted what %s holds %s: %s", run_dir, after, ", ".join(dropped))
     for folder in checkpoint.folders(run_dir / "checkpoints"):
         if checkpoint.number(folder) > step:
             names = (f"{folder.name}.left_behind{number or ''}" for number in count())
@@ -225,7 +225,7 @@ def is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[s
     Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
     in `trainer.resume` asks for that.
     """
-    before = _noted(path, config)
+    before = noted(path, config)
     now = {**dict(flatten(config.model_dump(mode="json"))), **inputs}
     changed = {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
     bound = {key: pair for key, pair in changed.items() if key.startswith(BOUND) or not key.startswith(FREE)}
@@ -244,7 +244,7 @@ def is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[s
     return True
 
 
-def _noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
+def noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
     """The config and the digests that the run in a folder was last started with, by dotted key.
 
     Raises: ConfigError for files that are damaged, and for a run of another command."""
@@ -257,6 +257,8 @@ def _noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
                 found |= dict(flatten(values))
         except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read ({error}); put the run's own back, or delete it") from error
+    if found.get("rollout.dtype", "") is None:  # an older run: that of the model
+        found["rollout.dtype"] = found.get("model.dtype")
     sections = {key.partition(".")[0] for key in found}
     commands: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
     other = max(commands, key=lambda each: len(sections & each.model_fields.keys()))  # the first of equals

@@ -59,7 +59,7 @@ class Schedule(Generic[F]):
         run, trainer = self._run, self._run.config.trainer
         run.step += 1
         run.count_flops()
-        is_saved = run.is_due(trainer.save_freq)
+        is_saved = run.saves_now
         is_validated = run.validates and run.is_due(trainer.val_freq)
         if is_validated and run.samples_apart and not is_saved:
             self._held = run.step, metrics
@@ -68,7 +68,7 @@ class Schedule(Generic[F]):
                 metrics.merge(self._validate(run, run.step))
             run.log(run.step, metrics)
         run.check_health(batch, metrics)
-        if run.is_due(trainer.save_freq):  # a callback may have made this step the last
+        if is_saved or run.is_due(0):  # a callback may have made this step the last
             run.save()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -30,11 +30,12 @@ from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import USE, Column
-from whet.trainers.frame import Frame, opened_for, run_folder, with_restarts
+from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.schedule import Schedule
+from whet.trainers.stop import likely_steps
 from whet.trainers.workers import TrainWorker, check_no_token_shares, settings_trained, tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -103,10 +104,6 @@ class ExamplesRun(Frame):
                     with metrics.time("time/update"):
                         metrics.merge(self.roles["actor"].update(batch, objective, block=objective.block))
                 schedule.end_step(batch, metrics)
-
-    def stop(self) -> None:
-        """Makes the step just done the last one: for callbacks."""
-        self.total_steps = self.step
 
     @property
     def validates(self) -> bool:
@@ -180,8 +177,8 @@ def train_on_examples(
 def _train(
     kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Sequence[Callable[[R], None]], dry_run: bool
 ) -> R:
-    tokenizer = tokenizer_of(config)
-    seed = config.trainer.seed
+    config = with_named_dtypes(config)
+    tokenizer, seed = tokenizer_of(config), config.trainer.seed
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
     val_examples = ()
@@ -200,7 +197,8 @@ def _train(
     inputs = digests(config, examples, val_examples)
     with opened_for(config, kind.setup, lengths, inputs, dry_run=dry_run) as (opened, services):
         if "console" in config.trainer.logger and not dry_run:
-            counts = Counts(len(lengths), len(val_examples), total_steps, opened.first_step)
+            likely = likely_steps(callbacks, total_steps)
+            counts = Counts(len(lengths), len(val_examples), total_steps, opened.first_step, likely)
             introduce(kind.setup(config, lengths), counts)
         settings = kind.settings_of(config, total_steps)
         run = kind(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -26,6 +27,25 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, reason: str, number: int | None) -> None:
         super().__init__(reason)
         self.number = number
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """A callback that makes the step just done the last one where the run is good enough."""
+
+    likely_steps: int | None  # at which that is expected; None: unknown
+    is_enough: Callable[[Any], bool]  # of a run
+
+    def __call__(self, run: Any, *_: object) -> None:
+        """Stops the run where it is good enough."""
+        if self.is_enough(run):
+            run.stop()
+
+
+def likely_steps(callbacks: Iterable[object], total_steps: int) -> int | None:
+    """The step at which a run with these callbacks is expected to end; None for a run that does not end early."""
+    ends = (each.likely_steps or total_steps for each in callbacks if isinstance(each, EarlyStop))
+    return min(ends, default=None)
 
 
 class StopSignals:

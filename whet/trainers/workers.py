@@ -216,6 +216,7 @@ def settings_of(
     model: ModelConfig, role: ActorConfig | RefConfig | RewardModelConfig | ExamplesConfig, path: str | None = None
 ) -> RoleSettings:
     """The settings of a role that only reads the model at `path`, by default that of the policy."""
+    assert model.dtype != "auto", "`with_dtypes` comes first, in the driver"
     return RoleSettings(
         model_path=path or path_of(model),
         engine=role.engine,

@@ -20,11 +20,13 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from whet import devices
 from whet.config.cluster import ClusterConfig
-from whet.controller.ray.session import Node, all_nodes, connected, head_address
+from whet.controller.ray.session import Node, alive_nodes, all_nodes, connected, head_address
 
 REPLY_SECONDS = 30.0  # includes the start of a Ray worker
 CONNECT_SECONDS = 3.0
@@ -64,6 +66,23 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
             return ":".join(map(str, head_address())), [*reports, *dead]
     finally:
         cloudpickle.unregister_pickle_by_value(here)
+
+
+def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
+    """The instructions of each node's processor for products of bfloat16, by address; empty where no cluster runs yet,
+    and the run starts one on this machine.  Raises: ConfigError."""
+    named = cluster.address or os.environ.get("RAY_ADDRESS") or read_ray_address()
+    if not ray.is_initialized() and named in (None, "local"):
+        return {}
+    ask = ray.remote(devices.bfloat16_instructions)
+    with connected(cluster):
+        asked = {
+            node.address: ask.options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+            ).remote()
+            for node in alive_nodes()
+        }
+        return {address: ray.get(reply, timeout=REPLY_SECONDS) for address, reply in asked.items()}
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
