@@ -149,7 +149,7 @@ def test_a_callback_may_stop_it_early(sft_config: MakeConfig, rows: list[dict[st
         if run.step == 2:
             run.stop()
 
-    run = train_sft(sft_config(), data=rows, callbacks=[stop])
+    run = train_sft(sft_config(**{"trainer.save_freq": 0}), data=rows, callbacks=[stop])
     assert (run.step, run.total_steps) == (2, 2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["global_step_2"]
 
