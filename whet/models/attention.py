@@ -41,10 +41,14 @@ def head_size(config: Any) -> int:
     return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
+def key_value_heads(config: Any) -> int:
+    """The number of heads of keys and values of a model with this transformers config."""
+    return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
+
+
 def token_bytes(config: Any, item_bytes: int) -> int:
     """Bytes of the keys and values of one token in all layers, of `item_bytes` a number."""
-    heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_size(config) * item_bytes)
+    return int(2 * config.num_hidden_layers * key_value_heads(config) * head_size(config) * item_bytes)
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:

@@ -64,6 +64,11 @@ def reading(path: str | Path, fault: str) -> Iterator[None]:
                 f"{path} brings code of its own, which would run on this machine; read it, and set "
                 "model.trust_remote_code=true if you trust its author, or name a model that transformers knows"
             ) from error
+        if isinstance(error, KeyError) and error.args == ("whet",):  # a table of the model's own attention classes
+            raise ModelError(
+                f"{path} is of a model whose attention transformers cannot replace, so that whet can neither pack its "
+                "rows nor sample from it; choose another model (docs/models.md)"
+            ) from error
         hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
         reason = " ".join(str(error).split())[:1000] or type(error).__name__
         raise ModelError(f"{path} {fault}{hint}: {reason}; correct the file, or fetch the folder again") from error

@@ -33,6 +33,7 @@ from whet.models import attention, experts
 from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
 from whet.models.lora import HEAD, merge_adapter
+from whet.models.supported import check_supported
 from whet.models.vision.base import Vision
 from whet.models.vision.load import FAMILIES, attach, load_vision, sees
 
@@ -68,6 +69,7 @@ def load_policy(
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     check_finite(model, path)
+    check_supported(model, path)
     _disable_dropout(model)
     fuse(model)
     attach(model, vision)
@@ -175,6 +177,7 @@ def load_reward_model(
             model.get_parameter(HEAD).copy_(new_head(model.get_parameter(HEAD).shape, new_head_seed))
     check_complete(model, path, missing)
     check_finite(model, path)
+    check_supported(model, path)
     _disable_dropout(model)
     fuse(model)
     return model
@@ -256,6 +259,7 @@ def outline(
         model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **options)
         if is_reward_model:
             _check_causal(model)
+    check_supported(model, path)
     _disable_dropout(model)
     fuse(model)
     if not is_reward_model:

@@ -11,7 +11,7 @@ import torch
 
 from whet.devices import moved
 from whet.errors import EngineError
-from whet.models.attention import Scores, head_size, token_bytes
+from whet.models.attention import Scores, head_size, key_value_heads, token_bytes
 from whet.rollout.native.device_attention import BlockIndex
 from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
 from whet.rollout.protocol import Identity
@@ -34,7 +34,7 @@ class BlockCache:
     def __init__(
         self, config: Any, *, dtype: torch.dtype, budget_bytes: int, device: torch.device, by_head: bool = False
     ) -> None:
-        kv_heads = config.num_key_value_heads
+        kv_heads = key_value_heads(config)
         head_dim, per_block = head_size(config), BLOCK_SIZE * token_bytes(config, dtype.itemsize)
         self.num_blocks = budget_bytes // per_block
         if self.num_blocks < 1:

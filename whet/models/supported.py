@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusal of models whose layers mix tokens in ways that whet's attention, packing and caches do not have."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+from whet.errors import ModelError
+from whet.models.attention import Scores, head_size, key_value_heads
+
+log = logging.getLogger(__name__)
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which transformers' modules call whet's attention
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Arguments of attention that whet computes with, or that change nothing: it makes its masks itself.
+ARGUMENTS = {"scaling", "sliding_window", "softcap", "dropout", "attention_mask", "position_ids", "output_attentions"}
+ARGUMENTS |= {"is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+NAMED = {"s_aux": "attention sinks", "sinks": "attention sinks", "position_bias": "a bias by position in attention"}
+NAMED |= {"indices": "sparse attention", "block_indices": "sparse attention"}
+ENOUGH = 8  # calls of attention: the layers after them are like those before
+_FOUND: dict[tuple[type, str], str | None] = {}  # of models that this process has checked
+
+
+def check_supported(model: Any, path: str | Path) -> None:
+    """Checks a transformers model, and warns of a loss of its own that whet leaves out.
+
+    Raises: ModelError naming what is not supported."""
+    config = model.config.get_text_config()
+    kind = (type(model), config.to_json_string())
+    if kind not in _FOUND:
+        _FOUND[kind] = next(_unsupported(model, config), None)
+    if found := _FOUND[kind]:
+        raise ModelError(
+            f"{path} is a {type(model).__name__} with {found}; whet trains models in which every layer is one causal "
+            "softmax attention over keys and values of all tokens or of a window; choose another one (docs/models.md)"
+        )
+    values = config.to_dict()
+    coefficient = values.get("router_aux_loss_coef") or values.get("aux_loss_alpha")
+    if coefficient and values.get("output_router_logits"):
+        log.warning(
+            "%s asks for the auxiliary loss of its router (output_router_logits, with the factor %g): whet leaves it "
+            "out, and trains on its own loss alone",
+            path,
+            coefficient,
+        )
+
+
+def _unsupported(model: Any, config: Any) -> Iterator[str]:
+    """Descriptions of what is unsupported, the most telling one first."""
+    values = config.to_dict()
+    types = {str(each) for each in values.get("layer_types") or ()}
+    if others := sorted(types - LAYER_TYPES):
+        yield f"layers of the type {' and '.join(others)}"
+    if config.model_type in ENCODERS:
+        yield "attention in both directions (it is an encoder)"
+    if values.get("num_kv_shared_layers"):
+        yield f"{values['num_kv_shared_layers']} layers that take over the keys and values of others"
+    decoder = model.get_decoder()
+    stacks = [(name, child) for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
+    parts = [(f"{stack}.{name}", part) for stack, layers in stacks for name, part in layers.named_modules()]
+    if mixers := [name for name, part in parts if isinstance(part, nn.Conv1d)]:
+        yield f"a convolution over tokens ({mixers[0]})"
+    for module in decoder.modules():
+        code = inspect.unwrap(type(module).forward).__code__
+        if INTERFACE in code.co_names:
+            constants = [each for each in code.co_consts if isinstance(each, tuple) and "scaling" in each]
+            names = {name for each in constants for name in each}
+            for name in sorted(names - ARGUMENTS):
+                yield f"{NAMED.get(name, 'attention by ' + name)} ({name} in {type(module).__name__})"
+            if "sliding_attention" in types and "sliding_window" not in names:
+                yield f"windows that {type(module).__name__} does not pass to attention"
+    yield from _unsupported_calls(decoder, config)
+
+
+class _EnoughError(Exception):
+    """Ends a pass that has called attention often enough."""
+
+
+class _Recorder:
+    """Keeps the shapes of the first calls of attention."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, torch.Size, torch.Size, torch.Size]] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """Implements `PagedContext.attend`, without a cache."""
+        self.calls.append((layer, query.shape[1:], key.shape[1:], value.shape[1:]))
+        if len(self.calls) == ENOUGH:
+            raise _EnoughError
+        return torch.zeros_like(query)
+
+
+def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
+    """Runs a token through the model, as shapes without numbers, and checks that its calls of attention fit a cache."""
+    recorder, mode = _Recorder(), FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+    with torch.no_grad(), mode, torch.device("cpu"), _silent(logging.getLogger("torch._subclasses.fake_tensor")):
+        fakes: dict[str, torch.Tensor] = {
+            name: FakeTensor(mode, torch.empty_like(each, device="meta"), torch.device("cpu"))
+            for name, each in tensors.items()
+        }
+        at = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "position_ids": torch.zeros(1, 1, dtype=torch.long)}
+        try:
+            functional_call(decoder, fakes, kwargs={**at, "use_cache": False, "paged": recorder})
+            is_counted = True
+        except _EnoughError:
+            is_counted = True
+        except Exception as error:  # a model's own code
+            is_counted = False
+            log.debug("the calls of attention could not be counted: %r", error)
+    cached = torch.Size([key_value_heads(config), head_size(config)])
+    for layer, query, key, value in recorder.calls:
+        if not (key == value == cached and query[1:] == cached[1:]):
+            shapes = [" x ".join(map(str, each)) for each in (query, key, value, cached)]
+            yield (
+                f"queries of {shapes[0]}, keys of {shapes[1]} and values of {shapes[2]} numbers (heads x size) in "
+                f"layer {layer}, where its config announces keys and values of {shapes[3]}"
+            )
+    called = [each[0] for each in recorder.calls]
+    if is_counted and called != list(range(min(config.num_hidden_layers, ENOUGH))):
+        found = f"in the layers {', '.join(map(str, called))}" if called else "nowhere"
+        yield f"calls of whet's attention {found}, where each of its {config.num_hidden_layers} layers must make one"
+
+
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
