@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,8 @@ class TwoNodes:
 
     Raises: FileNotFoundError without an `ip` command, subprocess.CalledProcessError where it is not permitted."""
 
-    def __init__(self, python_path: Sequence[Path] = ()) -> None:
+    def __init__(self, python_path: Sequence[Path] = (), token: str | None = None) -> None:
+        self.token = secrets.token_hex(32) if token is None else token  # "": the nodes ask for none
         self.folder = Path(tempfile.mkdtemp(prefix="whet-ray-", dir="/tmp"))  # a socket's path has to be short
         self.python_path = python_path
         self.names = {HEAD: f"whet-{os.getpid()}-a", SECOND: f"whet-{os.getpid()}-b"}
@@ -92,7 +94,8 @@ class TwoNodes:
         """The environment variables of a process on a node."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         path = [*map(str, self.python_path), *filter(None, [own.get("PYTHONPATH")])]
-        ray = {"RAY_ADDRESS": f"{HEAD}:{PORT}", "RAY_AUTH_MODE": "disabled"}
+        ray = {"RAY_ADDRESS": f"{HEAD}:{PORT}", "RAY_AUTH_MODE": "token" if self.token else "disabled"}
+        ray |= {"RAY_AUTH_TOKEN": self.token} if self.token else {}
         return {**own, **ray, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
     def _ray(self, address: str, *words: str) -> None:

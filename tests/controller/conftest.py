@@ -22,9 +22,12 @@ Launch = Callable[..., dict[str, WorkerGroup]]
 def ray_cluster() -> Iterator[Any]:
     """A small Ray on this machine, one for all tests."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
-    ray.init("local", num_cpus=8, object_store_memory=400 * 2**20, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    from whet.controller.ray.session import authenticated
+
+    with authenticated(starts=True):  # writes no token for every later Ray of this user
+        ray.init("local", num_cpus=8, object_store_memory=400 * 2**20, include_dashboard=False, log_to_driver=False)
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

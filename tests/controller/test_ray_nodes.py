@@ -262,6 +262,20 @@ def test_a_group_over_two_nodes_ends_with_its_driver(nodes: TwoNodes) -> None:
         time.sleep(0.1)
 
 
+def test_nodes_without_a_token(nodes: TwoNodes) -> None:
+    """RAY_AUTH_MODE=disabled on every machine, the other way of docs/cluster.md."""
+    token, nodes.token = nodes.token, ""
+    nodes.stop()
+    try:
+        nodes.start()
+        with run(nodes, "idle") as driver:
+            launched(driver)
+            driver.kill()
+    finally:
+        nodes.token = token
+        nodes.stop()
+
+
 def test_the_doctor_looks_at_every_node(nodes: TwoNodes) -> None:
     command = nodes.on_head(sys.executable, "-m", "whet", "doctor", "--cluster")
     command += [f"cluster.address={HEAD}:{PORT}", "cluster.nnodes=3", f"trainer.run_dir={nodes.folder / 'run'}"]

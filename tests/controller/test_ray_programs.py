@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,16 +53,22 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """Of a user who has set nothing of Ray, and whose home is a folder of the test's own."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("RAY_")}, "HOME": str(home)}
+
+
 def start(folder: Path, guard: str, deed: str, address: str = "local") -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM.format(guard=guard, deed=deed, address=address))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "program.py"],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
+        env={**environment_of(folder), "PYTHONPATH": str(ROOT)},
     )
 
 
@@ -113,22 +120,54 @@ def ray_processes_of(program: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def test_nodes_without_whet_are_told_so(folder: Path) -> None:
-    stand_in = folder / "node" / "whet" / "__init__.py"  # comes before the installed one
-    stand_in.parent.mkdir(parents=True)
-    stand_in.write_text("raise ModuleNotFoundError(\"No module named 'whet'\")")
+@contextmanager
+def head(folder: Path, port: int, **variables: str) -> Iterator[str]:
+    """`ray start --head` of docs/cluster.md, as the same user.  Yields the address."""
     ray = str(Path(sys.executable).with_name("ray"))
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = {**own, "PYTHONPATH": str(folder / "node"), "RAY_AUTH_MODE": "disabled"}
-    address, session = "127.0.0.1:6391", tempfile.mkdtemp(dir="/tmp")  # a socket's path has to be short
-    command = [ray, "start", "--head", "--port=6391", "--num-cpus=2", f"--object-store-memory={100 * 2**20}", "--block"]
-    command += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={session}"]
+    session = tempfile.mkdtemp(dir="/tmp")  # a socket's path has to be short
+    command = [ray, "start", "--head", f"--port={port}", "--num-cpus=2", f"--object-store-memory={100 * 2**20}"]
+    command += ["--block", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={session}"]
+    environment = environment_of(folder) | variables
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as cluster:
         assert cluster.stdout is not None
         while "Ray runtime started" not in cluster.stdout.readline():
             assert cluster.poll() is None
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            cluster.terminate()
+    shutil.rmtree(session, ignore_errors=True)
+
+
+@pytest.mark.parametrize("token", ["", "0123456789abcdef" * 4])
+def test_a_cluster_of_its_own_and_then_one_by_address(folder: Path, token: str) -> None:
+    """Without a variable of Ray's, with and without a token in the home folder; no run leaves or changes one."""
+    file = Path(environment_of(folder)["HOME"], ".ray", "auth_token")
+    if token:
+        file.parent.mkdir()
+        file.write_text(token)
+    with start(folder, GUARD, "group.close()") as program:
+        _, stderr = program.communicate(timeout=120)
+    assert program.returncode == 0, stderr
+    with head(folder, 6392) as address, start(folder, GUARD, "group.close()", address) as program:
+        _, stderr = program.communicate(timeout=120)
+    assert program.returncode == 0, stderr
+    assert (file.read_text() if file.exists() else "") == token
+
+
+def test_a_wrong_token_is_told(folder: Path) -> None:
+    with head(folder, 6393, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64) as address:
         with start(folder, GUARD, "group.close()", address) as program:
             _, stderr = program.communicate(timeout=120)
-        cluster.terminate()
-    shutil.rmtree(session, ignore_errors=True)
+    assert program.returncode != 0
+    assert f"ConfigError: the Ray cluster at {address} cannot be used" in stderr and "~/.ray/auth_token" in stderr
+
+
+def test_nodes_without_whet_are_told_so(folder: Path) -> None:
+    stand_in = folder / "node" / "whet" / "__init__.py"  # comes before the installed one
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text("raise ModuleNotFoundError(\"No module named 'whet'\")")
+    with head(folder, 6391, PYTHONPATH=str(folder / "node")) as address:
+        with start(folder, GUARD, "group.close()", address) as program:
+            _, stderr = program.communicate(timeout=120)
     assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet and its dependencies" in stderr

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -24,6 +25,17 @@ from whet.config.cluster import ClusterConfig
 from whet.controller.ray.watch import connection_error
 from whet.errors import ConfigError, DeadlineError, WorkerError
 from whet.processes.background import within
+
+try:  # Ray 2.60, whose clusters ask for a token by default
+    from ray._private.authentication.authentication_token_setup import (
+        AuthenticationTokenLoader,
+        Config,
+        maybe_enable_token_auth_if_token_available as use_token_if_there_is_one,
+    )
+
+    HAS_TOKENS = True
+except ImportError:
+    HAS_TOKENS = False
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for a machine to accept a connection
@@ -76,21 +88,57 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
                 "cluster.address or RAY_ADDRESS, or set cluster.address=local to start one for the run"
             )
         address = "local"  # the cluster that Ray remembers has ended
-    with _sigterm_handler_kept():
+    with authenticated(starts=address == "local"):
+        with _sigterm_handler_kept():
+            try:
+                context: Any = ray.init(address, logging_level=logging.WARNING)
+            except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"the Ray cluster at {address} cannot be used: {error}; check it with `ray status`{_token_hint()}, "
+                    "or set cluster.address=local to start one for the run"
+                ) from error
         try:
-            context: Any = ray.init(address, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"the Ray cluster at {address} cannot be used: {error}; check it with `ray status`, or set "
-                "cluster.address=local to start one for the run"
-            ) from error
+            log.info("Ray at %s: %s", context.address_info["gcs_address"], "; ".join(map(str, alive_nodes())))
+            if context.dashboard_url:
+                log.info("Ray's dashboard: http://%s", context.dashboard_url)
+            yield address == "local"
+        finally:
+            attempt(SHUTDOWN_SECONDS, ray.shutdown)
+
+
+@contextmanager
+def authenticated(*, starts: bool) -> Iterator[None]:
+    """Sends this machine's token to a running cluster, which may ask for it; Ray itself does so only for address auto.
+
+    A cluster that the block `starts` gets a token of its own where the machine has none. Ray would write one to
+    ~/.ray/auth_token, and every later `ray start --head` would ask other nodes for it."""
+    if not HAS_TOKENS:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    if not starts:
+        use_token_if_there_is_one(warn_if_disabled=False)
+    elif not _has_token():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     try:
-        log.info("Ray at %s: %s", context.address_info["gcs_address"], "; ".join(map(str, alive_nodes())))
-        if context.dashboard_url:
-            log.info("Ray's dashboard: http://%s", context.dashboard_url)
-        yield address == "local"
+        yield
     finally:
-        attempt(SHUTDOWN_SECONDS, ray.shutdown)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        Config.initialize("")  # first: a thread of Ray's that is ending may ask for the token again
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _has_token() -> bool:
+    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def _token_hint() -> str:
+    if not HAS_TOKENS or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return ""
+    has = "the token of this machine must be the one" if _has_token() else "this machine has no token and needs the one"
+    return f"; if it asks for a token, {has} of its head (~/.ray/auth_token there, or RAY_AUTH_TOKEN)"
 
 
 def alive_nodes() -> list[Node]:

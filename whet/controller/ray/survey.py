@@ -92,7 +92,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            with suppress(ImportError, AttributeError):  # on the Python path, but not installed
+            with suppress(ImportError, AttributeError):  # on the Python path, or of another name than its package
                 found[name] = importlib.import_module(name).__version__
     return found
 
