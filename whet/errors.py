@@ -30,6 +30,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from whet.version import DISTRIBUTION
+
 MAX_DESCRIBED_CHARACTERS = 500
 CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject.toml
 
@@ -151,7 +153,24 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted
 
 
 def pip_install(extra: str) -> str:
-    """Returns the command that installs an extra of whet, from the checkout if whet runs from one."""
-    if not (CHECKOUT / "pyproject.toml").is_file():
-        return f"pip install 'whet[{extra}]'"
-    return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"
+    """Returns the command that installs an extra from the checkout, the folder or the wheel that whet came from.
+
+    Never by name: `whet` on PyPI is another project, and whet is not published."""
+    if (CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"
+    return f"pip install '{_origin() or 'FOLDER_OR_WHEEL_OF_WHET'}[{extra}]'"
+
+
+def _origin() -> Path | None:
+    """The folder or wheel that pip installed whet from (PEP 610), if it still exists."""
+    import json
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        told = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, json.JSONDecodeError):
+        return None
+    url = urlsplit(str(told.get("url", "")))
+    path = Path(unquote(url.path))
+    return path if url.scheme == "file" and path.exists() else None

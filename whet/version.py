@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of whet, which its distribution takes from here."""
+"""The version of whet, which its distribution takes from here, and the name of that distribution."""
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+DISTRIBUTION = "whet-rl"  # `whet` on PyPI is another project
+__version__ = "0.3.0"

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -33,6 +32,7 @@ from whet.cli.train import quickstart, sft, train, train_reward
 from whet.cli.view import view
 from whet.errors import RegistryError, WhetError, did_you_mean, exit_error
 from whet.threads import yield_soon
+from whet.version import __version__
 
 COME_WITH = {"play": f"it comes with {registry.GAMES}"}
 START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
@@ -79,7 +79,7 @@ app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"whet {version('whet')}")
+        typer.echo(f"whet {__version__}")
         raise typer.Exit
 
 

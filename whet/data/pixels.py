@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, pip_install
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")  # none that runs a program
 ANIMATIONS = ("GIF", "WEBP", "PNG", "AVIF")
@@ -268,7 +268,7 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
         import av
     except ImportError as error:
         raise DataError(
-            "it is no GIF, WebP or APNG, and other videos need PyAV; install it: pip install 'whet[video]'"
+            f"it is no GIF, WebP or APNG, and other videos need PyAV; install it: {pip_install('video')}"
         ) from error
     announced, length = _announced_bytes(file), file.seek(0, io.SEEK_END)
     if announced > length:

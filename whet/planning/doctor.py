@@ -7,10 +7,12 @@ import locale
 import os
 import platform
 import resource
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,12 +23,13 @@ from packaging.requirements import Requirement
 from whet import devices
 from whet.compiled import compiler
 from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
-from whet.errors import ConfigError, pip_install
+from whet.errors import CHECKOUT, ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.rollout.build import check_engine
 from whet.threads import POLICY, spinning
+from whet.version import DISTRIBUTION
 
 if TYPE_CHECKING:
     from whet.controller.ray.survey import Report
@@ -70,10 +73,14 @@ def examine(run_dir: Path) -> dict[str, list[Finding]]:
 def _python() -> Iterator[Finding]:
     folder = Path(__file__).resolve().parents[1]
     try:
-        yield Finding("whet", f"{metadata.version('whet')} in {folder}")
+        yield Finding("whet", f"{metadata.version(DISTRIBUTION)} in {folder}")
     except metadata.PackageNotFoundError:
-        advice = "its requirements cannot be checked: pip install -e ."
+        advice = f"its requirements cannot be checked: pip install -e {shlex.quote(str(CHECKOUT))}"
         yield Finding("whet", f"{folder}, not installed", advice)
+    with suppress(metadata.PackageNotFoundError):
+        other = f"the distribution whet {metadata.version('whet')}, which may replace files of {DISTRIBUTION}"
+        advice = "PyPI's whet is another project (and was our name): pip uninstall whet, then install this one again"
+        yield Finding("other whet", other, advice)
     found = f"{platform.python_version()} on {platform.platform()} ({sys.executable})"
     old = "whet needs Python 3.11 or newer" if sys.version_info < OLDEST_PYTHON else ""
     yield Finding("python", found, old, is_problem=True)
@@ -87,7 +94,7 @@ def _requirements() -> dict[str, list[Requirement]]:
     """The requirements of whet by extra; those of every installation under ""."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
-        texts = metadata.requires("whet") or []
+        texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return found
     for text in texts:

@@ -12,7 +12,7 @@ For programs:
     DELETE /api/sessions/ID
     GET /ID/reward                                       {"is_done", "reward"}
 
-A view has text, buttons, is_possible, is_done, reward. It needs starlette and uvicorn (whet[serve]).
+A view has text, buttons, is_possible, is_done, reward. It needs starlette and uvicorn (the extra webshop).
 """
 
 from __future__ import annotations
