@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from docs.generate import algorithms, columns, config, layers, migrating
-from whet.cli.algorithms import certify_all
+from whet.cli.algorithms import certify_all, shipped
 
 DOCS = Path(__file__).parents[1]
 PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to the new one
-    "algorithms": lambda _: algorithms.page(certify_all()),
+    "../whet/algorithms/certificates.csv": lambda _: algorithms.file(certify_all()),
+    "algorithms": lambda _: algorithms.page([[*key, *numbers] for key, numbers in shipped().items()]),
     "columns": columns.page,
     "config": config.page,
     "migrating": migrating.page,

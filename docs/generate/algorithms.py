@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 
 from whet.cli.algorithms import LEGEND, TITLES, chosen_by, facts, notation, summary
@@ -19,7 +21,8 @@ your own is in `examples/extending/`.
 CERTIFICATES = """\
 ## Certificates
 
-`whet algorithms certify` computes these certificates. A policy with three tokens and at most three tokens a response
+`whet algorithms certify` computes these certificates, `whet algorithms certify NAME` those of one, and
+`whet algorithms show NAME` prints them with a verdict. A policy with three tokens and at most three tokens a response
 has 15 responses, so the expected gradient of any algorithm is a finite sum over all groups of two, in float64. So is
 the gradient of the objective, E[R] - beta KL(pi || ref) over whole responses. Each row changes one part; all others are
 `rloo`, `reinforce` and sums over sequences. A recipe is computed with all of its parts, except those that three tokens
@@ -38,6 +41,13 @@ def page(certified: Sequence[Sequence[str]]) -> str:
     legend = "\n".join(f"- {title}: {meaning}." for title, meaning in LEGEND.items())
     explained = CERTIFICATES.format(legend=legend)
     return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), explained, table(certified)])
+
+
+def file(certified: Sequence[Sequence[str]]) -> str:
+    """The certificates as whet ships them."""
+    written = io.StringIO()
+    csv.writer(written, lineterminator="\n").writerows([["kind", "name", *TITLES], *certified])
+    return written.getvalue()
 
 
 def table(certified: Sequence[Sequence[str]]) -> str:

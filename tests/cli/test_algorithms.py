@@ -14,6 +14,7 @@ from whet.cli.app import main
 from whet.config.keys import is_known
 from whet.config.schema import TrainConfig
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, Registry
+from whet.trainers.certify import rows_of
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -58,7 +59,7 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
 def test_certificates_are_printed_with_the_meaning_of_each_of_their_columns(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "certify_all", lambda: [["policy loss", "gspo", *("0.00" for _ in LEGEND)]])
+    monkeypatch.setattr(command, "certify_all", lambda _: [["policy loss", "gspo", *("0.00" for _ in LEGEND)]])
     lines = [line.rstrip() for line in printed(capsys, *words).splitlines()]
     assert len(LEGEND) == 8 and all(f"{title:14}{text}" in lines for title, text in LEGEND.items())
 
@@ -79,9 +80,39 @@ def test_facts_and_certificate_of_one() -> None:
     assert known["choose"] == "algorithm.policy_loss=gspo"
     assert known["fixes aggregation"] == "seq-mean-token-mean"
     assert known["algorithm.loss_options.clip_ratio_low"] == "0.0003 (a number >= 0 and <= 1)"
-    [(title, said)] = certificate(ADV_ESTIMATORS["rloo"])
-    assert title == "certificate" and said.startswith("exact yes, error < 1e-12, cosine 1.000")
+    said = dict(certificate(ADV_ESTIMATORS["rloo"]))
+    assert said["certificate"].startswith("exact yes, error < 1e-12, cosine 1.000")
+    assert said["verdict"].startswith("unbiased:")
     assert certificate(POLICY_LOSSES["vanilla"]) == []
+
+
+def test_a_verdict_says_whether_and_why_a_step_is_biased() -> None:
+    """cos 48.6 degrees is 0.661; halving a gradient is no bias; what follows a teacher points away (cosine < 0)."""
+    grpo = dict(certificate(ADV_ESTIMATORS["grpo"]))["verdict"]
+    assert grpo.startswith("biased by design:") and "deviation" in grpo and "49 degrees" in grpo
+    half = dict(certificate(ADV_ESTIMATORS["dr_grpo"]))["verdict"]
+    assert half.startswith("unbiased but for its length") and "0.50" in half
+    assert "119 degrees" in dict(certificate(ADV_ESTIMATORS["on_policy_distillation"]))["verdict"]
+    said = dict(certificate(KL_FORMS["k1"]))
+    assert said["verdict, KL in the reward"].startswith("unbiased:") and "zero" in said["verdict, KL in the loss"]
+
+
+def test_every_shipped_certificate_of_a_function_has_its_verdict_and_every_text_its_certificate() -> None:
+    names = yaml.safe_load((Path(whet.__file__).parent / "algorithms" / "names.yaml").read_text())["bias"]
+    told = {(kind, name): command.verdict(kind, name, cells) for (kind, name), cells in command.shipped().items()}
+    assert [key for key, text in told.items() if text.startswith("biased:") and key[0] != "recipe"] == []
+    assert [(kind, name) for kind in names for name in names[kind] if not told[kind, name].startswith("biased")] == []
+    functions = {(row.kind, row.name) for kind in KINDS for entry in kind for row in rows_of(entry)}
+    assert functions <= told.keys()
+    assert {name for kind, name in told.keys() - functions if kind != "recipe"} == {
+        "none",
+        "importance of the sequence, no cap",
+    }
+
+
+def test_show_computes_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.trainers.certify.certify", None)
+    assert "49 degrees" in printed(capsys, "show", "grpo")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.folder == "algorithms"], ids=lambda kind: kind.kind)
@@ -122,7 +153,7 @@ from whet import register_adv_est
 @register_adv_est("mine")
 def mine(token_level_rewards, response_mask, uid, *, scale: float = 1.0):
     """Scales the summed rewards."""
-    return scale * (token_level_rewards * response_mask).sum(-1)
+    return scale * (token_level_rewards * response_mask).sum(-1).sqrt()
 
 
 def plain(x):
@@ -139,7 +170,9 @@ def test_show_takes_the_users_own_function_by_its_place(
     out = printed(capsys, "show", f"{file}:mine")
     assert out.startswith(f"advantage estimator {file}:mine\nScales the summed rewards.\n")
     assert f"algorithm.adv_estimator={file}:mine" in out and "algorithm.adv_options.scale" in out
-    assert "certificate" in out
+    assert f"`whet algorithms certify {file}:mine`" in out
+    out = printed(capsys, "certify", f"{file}:mine")
+    assert f"{file}:mine" in out and any(line.startswith("advantage estimator  biased: ") for line in out.splitlines())
     err = printed(capsys, "show", f"{file}:plain", status=2)
     assert f"{file}:plain is not registered; expected one of these decorators on it: @register_adv_est, " in err
 

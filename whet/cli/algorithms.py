@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -93,12 +95,9 @@ def show(
     name: Annotated[str, typer.Argument(help="a name that `whet algorithms` lists, or path/file.py:function")],
 ) -> None:
     """Print the formula, the columns and the options of a registered function."""
-    from whet.tracking.long_phases import long_phase
-
     output = Console(highlight=False, soft_wrap=True)
     for entry in _entries(name):
-        with long_phase("certificate"):
-            certified = certificate(entry)
+        certified = certificate(entry)
         properties = [*facts(entry), *certified]
         output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
         output.print(Text(f"{entry.doc}\n"))
@@ -130,14 +129,21 @@ def _entries(name: str) -> list[Entry]:
 
 
 @algorithms.command(cls=Command)
-def certify() -> None:
-    """Compare the exact expected gradient of every algorithm with the gradient of the objective."""
+def certify(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="a function or recipe, or path/file.py:function; unset: all, which takes minutes"),
+    ] = None,
+) -> None:
+    """Compute the exact expected gradient of algorithms, and compare it with the gradient of the objective."""
     from whet.tracking.long_phases import long_phase
 
     output = console()
     with long_phase("certificates"):
-        found = certify_all()
+        found = certify_all(name)
     output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
+    if name is not None:
+        print_pairs(output, [(kind, verdict(kind, each, cells)) for kind, each, *cells in found])
     print_pairs(output, list(LEGEND.items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
 
@@ -149,12 +155,22 @@ def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
         output.print(Text.assemble((title.ljust(width), "bold"), text))
 
 
-def certify_all() -> list[list[str]]:
-    """Computes all certificates as rows of text: kind, name, numbers."""
+def certify_all(name: str | None = None) -> list[list[str]]:
+    """Computes all certificates, or those of one name, as rows of text: kind, name, numbers.  Raises: RegistryError."""
+    from whet.config.compose import shipped_recipes
     from whet.phases import counting
-    from whet.trainers.certify import rows
+    from whet.trainers.certify import rows, rows_of
 
-    return [[row.kind, row.name, *cells(row)] for row in counting(rows())]
+    if name is None or name in shipped_recipes():
+        found = [row for row in rows() if name in (None, row.name)]
+    else:
+        found = [row for entry in _entries(name) for row in rows_of(entry)]
+    if not found:
+        raise RegistryError(
+            f"{name} has no certificate of its own; expected a function with a part in the gradient, by its own name and "
+            "not by an alias, or a recipe whose algorithm no other has"
+        )
+    return [[row.kind, row.name, *cells(row)] for row in counting(found)]
 
 
 def cells(row: Certified) -> list[str]:
@@ -179,15 +195,41 @@ def number(error: float) -> str:
     return "< 1e-12" if error < 1e-12 else f"{error:.2f}"
 
 
-def certificate(entry: Entry) -> list[tuple[str, str]]:
-    """The certificate of a function, for `whet algorithms show`."""
-    from whet.trainers.certify import rows_of
+@cache
+def shipped() -> dict[tuple[str, str], list[str]]:
+    """The certificates that whet ships, by kind and name. `make pages` writes them, and a test computes them again."""
+    text = resources.files("whet.algorithms").joinpath("certificates.csv").read_text(encoding="utf-8")
+    return {(kind, name): numbers for kind, name, *numbers in list(csv.reader(text.splitlines()))[1:]}
 
+
+def certificate(entry: Entry) -> list[tuple[str, str]]:
+    """The shipped certificate of a function with its verdict, for `whet algorithms show`."""
     found = []
-    for row in [] if entry.alias_of else rows_of(entry):
-        shown = ", ".join(f"{name} {cell}" for name, cell in zip(TITLES, cells(row), strict=True) if cell)
-        found.append(("certificate" if row.kind == entry.kind else f"certificate, {row.kind}", shown))
+    for kind in (entry.kind, "KL in the reward", "KL in the loss"):
+        if numbers := shipped().get((kind, entry.name)):
+            title = "certificate" if kind == entry.kind else f"certificate, {kind}"
+            shown = ", ".join(f"{name} {cell}" for name, cell in zip(TITLES, numbers, strict=True) if cell)
+            found += [
+                ("verdict" + title.removeprefix("certificate"), verdict(kind, entry.name, numbers)),
+                (title, shown),
+            ]
+    if not found and not entry.target.startswith("whet.") and entry.kind in {kind for kind, _ in shipped()}:
+        return [("verdict", f"not known: `whet algorithms certify {entry.name}` computes a certificate")]
     return found
+
+
+def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
+    """A certificate in words: whether its step is biased, and why."""
+    exact, error, cosine, length, *_ = numbers
+    if exact or error == number(0.0):
+        return "unbiased: the expected step is the gradient of the objective"
+    if float(cosine) >= 0.9995:
+        return f"unbiased but for its length, {length} of the gradient's: the learning rate makes up for it"
+    angle = (
+        f"the expected step is {math.degrees(math.acos(float(cosine))):.0f} degrees off the gradient of the objective"
+    )
+    why = _texts()["bias"].get(kind, {}).get(name)
+    return f"biased by design: {why}; {angle}" if why else f"biased: {angle}"
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
