@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from whet import devices
 from whet.config import TrainConfig
 from whet.config.cluster import ClusterConfig
 from whet.errors import ConfigError
-from whet.planning import fit, machine
+from whet.planning import fit
 from whet.planning.fit import ANYWAY, Room, changed, changes, check_fits, rooms, size, upper_bound
 from whet.planning.machine import FreeMemory, free_accelerator
 from whet.planning.memory import Setup, plan_memory
@@ -156,13 +158,13 @@ def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
 
 def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each process, or none; on a Ray cluster those that it asks for, here to be seen or not."""
-    monkeypatch.setattr(machine.devices, "count", lambda: 2)
-    monkeypatch.setattr(machine.torch.accelerator, "get_memory_info", lambda index: ((5, 3)[index], 9))
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: ((5, 3)[index], 9))
     found = free_accelerator(ClusterConfig(processes=2))
     assert found is not None and (found.bytes, found.bound) == (3, "each accelerator")
     assert free_accelerator(ClusterConfig()) == FreeMemory(5, "each accelerator")
     assert free_accelerator(ClusterConfig(processes=3)) is None
     assert free_accelerator(ClusterConfig(backend="ray")) is None
-    monkeypatch.setattr(machine.devices, "count", lambda: 0)
+    monkeypatch.setattr(devices, "count", lambda: 0)
     found = free_accelerator(ClusterConfig(backend="ray", n_gpus_per_node=8))
     assert found is not None and found.bytes > 2**60

@@ -167,8 +167,8 @@ def certify_all(name: str | None = None) -> list[list[str]]:
         found = [row for entry in _entries(name) for row in rows_of(entry)]
     if not found:
         raise RegistryError(
-            f"{name} has no certificate of its own; expected a function with a part in the gradient, by its own name and "
-            "not by an alias, or a recipe whose algorithm no other has"
+            f"{name} has no certificate of its own; expected a function with a part in the gradient, by its own name, "
+            "not an alias, or a recipe whose algorithm no other has"
         )
     return [[row.kind, row.name, *cells(row)] for row in counting(found)]
 

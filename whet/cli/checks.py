@@ -30,12 +30,17 @@ def plan(
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ) -> None:
-    """Estimate the memory, disk and time that a run needs.
+    """Estimate the memory, disk and time that a run needs: by formulas at once, then by tracing the model's passes.
 
     The exit status is 1 if the run does not fit."""
     from whet.config import problems
 
     config = run_config_of(command, *split_recipe(words, config_name))
+
+    from whet.planning.first import first_answer
+
+    for line in [] if as_json else first_answer(config, device_memory, host_memory):
+        typer.echo(line)
 
     from whet.cli.plan_page import numbers, show
     from whet.tracking.long_phases import long_phase

@@ -246,6 +246,8 @@ MUON = (
     "adamw, or muon (Jordan et al. 2024): torch's Muon for the matrices between embedding and output, with AdamW's "
     "update size, and AdamW for all other weights"
 )
+# By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 MICRO_BATCH = "most tokens of a forward pass, per device; unset: a default for the device, at least one row"
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from whet.config.schema import MICRO_BATCH_TOKENS
 from whet.engines.optim import OptimSettings
 from whet.models.compiled_layers import compile_layers
 from whet.models.freeze import freeze
@@ -24,9 +25,6 @@ from whet.models.load import (
 from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings
 from whet.models.vision.base import keep_pixels
-
-# By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
-MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 
 
 class EngineSettings(Protocol):

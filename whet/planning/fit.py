@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
 from whet.phases import counting, phase
 from whet.planning import memory as estimate
+from whet.planning.first import changed
 from whet.planning.machine import free_accelerator, free_disk, free_memory
 from whet.planning.memory import Memory, Setup
 from whet.planning.outline import FLOAT32
@@ -167,18 +168,6 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
             more = planned(*together[0].override.split(), each.override)
             together = [more] if more.saved_bytes > together[0].saved_bytes else together
     return worth if together == worth[:1] else [*worth, *together]
-
-
-def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:
-    """The config with some values replaced, by dotted key."""
-    tree = config.model_dump()
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        section = tree
-        for each in sections:
-            section = section[each]
-        section[name] = value
-    return type(config).model_validate(tree)
 
 
 def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:

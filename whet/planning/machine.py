@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from whet import devices
 from whet.config.cluster import ClusterConfig
 from whet.errors import ConfigError
 
@@ -38,11 +35,17 @@ def free_memory() -> FreeMemory | None:
 
 def uses_accelerators(cluster: ClusterConfig) -> bool:
     """Tells whether a run computes on accelerators: those that Ray reserves, or enough of this machine's."""
+    from whet import devices
+
     return cluster.n_gpus_per_node > 0 if cluster.backend == "ray" else devices.count() >= cluster.devices
 
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     """The free memory of the fullest accelerator that a run would use; None if the run computes on the host."""
+    import torch  # takes seconds, which the first answer of `whet plan` has not
+
+    from whet import devices
+
     if not uses_accelerators(cluster):
         return None
     found, ray = devices.count(), cluster.backend == "ray"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first answer of `whet plan` against the traced plans of docs/fits.md, and how soon it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.generate import fits
+from whet.config import TrainConfig, load_config
+from whet.planning import first
+from whet.planning.first import CARDS, bytes_of, first_answer
+
+PAGE = Path(fits.PAGE).read_text(encoding="utf-8")
+TRACED = {cells[0][2:]: cells[1:] for line in PAGE.splitlines() if (cells := line.split(" | "))[0][2:] in fits.SIZES}
+
+
+def model(folder: Path, size: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fits.shape(size)))
+    return folder
+
+
+def config_of(folder: Path, **changes: object) -> TrainConfig:
+    values = {**fits.COMMON, "model.path": str(folder), "reward.function": "math", **changes}
+    return load_config(TrainConfig, None, values, given={"data"}, checked=False).config
+
+
+@pytest.mark.parametrize("size", fits.SIZES)
+def test_formulas_are_within_a_fifth_of_traced_plans(size: str, tmp_path: Path) -> None:
+    folder = model(tmp_path / "model", size)
+    shape = first._shape(str(folder))
+    assert shape is not None
+    for (name, changes), cell in zip([*fits.COLUMNS.items(), ("host", fits.HOST)], TRACED[size], strict=True):
+        needed = bytes_of(config_of(folder, **changes), shape, name != "host") / 2**30
+        traced = float(cell.split()[0])
+        assert abs(needed / traced - 1) < 0.2, (name, needed, traced)
+
+
+def test_it_says_whether_it_fits_on_which_card_and_what_helps(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model", "8B")
+    eight = {"cluster.processes": 8, "model.gradient_checkpointing": False, "rollout.free_cache_engine": False}
+    said, settings, where = first_answer(config_of(folder, **eight), 80.0, None)
+    assert "of 80 GiB" in said and "does not fit" in said and "docs/fits.md" in where
+    listed = [(each.partition("=")[0], float(re.findall(r"([\d.]+) GiB", each)[0])) for each in settings.split(", ")]
+    assert "actor.engine.name" in listed[0][0] and len(listed) == 3
+    assert [left for _, left in listed] == sorted(left for _, left in listed)
+    assert listed[-1][1] < float(re.findall(r"([\d.]+) GiB", said)[0])
+    said, *_ = first_answer(config_of(folder, **fits.ADAPTER), 80.0, None)
+    needed = float(re.findall(r"([\d.]+) GiB", said)[0])
+    card = next(each for each in CARDS if needed <= each)
+    assert "it fits" in said and f"has {card} GiB" in said
+    assert "24.0 GiB" not in said and not list(first_answer(config_of(tmp_path / "nowhere"), 80.0, None))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}, {"num_key_value_heads": 16}, {}],
+)
+def test_weights_are_counted_as_transformers_makes_them(changed: dict[str, int], tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = "qwen3_moe" if "num_experts" in changed else "qwen3"
+    (tmp_path / "config.json").write_text(json.dumps({**fits.shape("0.6B"), "model_type": kind, **changed}))
+    shape = first._shape(str(tmp_path))
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert shape is not None and shape["weights"] == pytest.approx(made.num_parameters(), rel=0.01)
+
+
+def test_it_is_there_within_two_seconds_of_the_processor(tmp_path: Path) -> None:
+    """Processor time, so that other work on the machine does not count; the least of three."""
+    folder, used = model(tmp_path / "model", "8B"), []
+    for _ in range(3):
+        command = [sys.executable, "-m", "whet", "plan", "gsm8k", f"model.path={folder}", "--device-memory", "80"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            assert "GiB" in process.stdout.readline()
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            used.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+            process.kill()
+    assert min(used) < 2.0
