@@ -33,7 +33,7 @@ def test_an_extra_is_installed_from_where_whet_runs(tmp_path: Path, monkeypatch:
     wheel.parent.mkdir()
     wheel.touch()
     assert pip_install("ray") == f"pip install '{wheel}[ray]'"
-    for told in (None, "{", json.dumps({"url": "https://files.example.com/whet_rl.whl"})):
+    for told in (None, "{", json.dumps({"url": "https://files.example.com/whet_rl.whl"})):  # noqa: B007  # `distribution` reads it
         assert not installed_by_name(pip_install("ray"))
     (tmp_path / "pyproject.toml").touch()
     assert pip_install("ray") == "pip install -e '.[ray]'"

@@ -21,6 +21,7 @@ from whet.registry import (
     REQUIRED,
     Registry,
     call,
+    load_target,
 )
 
 MASK = torch.tensor([[1, 0]])
@@ -179,6 +180,15 @@ def test_functions_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_module.py").write_text("def once(log_probs):\n    return log_probs\n")
     assert KL_FORMS["my_module:once"].columns == ("log_probs",)
+
+
+def test_a_wrong_name_is_answered_with_what_the_file_defines_itself(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import json\nfrom pathlib import Path\ndef fit_mine(run): pass\nclass Other: pass\n")
+    with pytest.raises(RegistryError) as raised:
+        load_target(f"{file}:fit_mnie")
+    said = str(raised.value).partition("has no")[2]
+    assert "did you mean fit_mine?" in said and "Other" in said and "Path" not in said
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

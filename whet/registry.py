@@ -332,10 +332,14 @@ def load_target(target: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if part not in vars(found):
-            offered = ", ".join(
-                key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-            )
-            raise RegistryError(f"{target!r}: {location} has no {name!r}; it has {offered or 'no functions'}")
+            own = [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
+            ]
+            near = did_you_mean(name, own, quoted=False)
+            listed = f"{near and f'{near} '}it has {', '.join(own) or 'no functions'}"
+            raise RegistryError(f"{target!r}: {location} has no {name!r}; {listed}")
         found = vars(found)[part]
     return found
 

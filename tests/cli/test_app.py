@@ -210,3 +210,12 @@ def test_waiting_threads_yield_unless_the_user_says_otherwise(given: dict[str, s
     )
     expected = [given.get("OMP_WAIT_POLICY"), given.get("GOMP_SPINCOUNT"), None] if given else [None, "10000", "1"]
     assert run.stdout.splitlines()[-1] == str(expected)
+
+
+def test_a_word_that_the_locale_cannot_read_is_told_with_what_to_set() -> None:
+    """The C locale without Python's UTF-8 mode reads the bytes of é as two halves of surrogate pairs."""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["config", "train", "quickstart", "data.prompt_key=é"]
+    command = [sys.executable, "-m", "whet", *words]
+    ended = subprocess.run(command, env=os.environ | plain, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and "PYTHONUTF8=1" in ended.stderr and "surrogate" not in ended.stderr

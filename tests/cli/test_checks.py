@@ -50,3 +50,11 @@ def test_a_slow_step_is_a_note_and_a_hopeless_one_a_problem(
     assert (disk.what, disk.status) == ("disk", "ok")
     assert isinstance(time, Finding) and (time.what, time.status, time.found) == ("time", status, found)
     assert bool(time.advice) == (status != "ok")
+
+
+def test_the_doctor_ends_with_a_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    note, problem = Finding("b", "x", "change it"), Finding("c", "x", "change it", is_problem=True)
+    checks._print({"one": [Finding("a", "x"), note], "two": [note]})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 problems, 2 notes, 1 ok")
+    checks._print({"one": [problem, note]})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 problem, 1 note, 0 ok")

@@ -30,6 +30,18 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
+def test_play_takes_tools(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A call in the form of Hermes gets its result; 6 * 7 is 42, and the next line is the answer."""
+    file = tmp_path / "mine.py"
+    file.write_text('def times(a: int, b: int) -> int:\n    """Multiplies."""\n    return a * b\n')
+    call = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
+    typed(monkeypatch, call, "42")
+    shown = printed(capsys, "play", "single_turn", "--tool", f"{file}:times", "--prompt", "6 * 7?").splitlines()
+    assert any('"name": "times"' in line for line in shown)
+    assert "42" in shown[shown.index(f"> {call}") + 1]
+    assert shown[-1].startswith("the episode is over: 2 turns") and "tools/calls 1" in shown[-1]
+
+
 def test_list_names_each_environment(capsys: pytest.CaptureFixture[str]) -> None:
     title, *lines = printed(capsys, "list").splitlines()
     assert title == "environment  environment.name"
@@ -109,7 +121,7 @@ def test_play_of_a_game_shows_rewards_and_numbers(
     game = ["play", "whet_environments.number_game:NumberGame", "--option", "rounds=2", "--option", "encoding=compact"]
     typed(monkeypatch, "x")
     out = printed(capsys, *game, "--seed", "3")
-    assert "\nreward -0.25\n> \nthe input ended\nnot over: 1 turns, sum of rewards -0.25" in out
+    assert "\nreward -0.25\n> \nthe input ended\nnot over: 1 turn, sum of rewards -0.25" in out
     typed(monkeypatch, "x", "x")
     assert "the episode is over: 2 turns, sum of rewards -0.5, success 0.0, right 0.0, score 80.0\n" in printed(
         capsys, *game
@@ -158,7 +170,7 @@ def test_play_writes_pictures_to_files_while_it_plays(
     out = printed(capsys, "play", f"{tmp_path}/look.py:Look")
     assert re.sub(r"\S+/whet-play-\w+", "AT", out) == (
         "Look:\n[image AT/001.png]\nand <image>.\nWell?\n[image AT/002.png]\n> red\n"
-        "[video AT/003.png]\n[video AT/004.png]\n[video]\nreward 0\nthe episode is over: 1 turns, sum of rewards 0\n"
+        "[video AT/003.png]\n[video AT/004.png]\n[video]\nreward 0\nthe episode is over: 1 turn, sum of rewards 0\n"
     )
     assert seen == [((3, 2), (255, 0, 0)), ((3, 2), (0, 0, 255))]
     assert not [*tmp_path.glob("whet-play-*")]
@@ -220,8 +232,8 @@ def test_the_player_plays_sub_agents_too(
     (tmp_path / "manager.py").write_text(MANAGER)
     at = f"{tmp_path}/manager.py"
     typed(monkeypatch, "a b", "first", "second")
-    end = "\nreward 0\nworker: the episode is over: 1 turns, sum of rewards 0\n"
-    last = "\nreward 1\nthe episode is over: 1 turns, sum of rewards 1\n"
+    end = "\nreward 0\nworker: the episode is over: 1 turn, sum of rewards 0\n"
+    last = "\nreward 1\nthe episode is over: 1 turn, sum of rewards 1\n"
     assert printed(capsys, "play", f"{at}:Manager") == (
         f"Plan.\n> a b\nto worker: Do a.\nworker> first{end}to worker: Do b.\nworker> second{end}"
         f"first:0:1 second:0:1{last}"

@@ -10,10 +10,10 @@ from matplotlib.image import imread
 
 from tests.tracking.test_runs import OLD_RUN, make_run
 from whet.cli.app import main
-from whet.cli.runs import main_metrics, next_command
+from whet.cli.runs import next_command
 from whet.config import SFTConfig, TrainConfig
 from whet.config.render import to_yaml
-from whet.tracking.runs import read_run, write_state
+from whet.tracking.runs import main_metrics, read_run, write_state
 from whet.viewer.server import Site
 
 
@@ -56,6 +56,21 @@ def test_runs_are_listed_with_their_state_best_metric_and_command(capsys: pytest
     assert "runs/a failed: RuntimeError: no memory\nto go on:\n  whet train runs/a/config.yaml" in shown
 
 
+def test_on_80_columns_no_name_of_a_run_is_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    names = [f"a_project_with_a_name/and_an_experiment_whose_name_is_long_{number}" for number in range(2)]
+    for name in names:
+        make_run(Path("runs") / name, *STEPS)
+    monkeypatch.setattr("whet.tracking.console.shared_console", lambda: Console(width=80, highlight=False))
+    assert whet("runs") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(name in line for line in lines) for name in names)
+    assert any(line.split()[:2] == ["2", "ended"] for line in lines)
+
+
 def test_a_single_run_is_shown_with_first_last_and_best(capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(Path("one"), *STEPS)
     (folder / "timings.jsonl").write_text(
@@ -85,7 +100,39 @@ def test_the_command_to_go_on_fits_the_kind_of_run() -> None:
 
 def test_the_main_metrics_are_those_that_a_run_has() -> None:
     run = read_run(make_run(Path("a"), *STEPS))
-    assert main_metrics([run]) == [("val/accuracy", ""), ("critic/score/mean", ""), ("actor/entropy", "~")]
+    assert main_metrics([run]) == ["critic/score/mean", "val/accuracy", "~actor/entropy"]
+
+
+def test_plot_and_view_have_one_list_of_panels_without_twins() -> None:
+    """The mean of all sampled scores first, not of the groups that a filter kept; accuracy and reward once."""
+    twins = {"reward/accuracy": 0.5, "filter/sampled_accuracy": 0.75, "val/reward": 0.25, "val/accuracy": 0.25}
+    steps = [
+        {
+            **{name: value + n for name, value in twins.items()},
+            "step": n,
+            "critic/score/mean": 1.0,
+            "filter/sampled_score": n / 8,
+        }
+        for n in range(3)
+    ]
+    folder = make_run(Path("runs/a"), *steps)
+    [listed] = Site(Path("runs")).runs({})["runs"]
+    expected = ["filter/sampled_score", "filter/sampled_accuracy", "val/accuracy"]
+    assert listed["main"] == [name.lstrip("-~") for name in main_metrics([read_run(folder)])] == expected
+
+
+def test_a_run_that_ended_early_has_the_same_steps_in_view_and_in_runs() -> None:
+    folder = make_run(
+        Path("runs/a"), *STEPS, config=to_yaml(TrainConfig.model_validate({"trainer": {"total_steps": 1000}}))
+    )
+    write_state(folder, "finished", 3)
+    [listed] = Site(Path("runs")).runs({})["runs"]
+    run = read_run(folder)
+    assert (
+        (listed["step"], listed["total"], listed["state"])
+        == (run.step, run.total_steps, run.state)
+        == (3, 3, "finished")
+    )
 
 
 def test_plot_draws_the_metrics_of_runs_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("run")
 
 
+def by_turn(uids: list[str]) -> list[str]:
+    """One of each group before the second of any."""
+    groups = list(dict.fromkeys(uid.rpartition(":")[0] for uid in uids))
+    return sorted(uids, key=lambda uid: (int(uid.rpartition(":")[2]), groups.index(uid.rpartition(":")[0])))
+
+
+def test_prompts_take_turns_and_a_right_response_has_a_verdict(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {**ONE, "finish_reason": "stop", "steps": [], "media": [], "response": "6"}
+    uids = [f"0:{prompt}:{number}" for prompt in (3, 1) for number in range(3)]
+    rows = [{**plain, "uid": uid, "accuracy": float(uid[-1] != "1"), "reward": 1.0} for uid in uids]
+    Path("run/rollouts/step_000004.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert whet("show", "run", "--limit", "4") == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert [each for each in shown if each in uids] == ["0:3:0", "0:1:0", "0:3:1", "0:1:1"]
+    assert [each for each in shown if each in ("why", "verdict")] == ["verdict", "verdict", "why", "why"]
+
+
 def test_a_trajectory_is_shown_with_turns_media_reward_and_why(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whet("show", "run") == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
@@ -136,7 +153,7 @@ def test_groups_that_a_run_dropped_are_shown_with_the_filter(
     assert whet("show", str(tmp_path / "run"), "--dropped", "--limit", "1000") == 0  # of the last step
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"{file}: {len(uids)} responses"
-    assert [line.split()[0] for line in shown if line.split()[:1] and line.split()[0] in uids] == uids
+    assert [line.split()[0] for line in shown if line.split()[:1] and line.split()[0] in uids] == by_turn(uids)
     why = [line for line in shown if line.startswith("why")]
     assert len(why) == len(uids) and all("dropped by dapo, which reads the group's accuracy" in line for line in why)
     assert whet("show", str(tmp_path / "run"), "--step", "2") == 0

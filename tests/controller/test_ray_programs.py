@@ -156,9 +156,9 @@ def test_a_cluster_of_its_own_and_then_one_by_address(folder: Path, token: str) 
 
 
 def test_a_wrong_token_is_told(folder: Path) -> None:
-    with head(folder, 6393, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64) as address:
-        with start(folder, GUARD, "group.close()", address) as program:
-            _, stderr = program.communicate(timeout=120)
+    other = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}
+    with head(folder, 6393, **other) as address, start(folder, GUARD, "group.close()", address) as program:
+        _, stderr = program.communicate(timeout=120)
     assert program.returncode != 0
     assert f"ConfigError: the Ray cluster at {address} cannot be used" in stderr and "~/.ray/auth_token" in stderr
 
@@ -167,7 +167,7 @@ def test_nodes_without_whet_are_told_so(folder: Path) -> None:
     stand_in = folder / "node" / "whet" / "__init__.py"  # comes before the installed one
     stand_in.parent.mkdir(parents=True)
     stand_in.write_text("raise ModuleNotFoundError(\"No module named 'whet'\")")
-    with head(folder, 6391, PYTHONPATH=str(folder / "node")) as address:
-        with start(folder, GUARD, "group.close()", address) as program:
-            _, stderr = program.communicate(timeout=120)
+    there = {"PYTHONPATH": str(folder / "node")}
+    with head(folder, 6391, **there) as address, start(folder, GUARD, "group.close()", address) as program:
+        _, stderr = program.communicate(timeout=120)
     assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet and its dependencies" in stderr

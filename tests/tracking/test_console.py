@@ -132,7 +132,12 @@ def test_the_reward_is_that_of_all_answers_and_beside_it_stands_that_of_those_th
         ["1/10", "0.512", "12.3"],
         ["step", "reward", "kept"],  # a new header with the new column
         ["2/10", "0.900", "0.512"],
+        ["(kept:", "the", "mean"],
     ]
+    tracker.log(3, {**STEP, **sampled, "val/reward_gap": 0.1})
+    tracker.log(4, {**STEP, **sampled, "val/reward_gap": 0.2})
+    explained = [line.split(":")[0] for line in written.getvalue().splitlines() if line.startswith("(")]
+    assert explained == ["(kept", "(reward_gap"]  # each once
 
 
 def test_what_is_missing_leaves_no_gap_and_validation_has_its_own_line() -> None:

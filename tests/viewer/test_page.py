@@ -72,6 +72,30 @@ def test_curves_follow_a_running_run_and_lead_to_trajectories(page: Any, folder:
     assert page.locator("#step").input_value() == "1"
 
 
+@pytest.mark.parametrize("width", [360, 700])
+def test_nothing_is_cut_off_on_a_narrow_screen(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 740})
+    for hash_ in (
+        "tab=curves",
+        "tab=trajectories&run=one&kind=step&step=1&line=0",
+        "tab=time&run=one",
+        "tab=config&run=one",
+    ):
+        page.evaluate(f"location.hash = '{hash_}'")
+        page.wait_for_timeout(300)
+        page.reload()
+        page.wait_for_selector("#main > *")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, hash_
+        assert page.locator(".run", has_text="one").is_visible()
+
+
+def test_without_tokens_the_page_says_how_to_keep_them(page: Any) -> None:
+    open_trajectory(page, step=2, line=0)
+    assert texts(page, ".views .dim") == ["no tokens of this step; of others, such as 1"]
+    open_trajectory(page, step=1, line=2)
+    assert texts(page, ".views .dim") == []
+
+
 def test_a_constant_is_in_the_middle_of_its_chart(page: Any, folder: Path) -> None:
     write_lines(folder / "flat/metrics.jsonl", [{"step": s, "reward/accuracy": 0.0} for s in (1, 2, 3)])
     page.reload()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from whet.cli.serve import serve, serve_sandbox
 from whet.cli.show import show
 from whet.cli.train import quickstart, sft, train, train_reward
 from whet.cli.view import view
-from whet.errors import RegistryError, WhetError, did_you_mean, exit_error
+from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.threads import yield_soon
 from whet.version import __version__
 
@@ -92,6 +93,15 @@ def whet(
     """Post-train language models with reinforcement learning."""
 
 
+def _check_encoding(words: Sequence[str]) -> None:
+    encoding = sys.getfilesystemencoding()
+    if wrong := next((word for word in words if re.search("[\ud800-\udfff]", word)), None):
+        raise ConfigError(
+            f"{os.fsencode(wrong)!r} has characters that {encoding}, the encoding of this locale, cannot read; set "
+            "PYTHONUTF8=1, or a locale of UTF-8 such as LC_ALL=C.UTF-8, and write the word in UTF-8"
+        )
+
+
 class ConsoleHandler(logging.Handler):
     """Prints log records on the console that also shows steps and progress bars, so that they do not overwrite it."""
 
@@ -118,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # printing the text of a row never raises
     try:
+        _check_encoding(words)
         if words and not words[0].startswith("-") and words[0] not in _own_commands():
             sys.exit(_installed_command(words[0])(words[1:]))
         app(args=[word for word in words if word != "--debug"], prog_name="whet")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
+from whet.planning.units import plural
 
 if TYPE_CHECKING:
     from whet.config.schema import ExamplesConfig, TrainConfig
@@ -30,7 +32,9 @@ def plan(
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ) -> None:
-    """Estimate the memory, disk and time that a run needs: by formulas at once, then by tracing the model's passes.
+    """Estimate the memory, disk and time that a run needs.
+
+    A first answer comes from formulas, the plan from tracing the passes of the model.
 
     The exit status is 1 if the run does not fit."""
     from whet.config import problems
@@ -89,7 +93,7 @@ def doctor(
         if recipe is not None or overrides:
             sections["this run"] = list(_of_run(config))
     _print(sections)
-    if any(finding.status == "problem" for found in sections.values() for finding in found):
+    if Counter(finding.status for found in sections.values() for finding in found)["problem"]:
         raise typer.Exit(1)
 
 
@@ -136,3 +140,7 @@ def _print(sections: dict[str, list[Finding]]) -> None:
             if finding.advice:
                 line.append(f"; {finding.advice}", style=style)
             console.print(line)
+    sums = Counter(finding.status for found in sections.values() for finding in found)
+    told = "whet runs here" if not sums["problem"] else "runs need the problems mended"
+    counted = f"{plural(sums['problem'], 'problem')}, {plural(sums['note'], 'note')}, {sums['ok']} ok"
+    console.print(Text(f"{counted}: {told}", style="red" if sums["problem"] else "green"))

@@ -23,6 +23,7 @@ from whet.registry import ENVIRONMENTS
 if TYPE_CHECKING:
     from whet.environments.protocol import Result, Task
     from whet.environments.running import Running
+    from whet.environments.tools.toolbox import Toolbox
     from whet.types import Media, Message, Prompt
 
 Tell = Callable[..., None]  # prints messages with their media
@@ -68,25 +69,34 @@ def play(
     seed: Seed = 0,
     prompt: PromptText = "",
     ground_truth: Truth = "",
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="tool to call, or path/file.py:function; may be repeated"),
+    ] = None,
     agent: Annotated[
         list[str] | None,
         typer.Option(metavar="AGENT=NAME", help="environment of a sub-agent, else one turn; may be repeated"),
     ] = None,
 ) -> None:
-    """Play an episode in the terminal: each line of the input is an answer; the end of the input ends the episode.
+    """Play an episode in the terminal: each line that you type is an answer of the model.
 
-    A picture is printed as the path of a PNG file, which is there until the end. You also play the sub-agents, whose
-    turns are asked for by their names."""
+    The end of the input ends the episode. A picture is written as a PNG file, and its path is printed; the file is
+    deleted at the end. You also answer for sub-agents: the name of one stands before its turn."""
     import asyncio
 
+    from whet.config.tools import ToolsConfig
     from whet.environments.running import EnvironmentSpec, Running
+    from whet.environments.tools.toolbox import described, toolbox_of
 
     options = ENVIRONMENTS[name].resolve_options(read_options(option or []), "--option")
-    agents, running = read_options(agent or [], "--agent"), Running(EnvironmentSpec(name, options).load())
+    spec, box = EnvironmentSpec(name, options), toolbox_of(ToolsConfig(tools=list(tool or [])))
+    if box is not None:
+        typer.echo(described([schema.to_dict() for schema in box.schemas]))
+    agents, running = read_options(agent or [], "--agent"), Running((spec if box is None else box.around(spec)).load())
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="whet-play-") as pictures:
         tell = partial(_tell, Path(pictures))
         try:
-            result = runner.run(_play(running, _prompt(prompt, ground_truth), seed, agents, tell))
+            result = runner.run(_play(running, _prompt(prompt, ground_truth), seed, agents, tell, box=box))
         finally:
             runner.run(running.call("close"))
     if result.failure is not None:
@@ -94,7 +104,13 @@ def play(
 
 
 async def _play(
-    running: Running, prompt: Prompt, seed: int, agents: Mapping[str, str], tell: Tell, agent: str = ""
+    running: Running,
+    prompt: Prompt,
+    seed: int,
+    agents: Mapping[str, str],
+    tell: Tell,
+    agent: str = "",
+    box: Toolbox | None = None,
 ) -> Result:
     """Plays until the end; `agent` is the sub-agent, if any."""
     from whet.environments.protocol import Answer, Result
@@ -135,11 +151,12 @@ async def _play(
             typer.echo("\nthe input ended")
             break
         answers.append(answer)
-        outcome = await running.call("step", Answer(answer))
+        outcome = await running.call("step", Answer(answer, () if box is None else box.typed_calls(answer)))
     end = "the episode is over" if outcome.done else "a limit ended the episode" if outcome.truncated else "not over"
     numbers = "".join(f", {key} {value}" for key, value in outcome.fields.items())
     total = ", ".join(f"{paid and f'{paid} '}{value:g}" for paid, value in sums.items()) or "0"
-    typer.echo(f"{agent and f'{agent}: '}{end}: {len(answers)} turns, sum of rewards {total}{numbers}")
+    turns = f"{len(answers)} turn{'s' * (len(answers) != 1)}"
+    typer.echo(f"{agent and f'{agent}: '}{end}: {turns}, sum of rewards {total}{numbers}")
     return Result(answers[-1] if answers else "", sum(sums.values()), len(answers), outcome.fields)
 
 

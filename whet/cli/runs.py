@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "killed": "red"}
-# Of a run's end: each row is the first of these metrics that the run has; a minus: lower is better, ~: neither is.
-MAIN = (
-    ("val/accuracy",),
-    ("val/reward",),
-    ("-val/loss",),
-    ("filter/sampled_score", "critic/score/mean"),
-    ("filter/sampled_accuracy", "reward/accuracy"),
-    ("-sft/loss", "-reward_model/loss"),
-    ("reward_model/accuracy",),
-    ("~response_length/mean",),
-    ("~actor/entropy",),
-    ("~actor/grad_norm",),
-    ("perf/throughput",),
-)
 TOKENS = ("perf/total_num_tokens", "sft/tokens", "reward_model/tokens")
 
 
@@ -67,7 +53,14 @@ def runs(
     elif is_run(folder):
         show_end(found[0])
     else:
-        console.print(runs_table(found, [{f"run in {folder}": str(run.path.relative_to(folder))} for run in found]))
+        made = runs_table(found, [{f"run in {folder}": str(run.path.relative_to(folder))} for run in found])
+        if (
+            console.measure(made, options=console.options.update(width=10_000)).maximum > console.width
+        ):  # names go before the table, whose first column numbers them
+            for number, run in enumerate(found, start=1):
+                console.print(f"{number}  {run.path.relative_to(folder)}", markup=False, soft_wrap=True)
+            made = runs_table(found, [{"run": str(number)} for number, _ in enumerate(found, start=1)])
+        console.print(made)
         open_runs = [run for run in found if run.state in ("stopped", "killed", "failed")]
         for run in open_runs:
             if run.error:
@@ -125,9 +118,9 @@ def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Draw
 
     Raises: DataError where no run has such a metric."""
     from whet.tracking.plot import Panel, Series, plot_panels
-    from whet.tracking.runs import chosen_metrics, short_names
+    from whet.tracking.runs import chosen_metrics, main_metrics, short_names
 
-    names = chosen_metrics(read, metric) if metric else [name for name, _ in main_metrics(read)]
+    names = chosen_metrics(read, metric) if metric else [name.lstrip("-~") for name in main_metrics(read)]
     if not names:
         raise DataError(f"the runs have none of the main metrics; name others: {', '.join(read[0].metrics)}")
     labels, panels = short_names([run.path for run in read]), []
@@ -136,15 +129,6 @@ def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Draw
         rare = {label: len(x) < len(run.records) / 2 for (label, x, _), run in zip(curves, read, strict=True)}
         panels.append(Panel(name, [Series(label, x, y, markers=rare[label]) for label, x, y in curves]))
     return plot_panels(panels, title=labels[0] if len(labels) == 1 else ""), names
-
-
-def main_metrics(found: Sequence[RunFolder]) -> list[tuple[str, str]]:
-    """The main metrics that any of the runs has, each with its best direction: "", "-" (lower) or "~" (neither)."""
-    known = {name for run in found for name in run.metrics}
-    rows = [next((name for name in names if name.lstrip("-~") in known), None) for names in MAIN]
-    wanted = dict.fromkeys([*(run.best_metric for run in found), *filter(None, rows)])
-    signed = {name.lstrip("-~"): name[0] if name[0] in "-~" else "" for name in wanted}
-    return [(name, sign) for name, sign in signed.items() if name in known]
 
 
 def as_record(run: RunFolder) -> dict[str, Any]:
@@ -209,6 +193,7 @@ def next_command(run: RunFolder) -> str:
 def show_end(run: RunFolder) -> None:
     """Prints the main metrics of a run, its time and tokens, where its files lie, and the next commands."""
     from whet.tracking.console import shared_console
+    from whet.tracking.runs import main_metrics
 
     console = shared_console()
     steps = f"{run.step} of {run.total_steps} steps" if run.total_steps else f"{run.step} steps"
@@ -216,13 +201,11 @@ def show_end(run: RunFolder) -> None:
     if run.error:
         console.print(run.error, markup=False, soft_wrap=True)
     rows: list[list[str]] = []
-    for name, sign in main_metrics([run]):
-        _, values = run.curve(name)
-        best = None if sign == "~" else run.best(sign + name)
+    for signed in main_metrics([run]):
+        _, values = run.curve(name := signed.lstrip("-~"))
+        best = None if signed[0] == "~" else run.best(signed)
         ends = [_short(values[0]), _short(values[-1])] if values else ["", ""]
-        row = [name, *ends, *(["", ""] if best is None else [_short(best[0]), str(best[1])])]
-        if all(row[1:] != other[1:] for other in rows):  # accuracy and reward are often the same
-            rows.append(row)
+        rows.append([name, *ends, *(["", ""] if best is None else [_short(best[0]), str(best[1])])])
     if rows:
         console.print(table(["metric", "first", "last", "best", "at step"], rows))
     for title, line in _facts(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ def show(
         list[str] | None,
         typer.Option(help="a condition, several times: reward<1, 'prompt~12', failure, '!failure', parts.format=0"),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="the number of prompts shown at most")] = 10,
+    limit: Annotated[int, typer.Option(min=1, help="the number of responses shown at most")] = 10,
 ) -> None:
     """Print the prompts, responses and rewards of a step."""
     from whet.tracking.console import shared_console
@@ -40,6 +41,8 @@ def show(
     file = find_rollouts(run, step, kind=kind)
     every = read_rollouts(file)
     rows = selected(every, where or [], sort)
+    if sort is None:
+        rows = _spread(rows)
     console = shared_console()
     if other is None:
         console.print(f"{file}: {_count(len(rows), limit)}", markup=False, soft_wrap=True)
@@ -57,6 +60,14 @@ def show(
     for left, right in pairs[:limit]:
         console.print()
         console.print(_side_by_side(left, right))
+
+
+def _spread(rows: Sequence[Record]) -> list[Record]:
+    """The rows with one response of each prompt before the second of any."""
+    seen: dict[str, list[Record]] = {}
+    for row in rows:
+        seen.setdefault(str(row.get("uid", "")).rpartition(":")[0], []).append(row)
+    return [row for turn in zip_longest(*seen.values()) for row in turn if row is not None]
 
 
 def _count(found: int, limit: int) -> str:
@@ -103,12 +114,19 @@ def _answer(row: Record) -> Iterator[RenderableType]:
         yield _named("response", row.get("response"), "cyan")
     yield _reward(row)
     if why := reasons(row):
-        yield _named("why", "; ".join(why), "yellow")
+        is_plain = _is_right(row) and not any(row.get(each) for each in ("failure", "dropped_by", "limit"))
+        is_plain = is_plain and row.get("finish_reason") in (None, "stop")
+        yield _named("verdict" if is_plain else "why", "; ".join(why), "" if is_plain else "yellow")
+
+
+def _is_right(row: Record) -> bool:
+    accuracy = row.get("accuracy")
+    return (row.get("reward") or 0) > 0 if accuracy is None else bool(accuracy)
 
 
 def _reward(row: Record) -> Text:
-    reward, accuracy = row.get("reward"), row.get("accuracy")
-    style = "dim" if reward is None else "green" if accuracy or (accuracy is None and reward > 0) else "red"
+    reward = row.get("reward")
+    style = "dim" if reward is None else "green" if _is_right(row) else "red"
     shown = "none" if reward is None else f"{reward:g}"
     parts = [f"{name} {value:g}" for name, value in (row.get("parts") or {}).items()]
     numbers = [f"{row['tokens']} tokens"] if row.get("tokens") is not None else []

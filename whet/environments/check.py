@@ -157,7 +157,11 @@ class _Check:
             yield Finding(name, False, what)
             return
         faults: dict[str, str] = alone["faults"]
-        yield self._of("starts", faults, f"{alone['turns']} turns" if alone["rewards"] else "reset returns")
+        yield self._of(
+            "starts",
+            faults,
+            f"{alone['turns']} turn{'s' * (alone['turns'] != 1)}" if alone["rewards"] else "reset returns",
+        )
         if "starts" in faults:
             return
         if not alone["rewards"]:  # what reset gave cannot be used

@@ -59,6 +59,11 @@ COLUMNS = (
     Column("grad norm", ("actor/grad_norm",), ".3f"),
     *USE,
 )
+NOTES = {  # explain names where they first stand
+    "kept": "the mean reward of the groups that algorithm.filter keeps to train on; reward is that of all sampled ones",
+    "reward_gap": "the reward in training, as a share of its range, less the held-out accuracy: one that grows is a "
+    "sign that the reward pays for something else than right responses",
+}
 VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line of their own
 
 
@@ -84,6 +89,7 @@ class ConsoleTracker:
         self._clock, self._started = clock, clock()
         self._lines = 0
         self._shown: set[str] = set()  # titles of the columns that are no longer hidden
+        self._notes = dict(NOTES)  # not told yet
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
         """Prints the line of a step, and one for a validation; tables are ignored."""
@@ -93,6 +99,8 @@ class ConsoleTracker:
         if validated := _validated(metrics):
             listed = "  ".join(f"{name} {value:.4g}" for name, value in validated.items())
             self._console.print(Text(f"step {step} validation  {listed}", style="green"), soft_wrap=True)
+        for name in self._notes.keys() & {*self._shown, *validated}:
+            self._console.print(Text(f"({name}: {self._notes.pop(name)})", style="dim"), soft_wrap=True)
 
     def close(self, failed: bool = False) -> None:
         """Does nothing: every line is printed at once."""

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,6 +26,21 @@ from whet.tracking.jsonl import METRIC_FILES, read_records
 STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
 # ended: by an older version of whet; not begun: of a sweep
 State = Literal["running", "finished", "stopped", "failed", "killed", "ended", "not begun"]
+# The panels of `whet plot` and `whet view`, and the rows of a run's end: each is the first of these metrics that a run
+# has; -: lower is better, ~: neither is.
+MAIN = (
+    ("filter/sampled_score", "critic/score/mean"),
+    ("filter/sampled_accuracy", "reward/accuracy"),
+    ("val/accuracy",),
+    ("val/reward",),
+    ("-sft/loss", "-reward_model/loss"),
+    ("-val/loss",),
+    ("reward_model/accuracy",),
+    ("~response_length/mean",),
+    ("~actor/entropy",),
+    ("~actor/grad_norm",),
+    ("perf/throughput",),
+)
 BEST = ("val/accuracy", "-val/loss", "filter/sampled_score", "critic/score/mean", "-sft/loss", "-reward_model/loss")
 
 
@@ -134,6 +149,20 @@ def is_locked(folder: Path) -> bool:
     except (OSError, ValueError, IndexError):  # no such file or process, or a file system without locks
         pass
     return False
+
+
+def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
+    """The main metrics that any of the runs has, as in `MAIN`, then the metrics of best checkpoints."""
+    found = main_names({name for run in runs for name in run.metrics}, lambda name: [run.curve(name) for run in runs])
+    also = (run.best_metric for run in runs if run.best_metric.lstrip("-") in run.metrics)
+    return found + [name for name in dict.fromkeys(also) if name not in found]
+
+
+def main_names(known: Collection[str], curve: Callable[[str], Any]) -> list[str]:
+    """The main metrics among the `known` ones, without those whose curves an earlier one has."""
+    rows = [next((name for name in names if name.lstrip("-~") in known), "") for names in MAIN]
+    curves = [curve(name.lstrip("-~")) if name else None for name in rows]
+    return [name for at, name in enumerate(rows) if name and curves[at] not in curves[:at]]
 
 
 def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[str]:

@@ -97,6 +97,8 @@ def train(
 
 def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, reward: Callable[..., Any] | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
+    for reference in config.trainer.callbacks:
+        load_target(reference)  # a wrong name is told before data and models are loaded
     if config.cluster.backend == "local":  # another machine may have what this one lacks
         check_engine(config)
     # Its processes start before a model is in memory.

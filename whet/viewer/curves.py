@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from whet.tracking.runs import CONFIG, STATE, State, is_locked
+from whet.tracking.runs import CONFIG, STATE, State, is_locked, main_names
 from whet.viewer.records import inside, is_number
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -86,6 +86,11 @@ class Curves:
         """The names of all metrics."""
         return sorted({name for file in self.files for name in list(file.curves)})
 
+    def main(self) -> list[str]:
+        """The metrics that `whet plot` draws too, in its order."""
+        found = main_names(self.names(), lambda name: self._named([name]).get(name))
+        return [name.lstrip("-~") for name in found]
+
     def points(self, names: Sequence[str], most: int) -> dict[str, Any]:
         """Returns steps and values of metrics that the run has, each thinned to about `most` points."""
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
@@ -119,8 +124,9 @@ class Curves:
             total = None
         ages = [time.time() - path.stat().st_mtime for path in (file.path for file in self.files) if path.exists()]
         is_young = bool(ages) and min(ages) < LIVE_SECONDS
-        state, error = _noted_state(self.folder / STATE)
-        is_live = is_young and (total is None or step < total)
+        state, error, noted = _noted_state(self.folder / STATE)
+        total = total if noted is None else noted  # a run may end earlier than its config says
+        is_live = is_young and (total is None or step < int(total))
         if state == "running":
             is_live = is_young or is_locked(self.folder)
             state = "running" if is_live else "killed"
@@ -133,13 +139,16 @@ class Curves:
         }
 
 
-def _noted_state(path: Path) -> tuple[str, str]:
-    """The state that a run has noted, and the error that ended it; "" where the file has something else."""
+def _noted_state(path: Path) -> tuple[str, str, int | None]:
+    """The state that a run has noted, the error that ended it, and its steps; "", "", None where the file has none."""
     try:
         noted = json.loads(inside(path.parent, path).read_bytes())
-        return (noted["state"], str(noted.get("error") or "")) if noted["state"] in get_args(State) else ("", "")
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return "", ""
+        steps = noted.get("total_steps")
+        if noted["state"] in get_args(State):
+            return noted["state"], str(noted.get("error") or ""), steps if type(steps) is int else None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        pass
+    return "", "", None
 
 
 def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int], list[float]]:

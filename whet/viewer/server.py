@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from whet.errors import ConfigError
 from whet.serving.guard import HEAD_SECONDS, is_own
+from whet.tracking.runs import MAIN
 from whet.viewer.curves import Curves, find_runs
 from whet.viewer.records import SHOWN, SORTED, Query, Records, inside
 
@@ -56,16 +57,16 @@ class Site:
         self._lock = threading.Lock()
 
     def runs(self, _: Mapping[str, str]) -> Any:
-        """Lists the runs: name, steps, state, the names of its metrics, the steps of its files."""
+        """Lists the runs: name, steps, state, the names of its metrics and of the main ones, the steps of its files."""
         found = []
         for name, path in find_runs(self.root).items():
             curves, records = self._opened(path)
             curves.refresh()
             shown = path.name if name == "." else name
-            found.append(
-                {"id": name, "name": shown, **curves.summary(), "metrics": curves.names(), "files": records.steps()}
-            )
-        return {"folder": self.root.name, "runs": found}
+            names = {"metrics": curves.names(), "main": curves.main()}
+            found.append({"id": name, "name": shown, **curves.summary(), **names, "files": records.steps()})
+        panels = [name.lstrip("-~") for names in MAIN for name in names]
+        return {"folder": self.root.name, "runs": found, "panels": panels}
 
     def curves(self, query: Mapping[str, str]) -> Any:
         """The points of the metrics `names`, separated by commas."""

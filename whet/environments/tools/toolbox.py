@@ -62,9 +62,12 @@ class Toolbox:
 
         Raises: ToolError where the parser raises."""
         assert self.parser is not None
-        text = str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return self.typed_calls(str(tokenizer.decode(list(token_ids), skip_special_tokens=False)), turn)
+
+    def typed_calls(self, text: str, turn: int = 0) -> tuple[dict[str, Any], ...]:
+        """The calls in a text, by default in the form of Hermes.  Raises: as `calls`."""
         try:
-            parsed = parse(self.parser, text, {schema.name: schema.parameters for schema in self.schemas})
+            parsed = parse(self.parser or "hermes", text, {each.name: each.parameters for each in self.schemas})
         except Exception as error:  # the code of a user's parser
             what = f"environment.tool_parser={self.parser} raised {describe(error)}"
             raise ToolError(f"{what}; expected texts and Calls: let it yield a Call with an error") from error

@@ -91,7 +91,7 @@ class App {
     found.runs.forEach((run, at) => (run.colour = COLOURS[at % COLOURS.length]));
     const before = JSON.stringify(this.runs);
     const isFirst = this.runs.length === 0;
-    this.runs = found.runs;
+    [this.runs, this.panels] = [found.runs, found.panels];
     if (this.run().id !== this.at.run) this.at.run = this.run().id;
     if (JSON.stringify(this.runs) !== before) await this.draw(isFirst, true);
     $("#state").textContent = this.runs.some((run) => run.live) ? "following" : "";

@@ -4,17 +4,17 @@
 import { colour, get, h, number, store, tick } from "./dom.js";
 
 export const COLOURS = ["#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899"];
-const FIRST = ["critic/score/mean", "val/accuracy", "reward/accuracy", "actor/entropy", "response_length/mean",
-  "actor/grad_norm", "correction/abs_mean", "perf/throughput", "sft/loss", "val/loss"];
 const HEIGHT = 190;
+const STEPS = [1, 2, 5].flatMap((one) => [...Array(9).keys()].map((power) => one * 10 ** power)).sort((a, b) => a - b); // between ticks
+const SMOOTH_FROM = 30; // points, as in whet/tracking/plot.py: shorter curves are drawn as they are
 
-// A running mean whose weights fall by `amount` with every point, without the pull of its start towards 0.
-export function smooth(values, amount) {
-  let mean = 0, weight = 0;
-  return values.map((value) => {
-    mean = amount * mean + (1 - amount) * value;
-    weight = amount * weight + 1 - amount;
-    return mean / weight;
+// The mean of each value with its neighbours on either side, as many as the `share` of the curve.
+export function smooth(values, share) {
+  if (values.length < SMOOTH_FROM) return values;
+  const reach = Math.max(1, Math.floor(values.length * share + 1e-9));
+  return values.map((_, at) => {
+    const near = values.slice(Math.max(0, at - reach), at + reach + 1);
+    return near.reduce((sum, value) => sum + value, 0) / near.length;
   });
 }
 
@@ -42,7 +42,7 @@ function options(width, height, series, logarithmic, hook, extra = {}) {
     width, height, series, legend: { show: false }, padding: [8, 12, 0, 0],
     cursor: { sync: { key: "steps" }, points: { size: 7 }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1, range: (_, low, high) => limits(low, high, logarithmic) } },
-    axes: [{ ...axis, size: 26 }, { ...axis, size: 54, values: (_, ticks) => ticks.map(tick) }],
+    axes: [{ ...axis, size: 26, incrs: STEPS }, { ...axis, size: 54, values: (_, ticks) => ticks.map(tick) }],
     hooks: { setCursor: [hook] }, ...extra,
   };
 }
@@ -51,7 +51,7 @@ export class CurvesTab {
   constructor(app) {
     this.app = app;
     this.chosen = store.get("metrics", null);
-    this.smoothing = store.get("smoothing", 0);
+    this.smoothing = store.get("smoothed share", 1 / 30);
     this.logarithmic = store.get("log", false);
     this.find = "";
     this.plots = [];
@@ -63,13 +63,14 @@ export class CurvesTab {
 
   metrics() {
     const all = this.names(), names = new Set(all);
-    const found = (this.chosen ?? FIRST).filter((name) => names.has(name));
+    const main = new Set(this.app.shown().flatMap((run) => run.main));
+    const found = (this.chosen ?? this.app.panels.filter((name) => main.has(name))).filter((name) => names.has(name));
     return found.length || this.chosen?.length === 0 ? found : all.slice(0, 8);
   }
 
   show(main) {
-    const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: this.smoothing, "aria-label": "smoothing",
-      oninput: (event) => { this.smoothing = +event.target.value; store.set("smoothing", this.smoothing); this.draw(); } });
+    const slider = h("input", { type: "range", min: 0, max: 6, step: 0.5, value: this.smoothing * 30, "aria-label": "smoothing",
+      oninput: (event) => { this.smoothing = event.target.value / 30; store.set("smoothed share", this.smoothing); this.draw(); } });
     const log = h("input", { type: "checkbox", checked: this.logarithmic,
       onchange: (event) => { this.logarithmic = event.target.checked; store.set("log", this.logarithmic); this.draw(); } });
     const search = h("input", { type: "search", id: "search", placeholder: "find a metric  ( / )", "aria-label": "find a metric",

@@ -168,8 +168,16 @@ export class TrajectoriesTab {
       group.length > 1 && h("div", { class: "group" }, h("span", { class: "dim" }, `group of ${group.length}`), members),
       facts(record), record.dropped_by && h("p", { class: "note" }, `Filtered out by ${record.dropped_by}.`),
       record.failure && h("pre", { class: "failure" }, `${record.failure.source}: ${record.failure.message}`),
-      this.media(record.media ?? [], this.app.at.run), h("div", { class: "views", role: "tablist" }, tabs),
+      this.media(record.media ?? [], this.app.at.run), h("div", { class: "views", role: "tablist" }, tabs, !tokens.length && h("span", { class: "dim" }, this.withoutTokens(kind, step))),
       other === undefined ? body : h("div", { class: "pair" }, h("div", {}, body), h("div", {}, this.besideView(view))));
+  }
+
+  // Why there are no tokens to show.
+  withoutTokens(kind, step) {
+    const steps = this.app.run().files.tokens;
+    if (kind !== "step") return "tokens are kept of trained trajectories alone";
+    if (!steps.length) return "no tokens: train with trainer.log_tokens=1 to see each one's log-prob and advantage";
+    return steps.includes(step) ? "no tokens of this trajectory" : `no tokens of this step; of others, such as ${nearest(steps, step)}`;
   }
 
   turns(record, run) {
