@@ -93,10 +93,10 @@ class _Recorder:
         self.calls: list[tuple[int, torch.Size, torch.Size, torch.Size]] = []
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """Implements `PagedContext.attend`, without a cache."""
-        self.calls.append((layer, query.shape[1:], key.shape[1:], value.shape[1:]))
+        self.calls.append((module.layer_idx, query.shape[1:], key.shape[1:], value.shape[1:]))
         if len(self.calls) == ENOUGH:
             raise _EnoughError
         return torch.zeros_like(query)
