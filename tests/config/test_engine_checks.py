@@ -17,7 +17,7 @@ MakeConfig = Callable[..., TrainConfig]
     [
         (
             {"engine.options.shard_size": 2},
-            r"actor\.engine\.options: training engine 'single' has no option 'shard_size'; its options are none",
+            r"actor\.engine\.options: training engine 'single' has no option 'shard_size'; its options are compile",
         ),
         (
             {"engine.name": "fsdp", "engine.options.shard_sice": 2},
@@ -51,7 +51,6 @@ MakeConfig = Callable[..., TrainConfig]
             {"optim.weight_rounding": "kahan"},
             r"keeps weights in bfloat16, but model\.dtype is float32 .*; set model\.dtype=bfloat16",
         ),
-        ({"engine.compile": True}, r"has no effect with model\.gradient_checkpointing"),
         ({"optim.weight_rounding": "kahan", "optim.name": "muon"}, r"weight_rounding=kahan is an option of adamw"),
         (
             {"engine.name": "fsdp", "engine.options.tensor_parallel_size": 2, "optim.state_dtype": "int8"},

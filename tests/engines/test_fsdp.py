@@ -32,7 +32,7 @@ FSDP = EngineConfig(name="fsdp", logits_chunk_tokens=16)
 
 
 def fsdp(**options: Any) -> EngineConfig:
-    shared = {name: options.pop(name) for name in ("packing", "compile") if name in options}
+    shared = {"packing": options.pop("packing")} if "packing" in options else {}
     return FSDP.model_copy(update={**shared, "options": options})
 
 
@@ -149,7 +149,9 @@ def test_a_reward_model_whose_tokens_or_heads_are_split(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [EngineConfig(compile=True, logits_chunk_tokens=16), fsdp(compile=True)])
+@pytest.mark.parametrize(
+    "engine", [EngineConfig(options={"compile": True}, logits_chunk_tokens=16), fsdp(compile=True)]
+)
 def test_compiled_layers(engine: EngineConfig, model_folder: Path) -> None:
     plain, compiled = (
         suite.drive(suite.launched({"actor": suite.settings(model_folder, each)}, 1)["actor"], steps=range(4))

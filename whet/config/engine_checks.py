@@ -48,11 +48,6 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
         cluster.processes_of(role),
         cluster.processes_key(role),
     )
-    if engine.compile and use.model.gradient_checkpointing:
-        yield (
-            f"{use.key}.compile=true has no effect with model.gradient_checkpointing=true: torch does not compile "
-            "checkpointed layers; unset one of these two keys"
-        )
     rounding = None if use.optim is None else use.optim.weight_rounding
     if rounding is not None and use.model.dtype == "float32":
         yield (

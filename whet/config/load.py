@@ -46,7 +46,7 @@ RENAMED: Mapping[str, tuple[str, Any]] = {
     **{
         f"{role}engine.{name}": (f"{role}engine.options.{name}", default)
         for role in ("actor.", "critic.", "ref.", "")
-        for name, default in _FSDP.items()
+        for name, default in {**_FSDP, "compile": False}.items()
     },
 }
 

@@ -263,10 +263,6 @@ class EngineConfig(Section):
     packing: bool | None = key(None, "pack rows end to end without padding; unset: the faster way on the device")
     share_prompts: bool = key(True, "with packing, compute a prompt once for all responses to it")
     logits_chunk_tokens: PositiveInt = key(1024, "tokens whose logits are in memory at once")
-    compile: bool | None = key(
-        None,
-        "compile the layers: a slower start, faster steps; unset: with engine single, in bfloat16 on an accelerator",
-    )
 
 
 class OptimConfig(Section):

@@ -11,7 +11,6 @@ import torch
 
 from whet.config.schema import MICRO_BATCH_TOKENS
 from whet.engines.optim import OptimSettings
-from whet.models.compiled_layers import compile_layers
 from whet.models.freeze import freeze
 from whet.models.load import (
     TrainedModel,
@@ -40,8 +39,6 @@ class EngineSettings(Protocol):
     def share_prompts(self) -> bool: ...
     @property
     def logits_chunk_tokens(self) -> int: ...
-    @property
-    def compile(self) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,4 @@ class RoleSettings:
             add_adapter(body_of(model), self.lora, self.seed, torch_dtype(self.dtype))
         if self.gradient_checkpointing:
             recompute_activations(model)
-        if self.engine.compile:
-            compile_layers(model)
         return model

@@ -57,7 +57,7 @@ def _run(kind: type[nn.Module], layer: nn.Module, *args: Any, **kwargs: Any) -> 
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise EngineError(
             f"{kind.__name__} was compiled {MOST_VARIANTS} times and a call still needs another variant, so that each "
-            f"would run slowly; set engine.compile=false: {error}"
+            f"would run slowly; set engine.options.compile=false: {error}"
         ) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         log.warning("%s cannot be compiled and runs as it is, which is slower: %s", kind.__name__, str(error)[:500])
