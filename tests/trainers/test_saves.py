@@ -122,12 +122,12 @@ def test_a_run_that_begins_anew_says_what_it_found(
     killed_at(config, 3, additions, monkeypatch)
     with caplog.at_level(logging.WARNING, "whet"):
         train(config, reward=length, data=additions)
-    [line] = [record.getMessage() for record in caplog.records if str(tmp_path / "run") in record.getMessage()]
-    assert "no checkpoint" in line and "3 lines of metrics.jsonl" in line and "3 files of rollouts" in line
+    [line] = [text for text in caplog.messages if "no checkpoint" in text]  # a busy machine may be warned of too
+    assert str(tmp_path / "run") in line and "3 lines of metrics.jsonl" in line and "3 files of rollouts" in line
     caplog.clear()
     with caplog.at_level(logging.WARNING, "whet"):  # a new folder has nothing to tell of
         train(train_config({**AUTO, "trainer.run_dir": str(tmp_path / "new")}), reward=length, data=additions)
-    assert not caplog.records
+    assert not [text for text in caplog.messages if "no checkpoint" in text]
 
 
 def test_the_room_for_the_first_checkpoint_is_looked_at_when_it_is_written(
