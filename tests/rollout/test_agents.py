@@ -141,8 +141,9 @@ def test_each_player_reads_a_conversation_of_its_own(play: Any, tokenizer: PreTr
     ]
     assert trajectory.score == 0.0 and trajectory.fields == {"success": 1.0}
     white, black = rows_of(trajectory)
-    assert (white.scores[-1], black.scores[-1]) == (1.0, -1.0)
-    assert white.mask == black.mask == [1, 1, 0, 0, 1, 1]
+    assert white.turn_ids == [0, 0, -1, -1, 2, 2] and black.turn_ids == [1, 1, -1, -1, 3, 3]
+    scores = to_batch([Group(trajectory.prompt, (trajectory,))], pad_token_id=0)["token_level_scores"]
+    assert scores[:, -1].tolist() == [-1.0, 1.0]  # black, white
 
 
 def test_players_are_groups_of_their_own(play: Any) -> None:
@@ -201,7 +202,8 @@ def test_a_player_that_does_not_learn(play: Any) -> None:
     [trajectory] = play("Duel", "5", "3", "4", "2", options={"learners": "black"})
     assert [turn.is_trained for turn in trajectory.turns] == [False, True, False, True]
     [row] = rows_of(trajectory)
-    assert row.scores[-1] == -1.0
+    scores = to_batch([Group(trajectory.prompt, (trajectory,))], pad_token_id=0)["token_level_scores"]
+    assert scores.shape == (1, len(row.response_ids)) and scores[0, -1] == -1.0
     [group] = by_player([Group(trajectory.prompt, (trajectory,))])
     assert group.prompt.uid == "0:0/black" and len(group.trajectories[0].turns) == 2
 

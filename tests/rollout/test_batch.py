@@ -37,49 +37,62 @@ TWO_TURNS = (turn((1, 2), 3, 4, reward=0.5), turn((1, 2, 3, 4, 5), 6, 7, 8, vers
 REWRITTEN = (turn((1, 2), 3, 4, reward=0.5), turn((1, 2, 9, 5), 6, 7, version=5))
 
 
+def paid(of: Trajectory) -> tuple[list[list[int]], list[list[float]]]:
+    """Mask and scores of a trajectory's rows."""
+    batch = to_batch([Group(of.prompt, (of,))], pad_token_id=PAD)
+    return batch["response_mask"].tolist(), batch["token_level_scores"].tolist()
+
+
 def test_one_turn_is_one_row_whose_reward_is_on_its_last_token() -> None:
     assert rows_of(trajectory(turn((1, 2), 3, 4, 5), reward=2.0)) == [
-        Row((1, 2), [3, 4, 5], [1, 1, 1], [-3 / 8, -4 / 8, -5 / 8], [0, 0, 0], [4, 4, 4], [0.0, 0.0, 2.0])
+        Row((1, 2), [3, 4, 5], [-3 / 8, -4 / 8, -5 / 8], [0, 0, 0], [4, 4, 4])
     ]
+    assert paid(trajectory(turn((1, 2), 3, 4, 5), reward=2.0)) == ([[1, 1, 1]], [[0.0, 0.0, 2.0]])
 
 
 def test_a_turn_that_continues_the_context_goes_on_in_its_row() -> None:
     [row] = rows_of(trajectory(*TWO_TURNS, reward=1.0))
     assert row.prompt_ids == (1, 2)
     assert row.response_ids == [3, 4, 5, 6, 7, 8]
-    assert row.mask == [1, 1, 0, 1, 1, 1]
     assert row.turn_ids == [0, 0, NOT_SAMPLED, 1, 1, 1]
     assert row.log_probs == [-3 / 8, -4 / 8, 0.0, -6 / 8, -7 / 8, -1.0]
     assert row.versions == [4, 4, 0, 5, 5, 5]
     # the environment paid 0.5 for the first turn: on its last sampled token, before the tool's text
-    assert row.scores == [0.0, 0.5, 0.0, 0.0, 0.0, 1.0]
+    mask, scores = paid(trajectory(*TWO_TURNS, reward=1.0))
+    assert mask == [[1, 1, 0, 1, 1, 1]] and scores == [[0.0, 0.5, 0.0, 0.0, 0.0, 1.0]]
 
 
 def test_a_rewritten_context_starts_a_row_and_the_reward_is_paid_in_the_last() -> None:
     first, second = rows_of(trajectory(*REWRITTEN, reward=1.0))
-    assert (first.prompt_ids, first.response_ids, first.scores) == ((1, 2), [3, 4], [0.0, 0.5])
-    assert (second.prompt_ids, second.response_ids, second.scores) == ((1, 2, 9, 5), [6, 7], [0.0, 1.0])
+    assert (first.prompt_ids, first.response_ids) == ((1, 2), [3, 4])
+    assert (second.prompt_ids, second.response_ids) == ((1, 2, 9, 5), [6, 7])
     assert second.turn_ids == [1, 1] and second.versions == [5, 5]
+    assert paid(trajectory(*REWRITTEN, reward=1.0))[1] == [[0.0, 0.5], [0.0, 1.0]]
+
+
+def test_the_reward_is_paid_on_a_sampled_token_where_the_last_turn_is_not_trained_on() -> None:
+    first, last = turn((1, 2), 3, 4, reward=0.5), turn((1, 2, 3, 4, 5), 6, 7)
+    mask, scores = paid(trajectory(first, replace(last, is_trained=False), reward=1.0))
+    assert mask == [[1, 1, 0, 0, 0]] and scores == [[0.0, 1.5, 0.0, 0.0, 0.0]]
 
 
 def test_a_failed_trajectory_keeps_its_text_and_teaches_nothing() -> None:
     failed = trajectory(*TWO_TURNS, failure=Failure("tool", "broken"), reward=1.0)
     [row] = rows_of(failed)
     assert row.response_ids == [3, 4, 5, 6, 7, 8]
-    assert row.mask == [0] * 6 and row.scores == [0.0] * 6
-    first, second = rows_of(replace(failed, turns=REWRITTEN))
-    assert not any((*first.mask, *second.mask, *first.scores, *second.scores))
+    assert paid(failed) == ([[0] * 6], [[0.0] * 6])
+    assert paid(replace(failed, turns=REWRITTEN)) == ([[0, 0]] * 2, [[0.0, 0.0]] * 2)
 
 
 def test_rewards_by_token_stay_where_they_are_but_for_those_on_text_that_was_read() -> None:
-    paid = (0.25, 0.0, 8.0, 0.5, 0.0, 1.0)  # 8 on the tool's token: it belongs to the 4 before it
-    [row] = rows_of(trajectory(*TWO_TURNS, reward=sum(paid), token_rewards=paid))
-    assert row.scores == [0.25, 0.5 + 8.0, 0.0, 0.5, 0.0, 1.0]
+    given = (0.25, 0.0, 8.0, 0.5, 0.0, 1.0)  # 8 on the tool's token: it belongs to the 4 before it
+    _, scores = paid(trajectory(*TWO_TURNS, reward=sum(given), token_rewards=given))
+    assert scores == [[0.25, 0.5 + 8.0, 0.0, 0.5, 0.0, 1.0]]
 
 
 def test_rewards_by_token_are_for_the_row_that_was_judged_the_last() -> None:
-    first, second = rows_of(trajectory(*REWRITTEN, reward=3.0, token_rewards=(1.0, 2.0)))
-    assert first.scores == [0.0, 0.5] and second.scores == [1.0, 2.0]
+    _, scores = paid(trajectory(*REWRITTEN, reward=3.0, token_rewards=(1.0, 2.0)))
+    assert scores == [[0.0, 0.5], [1.0, 2.0]]
 
 
 def test_no_turn_no_row() -> None:

@@ -30,7 +30,7 @@ from whet.rollout.episode import Limits
 from whet.rollout.protocol import Completion, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
-from whet.types import Failure, Message, Prompt, Trajectory
+from whet.types import Failure, Group, Message, Prompt, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=64)
 CHAT_TURN = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -248,9 +248,9 @@ def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_i
     [row] = rows_of(answer)
     read = len(row.response_ids) - len(first.token_ids) - len(second.token_ids)
     expected = [1] * len(first.token_ids) + [0] * read + [1] * len(second.token_ids)
-    assert read > 0 and row.mask == expected
+    assert read > 0 and [turn >= 0 for turn in row.turn_ids] == expected
     assert row.turn_ids == [0] * len(first.token_ids) + [-1] * read + [1] * len(second.token_ids)
-    between = [token for token, sampled in zip(row.response_ids, row.mask, strict=True) if not sampled]
+    between = [token for token, sampled in zip(row.response_ids, expected, strict=True) if not sampled]
     assert tokenizer.decode(between) == CHAT_TURN
 
 
@@ -278,7 +278,7 @@ def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, 
     assert failed.failure is not None and failed.failure.source == "environment"
     assert failed.failure.message.startswith("RuntimeError: nine (") and "environments.py:" in failed.failure.message
     assert len(failed.turns) == 1 and failed.turns[0].reward == 0.0  # the answer stays, to be read
-    assert [row.mask for row in rows_of(failed)] == [[0, 0]]
+    assert to_batch([Group(failed.prompt, (failed,))], pad_token_id=0)["response_mask"].tolist() == [[0, 0]]
     assert fine.turns[0].reward == 0.25 and dict(also_fine.fields) == {"seen": 2}
 
     unmade = Collector(engine, tokenizer, stage=Stage(f"{environments}:Unmade"), apply_chat_template=False)

@@ -10,9 +10,8 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ from whet.metrics import Metrics
 from whet.models.init import init_model
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
-from whet.rollout.replicas import Replicas
 from whet.rollout.stream import count_failures, count_judges
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.measure import measure_environment, measure_groups
+from whet.trainers.rollout_worker import Direct
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
 from whet.types import Failure, Group, Prompt, Trajectory
@@ -177,12 +176,6 @@ def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {*measured}
 
 
-def lost_one(engine: Replicas, begin: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Begins with a rank that was lost, for rollout/lost_ranks."""
-    begin(engine, *args, **kwargs)
-    engine.num_lost = 1
-
-
 def broken(solution_str: str) -> float:
     """Judges the answers of one step, and none after it."""
     if next(FIRST_STEP) > 16:
@@ -274,7 +267,7 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     train_reward(load_config(RewardTrainingConfig, None, common | fine | to_pairs, given={"data"}).config, data=pairs)
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": 1}
-    monkeypatch.setattr(Replicas, "__init__", partialmethod(lost_one, Replicas.__init__))
+    monkeypatch.setattr(Direct, "num_lost", 1)  # for rollout/lost_ranks
     whet.train(reward=moody, data=additions, val_data=additions[:2], **{**common, **small, **where, **against})
     seeing = init_model(
         tmp_path / "seeing", "qwen2.5_vl", "nano", num_layers=1, patch_size=8, max_position_embeddings=64

@@ -31,6 +31,7 @@ from whet.rollout.protocol import Completion, Finished, Request, generate
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import build, build_scorer, plan, worker_specs
 from whet.trainers.rl import fit
+from whet.trainers.rollout_worker import Direct, RolloutWorker
 from whet.weight_sync.routes import BetweenPools, weight_sync
 
 MakeConfig = Callable[..., TrainConfig]
@@ -156,6 +157,26 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
     assert time.monotonic() - began < 5
     with pytest.raises(WeightSyncError, match=r"^version 1 of the weights did not arrive whole"):
         generate(engine, suite.requests(groups=1))
+
+
+def test_an_engine_of_this_process_is_called_directly_and_its_errors_are_named(
+    train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rollout = two_roles(train_config(), groups, (1,), sharded=False)
+    assert rollout.here is not None
+    worker, made = rollout.here.by_role["rollout"], suite.requests(groups=2, n=4)
+    assert isinstance(worker, RolloutWorker)
+    engine = Direct(worker, rollout.here)
+    assert engine.sync(0) == rollout.sync(0)[0]
+    assert generate(engine, made) == sampled(rollout, made)
+
+    def broken(module: Any) -> Any:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(worker.engine, "_step", broken)
+    with pytest.raises(WorkerError, match=r"^rollout rank 0: poll raised RuntimeError: no more memory") as raised:
+        generate(engine, made)
+    assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 @pytest.mark.slow

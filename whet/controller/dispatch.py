@@ -138,9 +138,11 @@ def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str,
             "same number of rows (pass a list that every rank needs whole as a tuple)"
         )
     dp_size = layouts[0].dp_size
+    reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
+    if dp_size == block == 1:  # nothing is split, nothing is joined
+        return CallPlan(dict.fromkeys(range(len(layouts)), arguments), lambda results: results[reporters[0]])
     shards = balanced_partition(_workloads(split[0]), dp_size, block)
     by_dp_rank = [_map(arguments, partial(_take_rows, shard)) for shard in shards]
-    reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
     return CallPlan(
         {rank: by_dp_rank[layout.dp_rank] for rank, layout in enumerate(layouts)},
         lambda results: _gather([results[reporters[dp_rank]] for dp_rank in range(dp_size)], shards, caller),

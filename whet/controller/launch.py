@@ -56,13 +56,16 @@ def launch(
         transport = ProcessTransport(pools, deadline_seconds)
     layouts = transport.build(specs)
     try:
-        return {
+        groups = {
             spec.role: WorkerGroup(spec.role, spec.cls, layouts[spec.role], transport, deadline_seconds)
             for spec in specs
         }
     except WorkerError:  # inconsistent layouts
         transport.close()
         raise
+    for group in groups.values():
+        group.here = transport.workers if isinstance(transport, SameProcess) else None
+    return groups
 
 
 class SameProcess(Transport):

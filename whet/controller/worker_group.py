@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods
+from whet.controller.local_workers import LocalWorkers
 from whet.controller.worker import Layout, Worker
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -108,6 +109,8 @@ class WorkerGroup:
 
     Roles of one launch share processes, so a failure in one group, and `close` of one, closes them all.
     """
+
+    here: LocalWorkers | None = None  # the workers themselves, where they are those of this process
 
     def __init__(
         self, role: str, cls: type[Worker], layouts: Sequence[Layout], transport: Transport, deadline_seconds: float

@@ -26,11 +26,9 @@ class Row:
 
     prompt_ids: tuple[int, ...]
     response_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
     agent: str = ""
     media: tuple[Media, ...] = ()  # of the prompt
     response_media: tuple[Media, ...] = ()  # of text that was read after it
@@ -41,35 +39,22 @@ class Row:
         self._append(token_ids, [0.0] * count, [0] * count, NOT_SAMPLED)
 
     def write(self, turn: Turn, turn_id: int) -> None:
-        """Appends what the policy sampled; the environment's reward is paid on its last token."""
+        """Appends what the policy sampled."""
         versions = [version for version, tokens in turn.versions for _ in range(tokens)]
         self._append(turn.token_ids, turn.log_probs, versions, turn_id)
-        self.scores[-1] += turn.reward
-
-    def pay(self, rewards: Sequence[float]) -> None:
-        """Adds one reward a response token; one on text that was only read is paid for the token sampled before it."""
-        sampled_last = 0
-        for position, (sampled, reward) in enumerate(zip(self.mask, rewards, strict=True)):
-            sampled_last = position if sampled else sampled_last
-            self.scores[sampled_last] += reward
 
     def _append(
         self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], turn_id: int
     ) -> None:
-        count = len(token_ids)
         self.response_ids += token_ids
-        self.mask += [int(turn_id != NOT_SAMPLED)] * count
         self.log_probs += log_probs
-        self.turn_ids += [turn_id] * count
+        self.turn_ids += [turn_id] * len(token_ids)
         self.versions += versions
-        self.scores += [0.0] * count
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """A trajectory's rows, in the order of their last turns: a turn whose context continues the last row of the same
     player and sub-agent goes on in it, any other starts a row. Turns that are not trained on are text that was read.
-
-    The trajectory's reward is on the last sampled token of its last row; rewards by token are for that row's tokens.
     """
     rows: list[Row] = []
     open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
@@ -88,15 +73,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
         else:
             row.read(turn.token_ids)
         open_rows[who] = row, context + turn.token_ids
-    rows = [row for row in rows if row.turn_ids.count(NOT_SAMPLED) < len(row.turn_ids)]
-    if trajectory.failure is not None:
-        for row in rows:
-            row.mask, row.scores = [0] * len(row.mask), [0.0] * len(row.mask)
-    elif trajectory.token_rewards is not None and rows:
-        rows[-1].pay(trajectory.token_rewards)
-    elif trajectory.reward is not None and rows:
-        rows[-1].scores[-1] += trajectory.reward
-    return rows
+    return [row for row in rows if row.turn_ids.count(NOT_SAMPLED) < len(row.turn_ids)]
 
 
 def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> DataProto:
@@ -134,7 +111,7 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
     }
     if any(row.media or row.response_media for row in rows):
         objects |= {MEDIA: [row.media for row in rows], LATER_MEDIA: [row.response_media for row in rows]}
-    return _with_scores(DataProto.from_dict(tensors, objects), rows, owners, columns)
+    return _with_scores(DataProto.from_dict(tensors, objects), owners, columns)
 
 
 def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
@@ -157,7 +134,8 @@ def with_scores(
 ) -> DataProto:
     """`batch`, made by `to_batch` before its groups were scored, as `to_batch` makes it of the scored groups; with
     `is_dropped` none of it is trained on."""
-    scored = _with_scores(batch, *_rows_and_owners(groups, pad_token_id=0), columns)
+    owners = {each.uid: each for group in by_player(groups) for each in group.trajectories}
+    scored = _with_scores(batch, [owners[uid] for uid in batch["trajectory_uid_name"]], columns)
     return scored.with_columns(response_mask=torch.zeros_like(scored["response_mask"])) if is_dropped else scored
 
 
@@ -175,15 +153,13 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
     return rows, owners
 
 
-def _with_scores(
-    batch: DataProto, rows: Sequence[Row], owners: Sequence[Trajectory], columns: Sequence[str]
-) -> DataProto:
-    """Adds the columns that follow from rewards and failures."""
+def _with_scores(batch: DataProto, owners: Sequence[Trajectory], columns: Sequence[str]) -> DataProto:
+    """Adds the columns that follow from rewards and failures; `owners` are the trajectories of the rows."""
     part_names = sorted({name for trajectory in owners for name in trajectory.parts})
-    real = _real([row.mask for row in rows])
+    alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
     scores = {
-        "response_mask": _filled(real, [row.mask for row in rows], 0),
-        "token_level_scores": _filled(real, [row.scores for row in rows], 0.0, torch.float32),
+        "response_mask": ((batch["turn_ids"] != NOT_SAMPLED) & alive).long(),
+        "token_level_scores": _scores(batch, owners, alive),
         "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
         **{name: _reported(name, owners) for name in columns},
     }
@@ -192,6 +168,24 @@ def _with_scores(
     scored = batch.with_columns(**scores, error=[t.failure for t in owners])
     meta_info = {**batch.meta_info, "reward_part_names": part_names}
     return DataProto.from_dict(scored.tensors(), scored.non_tensor_batch, meta_info)
+
+
+def _scores(batch: DataProto, owners: Sequence[Trajectory], alive: torch.Tensor) -> torch.Tensor:
+    """[B, R]: the environment's reward of a turn on its last token, the reward of a trajectory on the last sampled
+    token of its last row. Rewards by token are for the tokens of that row; the reward of a token that was only read is
+    paid for the token sampled before it. A failed trajectory has no rewards."""
+    turn_ids, owner_of = batch["turn_ids"], dict(enumerate(owners))
+    sampled, scores = turn_ids != NOT_SAMPLED, torch.zeros(turn_ids.shape, dtype=torch.float64)
+    is_end = sampled & (turn_ids != torch.nn.functional.pad(turn_ids[:, 1:], (0, 1), value=NOT_SAMPLED))
+    for (row, position), turn_id in zip(is_end.nonzero().tolist(), turn_ids[is_end].tolist(), strict=True):
+        scores[row, position] = owner_of[row].turns[turn_id].reward
+    paid_at = torch.where(sampled, torch.arange(turn_ids.shape[1]), 0).cummax(1).values  # the last sampled so far
+    for row in {each.uid: row for row, each in owner_of.items() if sampled[row].any()}.values():
+        if (rewards := owner_of[row].token_rewards) is None:
+            scores[row, paid_at[row, -1]] += owner_of[row].reward or 0.0
+        else:
+            scores[row].index_add_(0, paid_at[row, : len(rewards)], torch.tensor(rewards, dtype=torch.float64))
+    return scores.masked_fill_(~alive, 0.0).float()
 
 
 def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:

@@ -47,6 +47,7 @@ from whet.rollout.build import (
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
+from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts
 from whet.trainers import (
@@ -62,7 +63,7 @@ from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.reward_worker import ROLE as REWARD, PlacedRewards, RewardWorker
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import RolloutWorker
+from whet.trainers.rollout_worker import Direct, RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import Shaper
@@ -311,12 +312,9 @@ def _rollouts(
     scorer: Scorer | None,
     hosts: Mapping[str, EnvironmentHost] | None,
 ) -> Rollouts:
-    ranks, tokenizer = roles["rollout"], begun.tokenizer
+    tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    sync = weight_sync(roles["actor"], ranks, config.rollout.dtype, config.cluster.deadline_seconds)
-    here, most = config.cluster.stays_here, config.rollout.max_batch_size
-    engine = Replicas(ranks, most, gathers=not here, weight_sync=sync)
     kind = BackgroundCollector if is_continuous(config) else Collector
     make: Callable[..., Rollouts] = Rollouts
     if is_continuous(config):
@@ -334,10 +332,22 @@ def _rollouts(
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,
-        sampling=Modes(ranks).rollout_mode if config.rollout.free_cache_engine else nullcontext,
+        sampling=Modes(roles["rollout"]).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
     made.val_scorer = val_scorer_of(config)
     return made
+
+
+def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:
+    """The engine of this process itself, unless it may be lost; else the ranks of the rollout as one."""
+    ranks = roles["rollout"]
+    if ranks.here is not None:
+        worker = ranks.here.by_role["rollout"]
+        assert isinstance(worker, RolloutWorker)
+        if not isinstance(worker.engine, Restarts):
+            return Direct(worker, ranks.here)
+    sync = weight_sync(roles["actor"], ranks, config.rollout.dtype, config.cluster.deadline_seconds)
+    return Replicas(ranks, config.rollout.max_batch_size, gathers=ranks.here is None, weight_sync=sync)
 
 
 def is_continuous(config: TrainConfig) -> bool:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
+from whet.controller.local_workers import LocalWorkers
 from whet.controller.worker import Placement
 from whet.engines.protocol import TrainEngine
 from whet.errors import DeadlineError, LostReplicaError
@@ -26,6 +28,41 @@ from whet.weight_sync.link import Broken, Inlet, LinkClosedError
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
+
+
+class Direct:
+    """The engine of a rollout worker of this process, which the loop calls without a router; the worker gives it
+    weights. Its errors name the role, as those of worker groups do."""
+
+    num_lost = 0
+
+    def __init__(self, worker: RolloutWorker, here: LocalWorkers) -> None:
+        self._worker, self._here, self._engine = worker, here, worker.engine
+        self.abort, self.pause, self.resume = self._engine.abort, self._engine.pause, self._engine.resume
+        self.load, self.status, self.close = self._engine.load, self._engine.status, self._engine.close
+
+    def submit(self, request: Request) -> bool:
+        """Implements `RolloutEngine.submit`."""
+        with self._named("submit"):
+            return self._engine.submit(request)
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Implements `RolloutEngine.poll`."""
+        with self._named("poll"):
+            return self._engine.poll(timeout_seconds)
+
+    def sync(self, version: int) -> str:
+        """Implements `Replicas.sync`."""
+        with self._named("sync"):
+            return self._worker.sync(version)
+
+    @contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            described = self._here.describe(error, self._worker.role, method)
+            raise described from described.__cause__
 
 
 class RolloutWorker(MeasuredWorker):

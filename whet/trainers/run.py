@@ -33,6 +33,7 @@ from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.gap import GAP, largest_jumps, reward_gap
 from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
+from whet.trainers.rollout_worker import Direct
 from whet.trainers.run_dir import MEDIA
 from whet.trainers.shape import Shaper
 from whet.types import Group, Prompt
@@ -62,9 +63,9 @@ class Run(Frame):
     digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
 
     @property
-    def engine(self) -> Replicas:
-        """The ranks of the rollout."""
-        return cast(Replicas, self.rollouts.collector.engine)
+    def engine(self) -> Replicas | Direct:
+        """The rollout's ranks, or its engine in this process."""
+        return cast(Replicas | Direct, self.rollouts.collector.engine)
 
     @property
     def validates(self) -> bool:

@@ -455,7 +455,7 @@ def test_every_id_and_mask_of_three_turns(name: str, qwen25_folder: Path, tmp_pa
     assert list(row.prompt_ids) == ids(family.opening)
     assert tokenizer.decode(row.response_ids) == "".join(tokenizer.decode(part) for part in parts)
     assert row.response_ids == [token for part in parts for token in part]
-    assert row.mask == [1 - number % 2 for number, part in enumerate(parts) for _ in part]
+    assert [turn >= 0 for turn in row.turn_ids] == [1 - number % 2 for number, part in enumerate(parts) for _ in part]
     number_of_calls = family.num_calls or sum(part.count('"name"') for part in family.parts[::2])
     assert trajectory.fields["tools/calls"] == number_of_calls and trajectory.fields["tools/errors"] == 0.0
     assert FORM in described([SCHEMA])

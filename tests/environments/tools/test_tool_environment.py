@@ -374,7 +374,7 @@ def test_json_of_a_call_without_its_tags_ends_no_episode(
         'It is {"name": "Ada"}.<|im_end|>',
     ]
     assert tokenizer.decode(row.response_ids) == "".join(parts)
-    assert row.mask == [
+    assert [turn >= 0 for turn in row.turn_ids] == [
         1 - number % 2 for number, part in enumerate(parts) for _ in tokenizer.encode(part, add_special_tokens=False)
     ]
 
@@ -408,7 +408,7 @@ def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokeni
         for part in (TURNS[0] + "<|im_end|>", between, TURNS[1] + "<|im_end|>")
     ]
     assert row.response_ids == [token for part in encoded for token in part]
-    assert row.mask == [1] * len(encoded[0]) + [0] * len(encoded[1]) + [1] * len(encoded[2])
+    assert [turn >= 0 for turn in row.turn_ids] == [1] * len(encoded[0]) + [0] * len(encoded[1]) + [1] * len(encoded[2])
     assert trajectory.fields == {
         "tools/calls": 2.0, "tools/errors": 1.0, "tools/malformed": 1.0, "tools/late": 0.0, "tools/cut": 0.0
     }  # fmt: skip
