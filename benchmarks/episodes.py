@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,8 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.setting import Setting
+from whet.environments.host import open_host
+from whet.environments.protocol import Answer
 from whet.metrics import Metrics
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer
@@ -29,7 +31,8 @@ Turns: 16 episodes of 8 turns, each of 64 sampled tokens and 16 of the environme
 30 M parameters or more, after a prompt of 32 tokens, or of 384, of which 320 are a system prompt that all have. "Read
 again" computes the whole context for every turn; both take turns, one round after the other. Steps: an engine that
 costs nothing, episodes of 10 turns in an environment that costs nothing, in the trainer's process (pure) and in others,
-through episodes, stream and rewards; a process is forked for each episode, which is most of their time. Slow: 512
+through episodes, stream and rewards; a process is forked for each episode, which is most of their time. A reset, a
+step: calls of 32 such environments together, two seconds after the episodes before have closed. Slow: 512
 episodes of an async environment in one process, of which one waits two seconds in its step. Two cores of an Intel with
 AMX, which reads contexts faster, had 1.7x with the short prompts before turns shared their last block; it was not tried
 there again.
@@ -133,6 +136,34 @@ def seconds_with_a_slow_one(tokenizer: PreTrainedTokenizerBase, environment: str
     return seconds
 
 
+def seconds_of_calls(environment: str, *, episodes: int, turns: int = 3) -> dict[str, float]:
+    """Seconds of a call of an environment in processes: a reset, a step. All episodes are called together, as by an
+    engine that costs nothing; two seconds pass before, as a step trains between two rollouts."""
+    host, found = open_host(environment, {"turns": turns}), dict[str, float]()
+    prompts = [Prompt(f"0:{index}", index, (), (3,), "benchmark", None) for index in range(episodes)]
+
+    def timed(name: str, call: Callable[[Prompt], None]) -> None:
+        start, left = time.perf_counter(), episodes
+        for prompt in prompts:
+            call(prompt)
+        while left:
+            left -= len(host.poll(1.0))
+        found[name] = found.get(name, 0.0) + (time.perf_counter() - start) / episodes
+
+    for _ in range(2):  # the processes of the first episodes are forked while these wait
+        found.clear()
+        timed("reset", lambda prompt: host.start(prompt.uid, prompt, 0))
+        for _ in range(turns):
+            timed("step", lambda prompt: host.step(prompt.uid, Answer("+", (), (3,), "stop")))
+        for prompt in prompts:
+            host.close(prompt.uid)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            host.poll(0.1)
+    host.shutdown()
+    return {"reset": found["reset"], "step": found["step"] / turns}
+
+
 def _collector(tokenizer: PreTrainedTokenizerBase, stage: Stage) -> Collector:
     engine = cast(RolloutEngine, Instant(tokenizer.encode("12")))
     return Collector(engine, tokenizer, stage=stage, apply_chat_template=False)
@@ -159,6 +190,7 @@ def run(setting: Setting) -> dict[str, Any]:
         "pure": [],
         "processes": [],
         "slow": [],
+        "calls": [],
     }
     names = {"pure": f"{worlds}:Pure", "processes": f"{worlds}:Counts"}
     for _ in range(3 if is_full else 1):
@@ -170,6 +202,7 @@ def run(setting: Setting) -> dict[str, Any]:
             found[name].append(steps)
         slow = seconds_with_a_slow_one(tokenizer, f"{worlds}:Slow", episodes=512 if is_full else 8)
         found["slow"].append(slow)
+        found["calls"].append(seconds_of_calls(f"{worlds}:Counts", episodes=32 if is_full else 4))
     return found
 
 
@@ -190,5 +223,11 @@ def report(results: Mapping[str, Any]) -> list[str]:
         *lines,
         f"| steps, in the trainer's process (at least 2,000) | {median(found['pure']):.0f} a second |",
         f"| steps, in processes | {median(found['processes']):.0f} a second |",
+        *(
+            f"| a {name} of one of 32 environments in processes (at most 10 ms) | "
+            f"{1000 * median(each[name] for each in found['calls']):.1f} ms |"
+            for name in ("reset", "step")
+            if found.get("calls")
+        ),
         f"| 512 episodes, one of which waits 2 s | {median(found['slow']):.1f} s |",
     ]

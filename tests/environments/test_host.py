@@ -26,7 +26,7 @@ from whet.registry import ENVIRONMENTS, register_environment
 from whet.types import Failure, Message, Prompt
 
 ENVIRONMENT = '''
-import asyncio, ctypes, os, random, signal, subprocess, sys, threading, time
+import asyncio, atexit, ctypes, os, random, signal, subprocess, sys, threading, time
 from whet.environments.protocol import Observation
 from whet.registry import register_environment
 from whet.types import Message
@@ -63,6 +63,7 @@ def do(verb, rest):
     if verb == "daemon":
         subprocess.run(["sh", "-c", "setsid sleep 1000 & echo $! > " + rest])
     if verb == "pid": return say(os.getpid())
+    if verb == "atexit": atexit.register(open, rest, "w"); return say(verb)
     if verb == "random": return say(random.random())
     if verb == "end": return Observation(True, reward=0.5, fields={"words": 1})
     return say(f"{verb} {rest}".strip())
@@ -194,6 +195,45 @@ def test_the_short_form_has_a_process_an_episode(opened: Callable[..., Environme
     assert len({told(host, uid, "pid") for uid in "ab"} | {str(os.getpid())}) == 3
     host.step("a", Answer("end"))
     assert wait_for(host, 1) == {"a": Observation(True, reward=0.5, fields={"words": 1})}
+
+
+def test_later_episodes_find_processes_that_were_forked_ahead(
+    opened: Callable[..., EnvironmentHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new one for each episode, no more than ran at a time, and another in the place of one that died."""
+    host = opened("Short")
+    assert isinstance(host, ProcessHost)
+    started(host, "a", "b", "c")
+    first = {told(host, uid, "pid") for uid in "abc"}
+    for uid in "abc":
+        host.close(uid)
+    assert wait_until(lambda: host.poll(0.01) == [] and not host._taken)
+    ahead = len(host._spares)
+    assert ahead == len(host._children.running) == 3
+    monkeypatch.setattr(host._children, "start", lambda: pytest.fail("a reset waited for a fork"))
+    started(host, "a", "d")
+    second = {told(host, uid, "pid") for uid in "ad"}
+    assert len(first | second) == 5
+    monkeypatch.undo()
+    [spare] = host._spares
+    host._children._server._running[spare.number].connection.shutdown(socket.SHUT_RDWR)  # it exits
+    assert wait_until(lambda: host.poll(0.01) == [] and not host._spares)
+    started(host, "e")
+    assert told(host, "e", "pid") not in first | second
+
+
+def test_the_process_of_a_closed_episode_is_killed_before_it_can_exit_in_its_own_way(
+    opened: Callable[..., EnvironmentHost], tmp_path: Path
+) -> None:
+    """Taking an interpreter down costs more than its start."""
+    host, left = opened("Short"), 6
+    started(host, *map(str, range(left)))
+    pids = [int(told(host, str(uid), "pid")) for uid in range(left)]
+    assert {told(host, str(uid), f"atexit {tmp_path}/{uid}") for uid in range(left)} == {"atexit"}
+    for uid in range(left):
+        host.close(str(uid))
+    assert wait_until(lambda: host.poll(0.01) == [] and not any(map(is_running, pids)))
+    assert list(tmp_path.glob("[0-9]")) == []
 
 
 def test_the_long_form_is_reset_with_a_seed_and_closed_once(

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 Result = tuple[str, Outcome]  # of `start` or `step`: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
 MAX_PROCESSES = 256
+MAX_SPARES = 64  # processes that wait for an episode, each of some 4 MB
 MAX_STARTS = 2 * (os.cpu_count() or 1)  # sessions that start at a time where each has a process, such as an MCP server
 REFUSED = f"{ConfigError.__module__}.{ConfigError.__name__}: "  # at the start of a failure
 
@@ -199,7 +200,8 @@ class _Call:
 class ProcessHost(EnvironmentHost):
     """A host with a process for each episode, or with one for all, and at most `max_episodes` at a time, of which
     `max_starts` are in their reset: later ones wait. When a shared process ends, the episode whose call was running
-    fails; the others are replayed.
+    fails; the others are replayed. A process that is forked where an episode closes waits for a later episode: on a
+    busy machine 32 forks take seconds, which the resets would wait for.
 
     One thread owns it. Waits: only in `poll`."""
 
@@ -215,6 +217,8 @@ class ProcessHost(EnvironmentHost):
         self._deadlines, self._is_shared = deadlines, is_shared
         self._most = max_episodes or math.inf
         self._taken: dict[int, Callee] = {}  # the places: a process by number of the episode, until it has closed
+        self._spares: list[Callee] = []  # processes without an episode yet
+        self._most_taken = 0  # at a time, so far: no more processes are forked ahead
         self._starting = set[int]()  # of them, those in their reset
         self._most_starts = max_starts or math.inf
         self._numbers = count(1)
@@ -268,7 +272,9 @@ class ProcessHost(EnvironmentHost):
             self._starting.add(episode.number)
             self._begun[episode.uid] = None
             shared = next(iter(self._children.running), None) if self._is_shared else None
-            episode.child = self._taken[episode.number] = shared or self._children.start()
+            spare = self._spares.pop(0) if self._spares else None
+            episode.child = self._taken[episode.number] = shared or spare or self._children.start()
+            self._most_taken = max(self._most_taken, len(self._taken))
             steps = [("step", turn) for turn in episode.turns]
             *before, last = [("reset", episode.prompt, episode.seed), *steps]
             for call in before:
@@ -305,6 +311,9 @@ class ProcessHost(EnvironmentHost):
                 self._children.kill(event.child)
             self._taken.pop(call.episode.number, None)
             self._assign_processes()
+            most = min(self._most_taken - len(self._taken), MAX_SPARES)
+            if not self._is_shared and len(self._spares) < most:
+                self._spares.append(self._children.start())
         elif call.is_awaited:
             self._add_result(call.episode, call.episode.failure or outcome)
         elif isinstance(outcome, Failure):
@@ -312,6 +321,7 @@ class ProcessHost(EnvironmentHost):
 
     def _handle_end(self, ended: Ended) -> None:
         """Fails the episode whose call was running in a process that ended; queues the others for a replay."""
+        self._spares = [child for child in self._spares if child is not ended.child]
         running, what = ended.running, f"the environment's process {ended.why}"
         if running is not None and ended.is_late:
             what = f"{running.verb} took longer than {self._deadlines.of(running.verb):g} s; its process was killed"

@@ -136,7 +136,7 @@ class Children:
         nearest = min([seconds, *(child.deadline - time.monotonic() for child in self.running)])
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
-        if self._running:
+        if self._running or self._server.is_ending:
             poller.register(self._server, select.POLLIN)
         for descriptor, child in self._running.items():
             if child.is_open:

@@ -61,11 +61,17 @@ class ForkServer:
         self._lock = threading.RLock()
         self._next = 1
         self._running: dict[int, Child] = {}
+        self._ending: dict[int, Child] = {}  # killed ones that have not ended yet
         self._start()
 
     def fileno(self) -> int:
         """The descriptor that becomes readable when a child has ended."""
         return self._control.fileno()
+
+    @property
+    def is_ending(self) -> bool:
+        """Tells whether children that were killed have not ended yet."""
+        return bool(self._ending)
 
     def spawn(self, kind: type[C]) -> C:
         """Starts a child and returns it. A template that died is replaced first."""
@@ -84,10 +90,14 @@ class ForkServer:
         return child
 
     def kill(self, child: Child) -> None:
-        """Ends a child and all that it started, without waiting; its exit code stays unset."""
-        child.connection.close()
+        """Ends a child and all that it started, without waiting; its exit code stays unset. `read` closes its
+        connection when it has ended: a child that sees this earlier begins to exit in the usual way, which takes
+        longer than its start."""
         with self._lock, contextlib.suppress(OSError):
-            self._running.pop(child.number, None)
+            if self._running.pop(child.number, None) is None:
+                child.connection.close()
+                return
+            self._ending[child.number] = child
             self._control.settimeout(CONTROL_SECONDS)
             self._control.send(REQUEST.pack(child.number))
 
@@ -98,6 +108,8 @@ class ForkServer:
             self._control.settimeout(seconds)
             while packet := self._control.recv(REPORT.size):
                 number, code = REPORT.unpack(packet)
+                if (killed := self._ending.pop(number, None)) is not None:
+                    killed.connection.close()
                 if (child := self._running.pop(number, None)) is not None:
                     child.exit_code = code
                     ended.append(child)
@@ -119,6 +131,7 @@ class ForkServer:
         with self._lock, contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._wait_for_template()
+        self._close_ending()
         self._control.close()
 
     def _start(self) -> None:
@@ -139,10 +152,16 @@ class ForkServer:
     def _lose(self) -> list[Child]:
         """Gives all children the exit code of their template, with which they end.  Returns them."""
         code, lost = self._wait_for_template(), list(self._running.values())
+        self._close_ending()
         self._running.clear()
         for child in lost:
             child.exit_code = ORPHANED if code < 0 else code
         return lost
+
+    def _close_ending(self) -> None:
+        for child in self._ending.values():
+            child.connection.close()
+        self._ending.clear()
 
     def _wait_for_template(self) -> int:
         """Waits for the end of the template, and kills it when that takes too long.  Returns its exit code."""
