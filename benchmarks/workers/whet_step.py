@@ -105,6 +105,9 @@ class WithLengths:
     def __init__(self, engine: RolloutEngine, lengths: Sequence[int]) -> None:
         self._engine, self._lengths = engine, cycle(lengths)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
     def submit(self, request: Request) -> bool:
         params = replace(request.params, max_new_tokens=next(self._lengths), stop_token_ids=())
         return self._engine.submit(replace(request, params=params))

@@ -13,10 +13,26 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;  // tokens in a block, and floats in a vector: one vector holds one score of each token
-using floats = float __attribute__((vector_size(64)));
-using words = uint32_t __attribute__((vector_size(64)));
-using halves = uint16_t __attribute__((vector_size(32)));
+constexpr int64_t LANES = 16;  // tokens in a block, and numbers in `floats`: it holds one score of each token
+
+// A vector register of this processor, as it is compiled for: `floats` are a few of them. SUMS `floats` are summed side by
+// side, which hides the latency of a sum, and leaves registers for what is added. Neither changes a result: each sum has
+// its own order.
+#if defined(__AVX512F__)
+constexpr int64_t WIDTH = 16, SUMS = 8;
+#elif defined(__AVX__)
+constexpr int64_t WIDTH = 8, SUMS = 4;
+#else
+constexpr int64_t WIDTH = 4, SUMS = 2;
+#endif
+constexpr int64_t PARTS = LANES / WIDTH;
+using part = float __attribute__((vector_size(4 * WIDTH)));
+using words = uint32_t __attribute__((vector_size(4 * WIDTH)));
+using halves = uint16_t __attribute__((vector_size(2 * WIDTH)));
+
+struct floats {
+  part parts[PARTS];
+};
 
 struct bfloat16 {
   uint16_t bits;
@@ -30,34 +46,44 @@ inline float widen(bfloat16 x) {
   return out;
 }
 
-inline floats load(const float* from) {
-  floats out;
+template <typename To, typename From>
+inline To read(const From* from) {
+  To out;
   std::memcpy(&out, from, sizeof(out));
   return out;
 }
-inline floats load(const bfloat16* from) {
-  halves narrow;
-  std::memcpy(&narrow, from, sizeof(narrow));
-  const words wide = __builtin_convertvector(narrow, words) << 16;
-  floats out;
-  std::memcpy(&out, &wide, sizeof(out));
-  return out;
+inline void load(part& to, const float* from) { to = read<part>(from); }
+inline void load(part& to, const bfloat16* from) {
+  const words wide = __builtin_convertvector(read<halves>(from), words) << 16;
+  to = read<part>(&wide);
 }
-
-inline void store(floats x, float* to) { std::memcpy(to, &x, sizeof(x)); }
-inline void store(floats x, bfloat16* to) {  // to nearest, ties to even
-  words wide;
-  std::memcpy(&wide, &x, sizeof(wide));
+inline void store(part x, float* to) { std::memcpy(to, &x, sizeof(x)); }
+inline void store(part x, bfloat16* to) {  // to nearest, ties to even
+  const words wide = read<words>(&x);
   const halves narrow = __builtin_convertvector((wide + 0x7fff + ((wide >> 16) & 1)) >> 16, halves);
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
-inline float largest_of(floats x) {
+template <typename T>
+inline floats load(const T* from) {
+  floats out;
+  for (int64_t p = 0; p < PARTS; ++p) load(out.parts[p], from + p * WIDTH);
+  return out;
+}
+template <typename T>
+inline void store(const floats& x, float factor, T* to) {
+  for (int64_t p = 0; p < PARTS; ++p) store(x.parts[p] * factor, to + p * WIDTH);
+}
+inline void add_product(floats& sum, float factor, const floats& x) {
+  for (int64_t p = 0; p < PARTS; ++p) sum.parts[p] += factor * x.parts[p];
+}
+
+inline float largest_of(const float* x) {
   float largest = x[0];
   for (int i = 1; i < LANES; ++i) largest = std::max(largest, x[i]);
   return largest;
 }
-inline float sum_of(floats x) {
+inline float sum_of(const float* x) {
   float total = x[0];
   for (int i = 1; i < LANES; ++i) total += x[i];
   return total;
@@ -65,19 +91,15 @@ inline float sum_of(floats x) {
 
 // e^x for x <= 0, relative error below 2e-7, 0 below -87. (libm's is scalar here: its vector form needs -ffast-math.)
 // x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series, 2^n by the exponent's bits.
-inline floats exp(floats x) {
-  const floats zero = {}, lowest = zero - 87.f, kept = x < lowest ? lowest : x;
+inline part exp(part x) {
+  const part zero = {}, lowest = zero - 87.f, kept = x < lowest ? lowest : x;
   constexpr float shifter = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
-  const floats shifted = kept * 1.44269504f + shifter, n = shifted - shifter;
-  const floats r = (kept - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts, the first short
-  floats sum = zero + 1.f / 5040;
+  const part shifted = kept * 1.44269504f + shifter, n = shifted - shifter;
+  const part r = (kept - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts, the first short
+  part sum = zero + 1.f / 5040;
   for (const float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) sum = sum * r + factor;
-  words bits, exponent;
-  std::memcpy(&bits, &sum, sizeof(bits));
-  std::memcpy(&exponent, &shifted, sizeof(exponent));
-  bits += exponent << 23;
-  std::memcpy(&sum, &bits, sizeof(sum));
-  return x < lowest ? zero : x == x ? sum : x;
+  const words bits = read<words>(&sum) + (read<words>(&shifted) << 23);
+  return x < lowest ? zero : x == x ? read<part>(&bits) : x;
 }
 
 struct Shape {
@@ -116,14 +138,14 @@ struct Attention {
       for (int n = 0; n < B; ++n) {
         __builtin_prefetch(next[n] + i * LANES);
         const floats key = load(block[n] + i * LANES);
-        for (int g = 0; g < G; ++g) sums[n][g] += query[g * shape.head_dim + i] * key;
+        for (int g = 0; g < G; ++g) add_product(sums[n][g], query[g * shape.head_dim + i], key);
       }
     for (int n = 0; n < B; ++n)
-      for (int g = 0; g < G; ++g) store(sums[n][g], row(g) + (b + n - first()) * LANES);
+      for (int g = 0; g < G; ++g) store(sums[n][g], 1.f, row(g) + (b + n - first()) * LANES);
   }
 
   void score(const float* query) const {
-    constexpr int B = 8 / G;
+    constexpr int B = std::max<int>(1, SUMS / G);
     int64_t b = first();
     for (; b + B <= last(); b += B) score_blocks<B>(query, b);
     for (; b < last(); ++b) score_blocks<1>(query, b);
@@ -134,18 +156,27 @@ struct Attention {
     float* weights = row(g) - first() * LANES;  // indexed by position
     std::fill(weights + first() * LANES, weights + begin, -INFINITY);
     std::fill(weights + end, weights + last() * LANES, -INFINITY);
-    floats top = floats{} - INFINITY, total = {};
-    for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
-      const floats scores = load(weights + j);
-      top = scores > top ? scores : top;
+    float tops[LANES], totals[LANES] = {};
+    std::fill(tops, tops + LANES, -INFINITY);
+    for (int64_t p = 0; p < LANES; p += WIDTH) {
+      part top = read<part>(tops);
+      for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
+        const part scores = read<part>(weights + j + p);
+        top = scores > top ? scores : top;
+      }
+      store(top, tops + p);
     }
-    const floats largest = floats{} + largest_of(top);
-    for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
-      const floats weight = exp(load(weights + j) - largest);
-      store(weight, weights + j);
-      total += weight;
+    const float largest = largest_of(tops);
+    for (int64_t p = 0; p < LANES; p += WIDTH) {
+      part total = {};
+      for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
+        const part weight = exp(read<part>(weights + j + p) - largest);
+        store(weight, weights + j + p);
+        total += weight;
+      }
+      store(total, totals + p);
     }
-    return 1.f / sum_of(total);
+    return 1.f / sum_of(totals);
   }
 
   // out[g] = sum over positions of weight * value, C vectors of the head at a time.
@@ -161,12 +192,12 @@ struct Attention {
           for (int c = 0; c < C; ++c) {
             __builtin_prefetch(next + (j % LANES) * shape.head_dim + c * LANES);
             const floats piece = load(block + (j % LANES) * shape.head_dim + c * LANES);
-            for (int g = 0; g < G; ++g) sums[g][c] += row(g)[j - first() * LANES] * piece;
+            for (int g = 0; g < G; ++g) add_product(sums[g][c], row(g)[j - first() * LANES], piece);
           }
         }
       }
       for (int g = 0; g < G; ++g)
-        for (int c = 0; c < C; ++c) store(sums[g][c] * inverse[g], out + g * shape.head_dim + part + c * LANES);
+        for (int c = 0; c < C; ++c) store(sums[g][c], inverse[g], out + g * shape.head_dim + part + c * LANES);
     }
   }
 
@@ -178,8 +209,9 @@ struct Attention {
       for (int64_t j = 0; j < G * (last() - first()) * LANES; ++j) scores[j] = cap * std::tanh(scores[j] / cap);
     float inverse[G];
     for (int g = 0; g < G; ++g) inverse[g] = softmax(g);
-    if (shape.head_dim % (4 * LANES) == 0)
-      mix<4>(inverse, out);
+    constexpr int C = std::clamp<int>(SUMS / G, 1, 4);
+    if (shape.head_dim % (C * LANES) == 0)
+      mix<C>(inverse, out);
     else
       mix<1>(inverse, out);
   }
