@@ -87,3 +87,20 @@ def test_it_is_there_within_two_seconds_of_the_processor(tmp_path: Path) -> None
             used.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
             process.kill()
     assert min(used) < 2.0
+
+
+@pytest.mark.parametrize(("flags", "on_host"), [("avx2", "float32"), ("avx512_bf16 avx512f", "bfloat16")])
+def test_dtype_auto_is_that_of_the_machine_that_is_planned_for(
+    flags: str, on_host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first, "instruction_set", lambda: flags)
+    folder = model(tmp_path / "model", "0.6B")
+    shape = first._shape(str(folder))
+    assert shape is not None
+    needed = {
+        (name, device): bytes_of(config_of(folder, **{"model.dtype": name, "rollout.dtype": name}), shape, device)
+        for name in ("auto", "float32", "bfloat16")
+        for device in (True, False)
+    }
+    assert needed["auto", True] == needed["bfloat16", True] != needed["float32", True]
+    assert needed["auto", False] == needed[on_host, False] and len(set(needed.values())) == 4

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from whet.compiled import instruction_set
 from whet.config.schema import MICRO_BATCH_TOKENS, ExamplesConfig, TrainConfig
 from whet.planning.machine import free_memory
 from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ROLLOUT_ENGINES
 
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions with which `dtype: auto` is bfloat16 on processors
 CARDS = (24, 48, 80, 141, 180)  # GiB that accelerators have
 MOMENTS = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.03}  # bytes of AdamW's two moments, of a weight
 # Fitted to traced plans (docs/fits.md): numbers that a layer keeps of a token for the backward pass, times its hidden
@@ -67,7 +69,11 @@ def bytes_of(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_
 def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool, pool: str) -> int:
     """Bytes of a process of a pool: the larger of sampling and updates."""
     weights, words, layers = (float(shape[name]) for name in ("weights", "words", "layers"))
-    narrow, lora, held, update = config.model.dtype != "float32", config.model.lora.rank, 0.0, 0.0
+    dtypes = [config.model.dtype, *([config.rollout.dtype] if isinstance(config, TrainConfig) else [])]
+    narrow = dtypes[0] == "bfloat16" or (
+        dtypes[0] == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
+    )
+    lora, held, update = config.model.lora.rank, 0.0, 0.0
     item = 2 if narrow else 4
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
         own = config if isinstance(config, ExamplesConfig) else config[role]
@@ -93,7 +99,7 @@ def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any
             update = max(update, kept + gathered + logits)
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != pool:
         return round(2**30 + 1.1 * (held + update)) if on_device else round(1.05 * (held + update))
-    engine, sampled = config.rollout.engine, 4 if (config.rollout.dtype or config.model.dtype) == "float32" else 2
+    engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(dtypes[-1], item)
     cache = float(ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0)
     copy = weights * sampled if lora is not None or sampled < 4 or narrow else 0.0
     rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)

@@ -126,7 +126,7 @@ class Curves:
         is_young = bool(ages) and min(ages) < LIVE_SECONDS
         state, error, noted = _noted_state(self.folder / STATE)
         total = total if noted is None else noted  # a run may end earlier than its config says
-        is_live = is_young and (total is None or step < int(total))
+        is_live = is_young and (total is None or step < total)
         if state == "running":
             is_live = is_young or is_locked(self.folder)
             state = "running" if is_live else "killed"
