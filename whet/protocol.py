@@ -413,7 +413,8 @@ class DataProto:
         parts = serialization.load(path)
         try:
             tensors, objects, meta_info, rows = (parts[name] for name in _PARTS)
-            if len(parts) == len(_PARTS) and rows >= 0 and all(isinstance(each, str) for each in (*tensors, *objects)):
+            is_whole = len(parts) == len(_PARTS) and isinstance(rows, int) and rows >= 0
+            if is_whole and all(isinstance(each, str) for each in (*tensors, *objects)):
                 return cls._from_parts(tensors, objects, dict(meta_info), rows)
             why = ""
         except (RuntimeError, *serialization.MALFORMED) as error:

@@ -110,8 +110,8 @@ def test_rows_do_not_see_each_other() -> None:
 def test_stops_of_unequal_number() -> None:
     made = [Request("", (1,), SamplingParams(5, stop_token_ids=stops), 0) for stops in ((), (3,), (3, 4))]
     of = SamplingState.of(made, 16, torch.device("cpu"))
-    assert is_stop(torch.tensor([3, 3, 4]), of).tolist() == [False, True, True]
-    assert is_stop(torch.tensor([0, 4, 0]), of).tolist() == [False, False, False]
+    assert is_stop(torch.tensor([3, 3, 4]), of.stop_ids).tolist() == [False, True, True]
+    assert is_stop(torch.tensor([0, 4, 0]), of.stop_ids).tolist() == [False, False, False]
 
 
 def test_logits_that_are_no_numbers_give_a_token_and_no_error() -> None:

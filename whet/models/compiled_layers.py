@@ -48,7 +48,7 @@ class CompiledForward:
         return run(*args)
 
 
-def _run(kind: type[nn.Module], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(kind: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if kind in _refused:
         return _plain(kind)(layer, *args, **kwargs)
     packed = kwargs.get("packed")
@@ -76,7 +76,7 @@ def _compiled(kind: Any, is_whole: bool) -> Callable[..., Any]:
     return compiled
 
 
-def _plain(kind: type[nn.Module]) -> Callable[..., Any]:
+def _plain(kind: Any) -> Callable[..., Any]:
     """The forward pass without gradient checkpointing around it."""
     forward = kind.forward
     return getattr(forward, "__wrapped__", forward) if _checkpoints_outside() else forward

@@ -29,7 +29,7 @@ def _statistics(
     products, targets, found, V, row_stride, count, scale, cap, heat,
     TILE: tl.constexpr, CAPPED: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """One token: sums of exp(l - m), of l exp(l - m) and of exp(l - m)^2, with m the running maximum."""
+    """Reads the logits l of one token: sums of exp(l - m), l exp(l - m) and exp(l - m)^2, m the running maximum."""
     row, i = tl.program_id(0), tl.arange(0, TILE)
     base = products + row.to(tl.int64) * row_stride
     most = tl.full([TILE], float("-inf"), tl.float32)
@@ -60,7 +60,7 @@ def _gradient(
     products, targets, log_sums, entropies, grad_log_probs, grad_entropies, V, row_stride, scale, cap, heat,
     TILE: tl.constexpr, CAPPED: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one token: g (onehot - pi) - h pi (log pi + H), times the slope of the logit, in place."""
+    """Writes g (onehot - pi) - h pi (log pi + H), times the slope of the logit, over one tile of one token."""
     row, at = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     where = products + row.to(tl.int64) * row_stride + at
     z = _formed(tl.load(where, mask=at < V, other=0.0), scale, cap, heat, CAPPED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bfloat16 copy of the weights of linear layers for all passes of an update, instead of a cast in each pass.
+"""Copies the weights of linear layers to bfloat16 once for all passes of an update, instead of a cast in each pass.
 
 The weights stay float32: the copy is what products read, and its gradient is added to that of the weight in float32.
 """

@@ -130,5 +130,7 @@ def test_an_aborted_request_ends_where_the_server_is_lost(start: Start) -> None:
 def test_the_commands_open_such_an_engine(start: Start, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start()
     monkeypatch.setattr(evaluate, "rollout_engine", lambda *_: engine)
-    opened = evaluate.open_engine(RolloutConfig(), ModelConfig(path=str(model_folder)), str(model_folder))
+    opened = evaluate.open_engine(
+        RolloutConfig(dtype="float32"), ModelConfig(path=str(model_folder)), str(model_folder)
+    )
     assert isinstance(opened, Restarted) and opened.engine is engine

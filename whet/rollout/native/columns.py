@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
 
 
 class Columns(Protocol):
-    """What the device has of each slot."""
+    """Numbers of each slot, where the device reads them."""
 
     late: int  # steps that may be on their way when the next begins
 
@@ -58,7 +58,7 @@ class Columns(Protocol):
         """The newest token and all blocks of rows that begin."""
 
     def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """One more block of some rows, at `places` of their tables."""
+        """Enters one block more for some rows, at `places` of their tables."""
 
     def moved(self, sampling: SamplingState) -> SamplingState:
         """The parameters where the device reads them."""
@@ -124,7 +124,7 @@ class HostColumns:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One token of each of B rows, and where their contexts lie: what the model's attention is given."""
+    """The argument `paged` of a decode step: one token of each of B rows, and where their contexts lie."""
 
     keys: torch.Tensor  # [layers, KV, blocks, 16, D], or of one layer
     values: torch.Tensor

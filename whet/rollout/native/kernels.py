@@ -32,7 +32,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One row, one head of keys, one part of its context: softmax(query keys^T) values by the running maximum."""
+    """Attends one row by one head of keys to one part of its context: softmax(query keys^T) values."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, at = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
     g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
@@ -90,7 +90,7 @@ def _attend(
 
 @triton.jit
 def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    """One head of one row: the results over parts of its context, as one."""
+    """Joins the results of one head of one row over parts of its context."""
     head, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DP)
     most, total = tl.load(sums + (head * SPLITS + s) * 2), tl.load(sums + (head * SPLITS + s) * 2 + 1)
     share = tl.exp(most - tl.max(most, 0))
