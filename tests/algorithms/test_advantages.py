@@ -129,6 +129,30 @@ def test_group_estimators_by_hand(name: str, expected: list[float]) -> None:
     torch.testing.assert_close(result, torch.stack([rows, torch.zeros(4, dtype=torch.float64), rows], dim=1))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "win_rate", "max_rl", "lite_ppo")),
+        ("grpo", {"eps": 0.0}),
+        ("lite_ppo", {"eps": 0.0}),
+    ],
+)
+def test_scores_that_differ_by_rounding_give_no_advantage(name: str, options: dict[str, Any]) -> None:
+    scores = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]
+    assert advantages(name, scored(scores, [4, 4, 4]), **options).eq(0.0).all()
+
+
+def test_which_rows_count_does_not_depend_on_rounding() -> None:
+    # two best rows, so none alone; a sum of parts that cancel each other is no score
+    best, score = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.2], [0.1 + 0.2 - 0.3, 1.0, 0.0]
+    assert advantages("grpo_passk", scored(best, [4, 4, 4])).eq(0.0).all()
+    # rows that draw with one and beat one: (1/2 + 1) / 2 - 1/2
+    assert advantages("win_rate", scored(best, [4, 4, 4]))[:, 0].tolist() == [0.25, 0.25, -0.5]
+    # mean 1/3, of three rows one counts: alpha = 3
+    found = advantages("gpg", scored(score, [4, 4, 4]), count="nonzero")[:, 0]
+    torch.testing.assert_close(found, torch.tensor([-1.0, 2.0, -1.0], dtype=torch.float64))
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(6, 20))
 def test_group_estimators_equal_the_slow_loops(make_batch: MakeBatch, seed: int, rows: int) -> None:

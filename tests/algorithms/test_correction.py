@@ -106,6 +106,11 @@ def test_pf_ppo_weighs_rows_by_their_score() -> None:
     assert weight("pf_ppo") == pytest.approx([1.8, 1.8, 1.8, 0.2])
     assert weight("pf_ppo", form="max_min") == pytest.approx([1] * 4)
     assert weight("pf_ppo", form="max_random") == pytest.approx([1.6] * 3 + [0.4])
+    # .6 summed in two orders, .5, .3 and 0 in two: the best and the worst are four of six rows
+    scores = torch.tensor([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.5, 0.3, 0.1 + 0.2 - 0.3, 0.0], dtype=torch.float64)
+    batch = {"token_level_scores": scores[:, None], "response_mask": torch.ones(6, 1)}
+    for form, rows in (("max_min", [1.5, 1.5, 0, 0, 1.5, 1.5]), ("max_random", [2, 2, 0.5, 0.5, 0.5, 0.5])):
+        assert call(WEIGHTS["pf_ppo"], batch, {"form": form})[:, 0].tolist() == pytest.approx(rows)
 
 
 def test_rejection_by_token() -> None:

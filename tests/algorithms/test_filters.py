@@ -15,6 +15,14 @@ from whet.registry import FILTERS, call
         ([0.0, 0.0], False),
         ([0.5], False),  # an answer alone has nothing to be compared with
         ([], False),  # all answers failed
+        ([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], False),  # one score, summed in two orders
+        ([0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1], False),
+        ([-0.1 - 0.2 - 0.3, -0.6], False),
+        ([0.6, 0.6000000238418579], False),  # of which one is a float32
+        ([1e6 + 0.1 + 0.2, 1e6 + 0.3], False),
+        ([0.6, 0.6001], True),
+        ([1e6, 1e6 + 1], True),
+        ([0.0, 1e-6], True),
     ],
 )
 def test_dynamic_sampling_keeps_groups_that_differ(name: str, values: list[float], kept: bool) -> None:
@@ -29,6 +37,8 @@ def test_dynamic_sampling_keeps_groups_that_differ(name: str, values: list[float
         ([0.2, 0.2], False),  # .2 is not above .2
         ([0.3], True),
         ([], False),
+        ([0.1 + 0.2 - 0.1] * 3, False),  # .2, but for rounding
+        ([0.1 + 0.2 + 0.2 + 1e-16] * 3, False),  # .5
     ],
 )
 def test_mean_window_is_open_on_both_sides(values: list[float], kept: bool) -> None:

@@ -42,6 +42,26 @@ def test_equal_values_have_exactly_no_deviation(value: float) -> None:
     assert not groups.std(x[:, 0]).any()
 
 
+SUMS = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scores", [SUMS, [0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1], [1e4 * each for each in SUMS]])
+def test_values_that_differ_by_rounding_have_no_deviation(scores: list[float], dtype: torch.dtype) -> None:
+    parts = torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.3, 0.3, 0.0]], dtype=dtype)
+    for x in (torch.tensor(scores, dtype=dtype), parts[:, 0] + parts[:, 1] + parts[:, 2]):
+        groups = Groups(torch.zeros(3, dtype=torch.long), torch.ones(3, 1))
+        assert not groups.differ(x).any() and not groups.deviation(x).any() and not groups.std(x).any()
+        assert groups.mean(x).equal(x)
+        assert not groups.normalised(x, 0.0).any()  # which 0 / 0 would not be
+        other = torch.cat([x, x + 0.5])  # in a group where others differ they keep their deviation
+        groups = Groups(torch.zeros(6, dtype=torch.long), torch.ones(6, 1))
+        assert groups.differ(other).all()
+        torch.testing.assert_close(
+            groups.deviation(other), other - other.mean(), rtol=0, atol=1e-2 * float(other.abs().max())
+        )
+
+
 def test_groups_by_hand() -> None:
     # group 8: 1, 2, 3 -> sum 6, deviations -1, 0, 1, std 1; group 4: alone; the failed row of group 8 counts nowhere
     uid = torch.tensor([8, 4, 8, 8, 8])

@@ -58,6 +58,91 @@ def test_kinds_of_tests(right: str, wrong: str, truth: Any, extra: dict[str, Any
     assert score(wrong, truth, extra)["reward"] == 0.0
 
 
+NULLS = (None, float("nan"), "", " ", "null", "None", [])
+CALLED = {"inputs": [[3]], "outputs": [9], "fn_name": "f"}
+
+
+@pytest.mark.parametrize(
+    "key", ["test", "test_code", "pytest", "assert_case", "test_list", "prompt", "fn_name", "testtype"]
+)
+@pytest.mark.parametrize("null", NULLS, ids=repr)
+def test_a_null_key_is_a_key_that_is_not_there(key: str, null: Any) -> None:
+    tests = read_tests(
+        {"inputs": ["3"], "outputs": ["6"], "test_imports": null, "entry_point": null, key: null}, {key: null}
+    )
+    assert (tests.kind, tests.cases) == ("stdin", [("3", "6")])
+    tests = read_tests(json.dumps({"test_list": ["assert f(3) == 9", None], "inputs": null, "outputs": null}), {})
+    assert (tests.kind, tests.cases) == ("code", ["assert f(3) == 9"])
+    if key not in CALLED:
+        tests = read_tests({**CALLED, key: null}, {"entry_point": "f", key: null})
+        assert (tests.kind, tests.entry, tests.cases) == ("call", "f", [{"args": [3], "expected": 9}])
+
+
+def test_columns_that_are_not_used_pay_no_program() -> None:
+    truth = {
+        "inputs": ["3"],
+        "outputs": ["6"],
+        **dict.fromkeys(("test", "test_code", "pytest", "assert_case", "test_list")),
+    }
+    assert [score(code, truth)["reward"] for code in (DOUBLE, "print(7)")] == [1.0, 0.0]
+    assert [score(code, json.dumps(truth))["reward"] for code in (DOUBLE, "print(7)")] == [1.0, 0.0]
+    called = {**CALLED, "test": None, "test_list": [None]}
+    assert [score(code, called)["reward"] for code in (SQUARE, "def f(x): return 7")] == [1.0, 0.0]
+
+
+CHECK = "def check(candidate):\n    assert candidate(3) == 9\n"
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        *({key: null} for key in ("test", "test_code", "pytest", "assert_case", "test_list") for null in (*NULLS, [None])),
+        {"test": ""},
+        {"test": "pass"},
+        {"test": "print('all tests passed')"},
+        {"test": "# assert f(3) == 9"},
+        {"test": '"""assert f(3) == 9"""'},
+        {"test": "assert True, 'the code is right'"},
+        {"test": {"inputs": ["3"], "outputs": ["6"]}},
+        {"test": CHECK},  # which nobody calls
+        {"test": CHECK, "entry_point": None},
+        {"test": "def test():\n    assert f(3) == 9\n"},
+        {"test": "if __name__ == '__main__':\n    assert f(3) == 9"},
+        {"test_list": ["x = 3", None]},
+        {"pytest": "from solution import f\ndef test_f():\n    f(3)"},
+        [None, None],
+        ["", " "],
+        "# assert nothing",
+        '"print(1)"',
+        {"inputs": ["3"], "outputs": None},
+        {"inputs": ["3"], "outputs": [None]},
+        [{"input": "3", "output": None}],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_suite_that_asserts_nothing_is_no_suite(truth: Any) -> None:
+    with pytest.raises(ValueError, match=r"ground truth|assert|null"):
+        read_tests(truth, {})
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"{CHECK}check(f)",
+        "import sys\nif f(3) != 9:\n    sys.exit(1)",
+        "if f(3) != 9:\n    raise ValueError",
+        "from numpy.testing import assert_allclose\nassert_allclose(f(3), 9)",
+        "import doctest\ndoctest.testmod()",
+        "def same(x):\n    assert f(x) == x * x\nfor x in range(3):\n    same(x)",
+        "import unittest\nclass Square(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(3), 9)",
+        "import pytest\ndef test_f():\n    with pytest.raises(TypeError):\n        f('a')",
+        "print 3",  # of Python 2, which no program passes
+    ],
+)
+def test_tests_that_can_fail_are_a_suite(test: str) -> None:
+    assert read_tests({"test": test}, {}).cases == [test]
+
+
 def test_pytest_files() -> None:
     tests = "import pytest\nfrom solution import f, Bad\n\n@pytest.mark.parametrize('x', [1, 2])\ndef test_f(x):\n"
     tests += "    assert f(x) == x * x\n\ndef test_bad():\n    with pytest.raises(Bad):\n        f('a')\n"
@@ -119,9 +204,9 @@ def test_what_a_pytest_file_may_use() -> None:
         assert score(right.replace(one, other), {"pytest": PYTEST_FILE}, python=sys.executable)["reward"] == 0.0
     # No test that runs is no test that passes; nor is a file that cannot be read.
     for tests in (
-        "import pytest\n@pytest.mark.skip\ndef test_a(): pass",
-        "import nothing\ndef test_a(): pass",
-        "x = 1",
+        "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
+        "import nothing\ndef test_a(): assert f(1) == 1",
+        "assert f",
     ):
         assert score(right, {"pytest": tests}, python=sys.executable)["reward"] == 0.0
 

@@ -56,7 +56,10 @@ def test_which_number_of_a_dict_is_what(raw, expected):
     assert read(raw) == expected
 
 
-@pytest.mark.parametrize(("reward", "accuracy"), [(0.79, 0.0), (0.8, 1.0), (0.9, 1.0)])
+# The last two are 0.7999999999999999, a sum of parts, and a number that is less.
+@pytest.mark.parametrize(
+    ("reward", "accuracy"), [(0.79, 0.0), (0.8, 1.0), (0.9, 1.0), (0.5 + 0.2 + 0.1, 1.0), (0.7999, 0.0)]
+)
 def test_the_accuracy_is_the_threshold_where_none_is_given(reward, accuracy):
     assert read(reward, threshold=0.8).accuracy == accuracy
     assert read({"score": reward}, threshold=0.8).accuracy == accuracy

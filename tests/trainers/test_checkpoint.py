@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -301,6 +302,60 @@ def test_the_best_is_kept_beside_the_newest(train_config: MakeConfig, additions:
     assert {path.name for path in checkpoints.iterdir()} == {"global_step_3", "global_step_5", "global_step_6"}
     best = checkpoint.best(checkpoints)
     assert best is not None and best.name == "global_step_3"
+
+
+def _scored(checkpoints: Path, *scores: tuple[float | None, str | None]) -> None:
+    """Complete checkpoints as far as the best is concerned, with score and metric of each step; None: an older form."""
+    for step, (value, metric) in enumerate(scores, start=1):
+        folder = checkpoints / f"global_step_{step}"
+        folder.mkdir(parents=True)
+        state = {"step": step, "score": value, **({} if metric is None else {"metric": metric})}
+        (folder / "trainer.json").write_text(json.dumps(state))
+        (folder / checkpoint.MANIFEST).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([(0.9, "val/accuracy"), (-3.0, "-val/loss"), (-2.0, "-val/loss"), (-2.5, "-val/loss")], 3),
+        ([(-0.5, "-val/loss"), (0.1, "val/accuracy"), (0.3, "val/accuracy"), (0.2, "val/accuracy")], 3),
+        ([(0.9, "val/accuracy"), (0.2, "val/reward")], 2),
+        ([(0.9, "val/accuracy"), (0.2, "val/accuracy"), (None, "val/reward")], 1),  # the new one is not known yet
+        ([(0.9, None), (0.2, None)], 1),
+        ([(0.9, None), (0.2, "val/accuracy"), (0.1, "val/accuracy")], 2),
+        ([(0.9, "val/accuracy"), (0.1, "-val/loss"), (0.5, "val/accuracy")], 1),  # back to the first metric
+    ],
+)
+def test_scores_of_two_metrics_are_not_compared(
+    scores: list[tuple[float | None, str | None]], best: int, tmp_path: Path
+) -> None:
+    _scored(tmp_path, *scores)
+    found = checkpoint.best(tmp_path)
+    assert found is not None and checkpoint.number(found) == best
+    kept = {checkpoint.number(each) for each in checkpoint.folders(tmp_path)} - {
+        checkpoint.number(each) for each in checkpoint.over_limit(tmp_path, 1)
+    }
+    assert kept == {best, len(scores)}
+
+
+def test_a_resume_with_another_best_metric_says_so_and_keeps_its_best(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ended(steps: int, **trainer: Any) -> None:
+        named = {f"trainer.{name}": value for name, value in trainer.items()}
+        config = train_config({**GRPO, "trainer.total_steps": steps, "trainer.save_limit": 1, **named})
+        run = build(config, build_scorer(config.reward, score), additions)
+        run.callbacks = [lambda run, step, _: setattr(run, "score", {1: 0.9, 2: 0.5, 3: -0.3, 4: -0.6}.get(step))]
+        fit(run)
+        run.close()
+
+    checkpoints = tmp_path / "run" / "checkpoints"
+    ended(2)
+    assert {path.name for path in checkpoints.iterdir()} == {"global_step_1", "global_step_2"}
+    assert "best_metric" not in caplog.text
+    ended(4, best_metric="-val/response_length")
+    assert {path.name for path in checkpoints.iterdir()} == {"global_step_3", "global_step_4"}
+    assert "val/accuracy" in caplog.text and "-val/response_length" in caplog.text
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import Groups, next_sampled, reverse_scan, reward_to_go, whiten as whitened
+from whet.algorithms.statistics import Groups, alike, next_sampled, reverse_scan, reward_to_go, whiten as whitened
 from whet.options import Cap, Finite, NonNegative, Positive, Share
 from whet.registry import register_adv_est
 
@@ -81,8 +81,7 @@ def grpo(
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
-    deviation = groups.deviation(scores)
-    return deviation / (groups.std(scores) + eps) if std_norm else deviation
+    return groups.normalised(scores, eps) if std_norm else groups.deviation(scores)
 
 
 @register_adv_est("dr_grpo", aggregation="seq-mean-token-sum-norm")
@@ -166,8 +165,8 @@ def gpg(
     Chu et al. 2025, https://arxiv.org/abs/2504.02546.
     """
     scores = token_level_rewards.sum(-1)
-    groups = Groups(uid, response_mask)
-    counted = groups.differ(scores) if count == "informative" else (scores != 0) & groups.member
+    groups, zero = Groups(uid, response_mask), scores.new_zeros(())
+    counted = groups.differ(scores) if count == "informative" else ~alike(scores, zero) & groups.member
     return groups.deviation(scores) * groups.member.sum() / counted.sum().clamp(min=1)
 
 
@@ -192,8 +191,8 @@ def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *,
     Liu et al. 2025, https://arxiv.org/abs/2508.08221.
     """
     scores = token_level_rewards.sum(-1)
-    batch = Groups(torch.zeros_like(uid), response_mask)
-    return Groups(uid, response_mask).deviation(scores) / (batch.std(scores) + eps)
+    deviation, batch = Groups(uid, response_mask).deviation(scores), Groups(torch.zeros_like(uid), response_mask)
+    return torch.where(deviation == 0, deviation, deviation / (batch.std(scores) + eps))
 
 
 @register_adv_est("raft")
@@ -216,7 +215,7 @@ def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, 
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     best = groups.max(scores)
-    is_best = (scores == best) & groups.member
+    is_best = alike(scores, best) & groups.member
     alone = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
     second = groups.max(scores.masked_fill(is_best, -torch.inf))
     gap = torch.where(alone, scores - second, 0.0)
@@ -241,7 +240,7 @@ def gdpo(
     parts = reward_parts.unbind(1)
     advantage = reward_parts.new_zeros(len(reward_parts))
     for weight, part in zip(weights or [1.0] * len(parts), parts, strict=True):
-        advantage = advantage + weight * groups.deviation(part) / (groups.std(part) + 1e-6)
+        advantage = advantage + weight * groups.normalised(part)
     if over == "rows":
         return whitened(advantage[:, None], groups.member[:, None])[:, 0]
     return whitened(advantage[:, None].expand(response_mask.shape), response_mask)
@@ -292,7 +291,8 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
-    wins = (scores[:, None] > scores).double() + 0.5 * (scores[:, None] == scores).double()
+    draws = alike(scores[:, None], scores)
+    wins = (~draws & (scores[:, None] > scores)).double() + 0.5 * draws.double()
     others = (uid[:, None] == uid) & groups.member & ~torch.eye(len(uid), dtype=torch.bool, device=uid.device)
     rate = (wins * others).sum(1) / others.sum(1).clamp(min=1)
     return torch.where(groups.member & (groups.size > 1), rate - 0.5, 0.0).to(scores.dtype)

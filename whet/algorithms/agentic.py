@@ -62,8 +62,7 @@ def gigpo(
     """
     groups = Groups(uid, response_mask)
     scores = token_level_rewards.sum(-1)
-    episode = groups.deviation(scores)
-    episode = episode / (groups.std(scores) + 1e-6) if std_norm else episode
+    episode = groups.normalised(scores) if std_norm else groups.deviation(scores)
 
     returns, has_turn = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     sampled = response_mask != 0
@@ -99,5 +98,4 @@ def _normalised(returns: Tensor, has_turn: Tensor, group: Tensor, std_norm: bool
     """(x - mean) / (sd + 1e-6) over the turns with the same `group`.   [B, K] -> [B, K]"""
     flat = returns.flatten()
     groups = Groups(group.flatten(), has_turn.flatten()[:, None])
-    deviation = groups.deviation(flat)
-    return (deviation / (groups.std(flat) + 1e-6) if std_norm else deviation).view_as(returns)
+    return (groups.normalised(flat) if std_norm else groups.deviation(flat)).view_as(returns)

@@ -14,7 +14,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from whet.algorithms.statistics import masked_mean, pick, row_means, row_sums, segment_means
+from whet.algorithms.statistics import alike, masked_mean, pick, row_means, row_sums, segment_means
 from whet.options import Cap, NonNegative, Positive, Share
 from whet.registry import register_rejection, register_weight
 
@@ -116,8 +116,8 @@ def pf_ppo(
     best, worst = scores[member].max(), scores[member].min()
     weight = {
         "pow": scores.abs() ** power,
-        "max_min": ((scores == best) | (scores == worst)).to(scores.dtype),
-        "max_random": pick(scores == best, 1.0, 0.25, scores),
+        "max_min": (alike(scores, best) | alike(scores, worst)).to(scores.dtype),
+        "max_random": pick(alike(scores, best), 1.0, 0.25, scores),
     }[form]
     mean = weight[member].mean()
     return (weight / mean.clamp(min=1e-8))[:, None].expand_as(token_level_scores)

@@ -5,18 +5,20 @@ returns True to keep the group. The caller decides what replaces dropped groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from whet.options import Finite
 from whet.registry import register_filter
+from whet.rounding import alike, all_alike
 
 
 @register_filter("dynamic_sampling", aliases=("dapo",))
 def dynamic_sampling(values: Sequence[float]) -> bool:
-    """Keeps a group whose values differ: where all are equal, the advantage is 0 and nothing is learned.
+    """Keeps a group whose values differ by more than rounding: else the advantage is 0 and nothing is learned.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
-    return len(set(values)) > 1
+    return not all_alike(values)
 
 
 @register_filter("mean_window", ordered=("low", "high"))
@@ -25,4 +27,5 @@ def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0
 
     The difficulty window of Skywork-OR1 (He et al. 2025, https://arxiv.org/abs/2505.22312) and EasyR1.
     """
-    return len(values) > 0 and low < sum(values) / len(values) < high
+    mean = fmean(values) if values else low
+    return low < mean < high and not alike(mean, low) and not alike(mean, high)

@@ -2,7 +2,8 @@
 """Sums, means and deviations over sampled tokens and over groups of rows; backward recurrences along a row.
 
 Totals are accumulated in float64, so that equal float32 numbers have exactly their own value as mean and exactly 0 as
-deviation. A rounding error divided by a deviation of 1e-8 would look like a signal.
+deviation. A rounding error divided by a deviation of 1e-8 would look like a signal: scores of a group that are equal
+but for rounding (`whet.rounding`) are each their own mean, and have the deviation 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whet.masks import row_blocks
+from whet.rounding import ABSOLUTE, RELATIVE
 
 # Positions that are transposed together: a block of [1024, 256] floats stays in a CPU's cache during the loop.
 BLOCK = 256
@@ -43,6 +45,11 @@ def segment_means(x: Tensor, mask: Tensor) -> Tensor:
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """l - o, clamped to [-20, 20], because exp of larger values may overflow."""
     return (log_probs - old_log_probs).clamp(-20.0, 20.0)
+
+
+def alike(x: Tensor, y: Tensor) -> Tensor:
+    """True where two scores are equal but for rounding."""
+    return torch.isclose(x, y, rtol=RELATIVE, atol=ABSOLUTE)
 
 
 def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
@@ -120,8 +127,9 @@ class Groups:
         return totals[self._group]
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of x over the members of each row's group.   [B] -> [B]"""
-        return (self.sum(x) / self.size.clamp(min=1)).to(x.dtype)
+        """The mean of x over the members of each row's group; x itself where they are equal but for rounding.
+        [B] -> [B]"""
+        return self._mean(x).to(x.dtype)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest x of the members of each row's group; -inf for a group without members.   [B] -> [B]"""
@@ -130,18 +138,27 @@ class Groups:
         return largest[self._group]
 
     def differ(self, x: Tensor) -> Tensor:
-        """True where x differs within a row's group; False for a row that is no member.   [B] -> [B] bool"""
-        return (self.max(x) > -self.max(-x)) & self.member
+        """True where x differs within a row's group by more than rounding; False for a row that is no member.
+        [B] -> [B] bool"""
+        return ~alike(self.max(x), -self.max(-x)) & self.member
 
     def deviation(self, x: Tensor) -> Tensor:
         """x - mean of its group; 0 in a group of one.   [B] -> [B]"""
-        mean = self.sum(x) / self.size.clamp(min=1)
-        return (x - mean).masked_fill(~self.member, 0.0).to(x.dtype)
+        return (x - self._mean(x)).masked_fill(~self.member, 0.0).to(x.dtype)
 
     def std(self, x: Tensor) -> Tensor:
         """The sample (n - 1) standard deviation of each row's group; 0 in a group of one.   [B] -> [B]"""
         squares = self.sum(self.deviation(x).square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt().to(x.dtype)
+
+    def normalised(self, x: Tensor, eps: float = 1e-6) -> Tensor:
+        """(x - mean) / (std + eps) of each row's group; 0 where the deviation is, with any eps.   [B] -> [B]"""
+        deviation = self.deviation(x)
+        return torch.where(deviation == 0, deviation, deviation / (self.std(x) + eps))
+
+    def _mean(self, x: Tensor) -> Tensor:
+        mean = self.sum(x) / self.size.clamp(min=1)
+        return torch.where(self.differ(x) | ~self.member, mean, x.double())
 
 
 def reverse_scan(terms: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:

@@ -57,12 +57,13 @@ def save(
     model_config: Any,
     save_limit: int | None,
     score: float | None = None,
+    metric: str | None = None,
     is_good: bool = True,
     chat: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes the oldest ones beyond `save_limit`, except that with the highest
-    `score` and the newest good one.  Returns its folder. `is_good` is false while updates are being skipped. `chat` are
-    the arguments of the run's chat template, which an export has; None without a template.
+    `score` (by `metric`) and the newest good one.  Returns its folder. `is_good` is false while updates are skipped.
+    `chat` are the arguments of the run's chat template, which an export has; None without a template.
 
     Raises: CheckpointError where it cannot be written; the partial one is removed, the others stay intact.
     """
@@ -90,6 +91,8 @@ def save(
             values["eos_token_id"] = list(ends)  # what the run stops at, for whoever samples from an export
             (partial / "model" / generation.name).write_text(json.dumps(values, indent=2) + "\n")
         content = {"step": step, "score": score, "is_good": is_good, **state}
+        if score is not None:
+            content["metric"] = metric
         (partial / "trainer.json").write_text(json.dumps(content, indent=1))
         _sync(run_dir.glob("*.jsonl"))  # the logs must reach the checkpoint's step after a power cut
         _write_manifest(partial)
@@ -165,15 +168,23 @@ def last_good(run_dir: Path) -> str:
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the highest score, the newest of equal ones; None where none has a score."""
+    """The complete checkpoint with the highest score, the newest of equal ones; None where none has a score. Scores are
+    of the metric that the newest one was scored by: a run may go on with another `trainer.best_metric`."""
     scored = [(score, folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None]
-    return max(scored, key=lambda each: (each[0], number(each[1])))[1] if scored else None
+    alike = [(score, folder) for score, folder in scored if metric_of(folder) == metric_of(scored[-1][1])]
+    return max(alike, key=lambda each: (each[0], number(each[1])))[1] if alike else None
 
 
 def score_of(folder: Path) -> float | None:
     """The validation score of a checkpoint, higher is better; None without validation."""
     score = saved(folder).get("score") if (folder / MANIFEST).exists() else None
     return score if isinstance(score, float | int) and math.isfinite(score) else None
+
+
+def metric_of(folder: Path) -> str | None:
+    """The metric of a checkpoint's score; None where an older version wrote it."""
+    metric = _saved(folder).get("metric")
+    return metric if isinstance(metric, str) else None
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:

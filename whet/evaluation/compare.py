@@ -12,6 +12,7 @@ import numpy as np
 from whet.errors import DataError
 from whet.evaluation.answers import Record, by_prompt
 from whet.evaluation.estimators import LEVEL, Estimate, estimate, prompts_needed, sign_flip_p
+from whet.rounding import ABSOLUTE, RELATIVE
 
 SHOWN = 60  # characters of a prompt in an error
 EQUAL = 0.05  # largest possible difference, relative to the scale, of models that are called equal
@@ -95,7 +96,7 @@ def compare(
 
 def _compare(a: Sequence[Sequence[Record]], b: Sequence[Sequence[Record]], metric: str, seed: int) -> Comparison:
     mean_a, mean_b = (np.array([fmean(_score(row, metric) for row in rows) for rows in each]) for each in (a, b))
-    differences = mean_b - mean_a
+    differences = np.where(np.isclose(mean_a, mean_b, RELATIVE, ABSOLUTE), 0.0, mean_b - mean_a)
     bounded = metric == "accuracy"
     return Comparison(
         metric=metric,

@@ -21,6 +21,7 @@ from typing import Any
 
 from whet.phases import counting
 from whet.rewards.pool import RewardPool
+from whet.rounding import alike, reaches
 from whet.types import Failure, Outcome, RewardItem, RewardResult
 
 SHOWN = 60  # characters of a response
@@ -174,13 +175,13 @@ class _Check:
             outcomes = self.pool.score([row.item(response) for response in texts])
             self.rewards += [each.reward for each in outcomes if isinstance(each, RewardResult)]
             *right, wrong = [-math.inf if isinstance(each, Failure) else each.reward for each in outcomes]
-            if wrong >= max(right) and isinstance(outcomes[-1], RewardResult) and outcomes[-1].accuracy >= 1.0:
+            if reaches(wrong, max(right)) and isinstance(outcomes[-1], RewardResult) and outcomes[-1].accuracy >= 1.0:
                 self._find("any text", "it pays a response that answers nothing as much as a right one", WRONG)
-            if max(right) > wrong:
+            if not reaches(wrong, max(right)):
                 suited.append(row)
                 self.full[id(row)] = min(0.0, wrong if math.isfinite(wrong) else 0.0), max(right)
                 for name, reward in zip(FORMS, right[-len(FORMS) :], strict=True):
-                    paid[name] += reward == max(right)
+                    paid[name] += alike(reward, max(right))
             elif row.programs and row.right is None:  # no right program is known: the usual range
                 suited.append(row)
                 self.full[id(row)] = 0.0, 1.0

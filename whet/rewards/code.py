@@ -8,7 +8,7 @@ import builtins
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ except ImportError:
     from whet_tester import main
 main()
 """
+_PYTEST = re.compile(r"^def test_|^import pytest|^class (?:Test|\w+\(.*TestCase\))", re.MULTILINE)
 _SHOWN = 200  # characters of a message
 
 
@@ -197,6 +198,7 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
                 ) from None
     if isinstance(truth, str):
         truth = {"test": truth}
+    extra, truth = _given(extra), _given(truth)
     if isinstance(truth, Mapping):
         tests = _tests_of_mapping(truth, extra)
     elif isinstance(truth, Sequence) and truth and all(isinstance(each, str) for each in truth):
@@ -211,10 +213,53 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
         )
     if not tests.cases:
         raise ValueError("the ground truth has an empty list of tests; expected one or more, or leave the row out")
+    if tests.kind in ("code", "pytest") and not _asserts(tests):
+        raise ValueError(
+            f"the tests {tests.cases[0][:80]!r} assert nothing that is run, so every program would pass; expected "
+            "assertions about the code, with entry_point where a function check has them; correct the row"
+        )
     said = {**extra, **truth} if isinstance(truth, Mapping) else extra
     prompt = str(said.get("prompt") or "")
     name = (tests.entry or str(said.get("entry_point") or "")).replace("()", "").partition(".")[0]
     return replace(tests, prompt=prompt, defines=name, setup=f"{_helpers(prompt, name)}\n{tests.setup}")
+
+
+def _is_null(value: Any) -> bool:
+    """Tells whether a field is one that arrow or JSON wrote for an unused column: None, NaN, or such a text."""
+    if isinstance(value, str):
+        return value.strip() in ("", "null", "None", "nan")
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _given(fields: Any) -> Any:
+    """A dict or list without what is null; anything else as it is."""
+    if isinstance(fields, Mapping):
+        return {name: value for name, value in fields.items() if not _is_null(value)}
+    return [each for each in fields if not _is_null(each)] if isinstance(fields, list | tuple) else fields
+
+
+def _asserts(tests: Suite) -> bool:
+    """Tells whether tests in Python can fail on purpose: what is run asserts something about a name, raises, or calls
+    what does. Functions that nobody calls are not run by statements; tests that cannot be read fail anyway."""
+    try:
+        body = ast.parse("\n".join([tests.setup, *tests.cases])).body
+    except (SyntaxError, ValueError):
+        return True
+    if tests.kind == "code":
+        body = [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
+        used = {each.id for node in body for each in ast.walk(node) if isinstance(each, ast.Name)}
+        used |= {"check"} if tests.entry else set()
+        body = [
+            each for each in body if not (isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name not in used)
+        ]
+    nodes = [each for node in body for each in ast.walk(node)]
+    called = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
+    asserted = [part for each in nodes if isinstance(each, ast.Assert) for part in ast.walk(each.test)]
+    return (
+        any(isinstance(each, ast.Raise) for each in nodes)
+        or any(isinstance(each, ast.Name | ast.Call) for each in asserted)
+        or any(re.search(r"(?i)assert|raises|warns|fail|exit|testmod", each) for each in called)
+    )
 
 
 def _helpers(prompt: str, name: str) -> str:
@@ -319,12 +364,11 @@ def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Sui
     imports = str(truth.get("import_prefix") or "")
     setup = "\n".join([imports, str(truth.get("test_setup_code") or ""), *_statements(truth.get("test_imports"))])
     for key in ("assert_case", "test_list"):
-        if key in truth:
-            return Suite("code", _statements(truth[key]), setup=setup, imports=imports)
+        if statements := _statements(truth.get(key)):
+            return Suite("code", statements, setup=setup, imports=imports)
     for key in ("test", "test_code", "pytest"):
-        if key in truth:
-            text = str(truth[key])
-            if key == "pytest" or re.search(r"^def test_|^import pytest|^class Test", text, re.MULTILINE):
+        if text := "\n".join(_statements(truth.get(key))):
+            if key == "pytest" or _PYTEST.search(text):
                 return Suite("pytest", [text], imports=imports)
             return Suite("code", [text], entry if re.search(r"\bdef check\(", text) else "", setup, imports)
     if "inputs" not in truth or "outputs" not in truth:
@@ -341,12 +385,17 @@ def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Sui
         pairs = zip(inputs, outputs, strict=True)
         cases = [{"args": _arguments(given), "expected": _value(expected)} for given, expected in pairs]
         return Suite("call", cases, entry if truth.get("fn_name") else _function(extra), imports=imports)
+    if None in outputs:
+        raise ValueError(
+            f"output {outputs.index(None)} is null; expected the text that a program writes; correct the row"
+        )
     return Suite("stdin", [(_text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)])
 
 
 def _statements(value: Any) -> list[str]:
     """The statements of a text, of a list of texts, or none."""
-    return [value] if isinstance(value, str) else [] if value is None else [*value]
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
+    return [str(each) for each in (value if is_list else [value]) if not _is_null(each)]
 
 
 def _function(extra: Mapping[str, Any]) -> str:
@@ -381,7 +430,7 @@ def _value(text: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from decimal import Decimal
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from whet.errors import RewardError
+from whet.rounding import reaches
 from whet.types import Failure, Outcome, RewardResult
 
 REWARD_KEYS = ("reward", "score", "overall")
@@ -38,7 +39,7 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
         if isinstance(raw, Mapping):
             return _read_mapping(raw, correct_threshold, num_response_tokens)
         reward, token_rewards = _read_reward("the result", raw, num_response_tokens)
-        return RewardResult(reward, float(reward >= correct_threshold), {}, token_rewards)
+        return RewardResult(reward, float(reaches(reward, correct_threshold)), {}, token_rewards)
     except RewardError as error:
         return failure(str(error))
 
@@ -111,7 +112,9 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
     reward, token_rewards = _read_reward(f"{reward_key!r}", raw[reward_key], num_response_tokens)
     accuracy_key = next((key for key in ACCURACY_KEYS if key in raw), None)
     accuracy = (
-        float(reward >= correct_threshold) if accuracy_key is None else finite(f"{accuracy_key!r}", raw[accuracy_key])
+        float(reaches(reward, correct_threshold))
+        if accuracy_key is None
+        else finite(f"{accuracy_key!r}", raw[accuracy_key])
     )
     others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key, EXTRACTED_KEY)}
     parts = {key: finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}

@@ -21,6 +21,7 @@ from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.groups import Command, Filter, HandOut, Start, Stream
 from whet.rollout.protocol import SamplingParams
+from whet.rounding import reaches
 from whet.types import (
     Failure,
     FailureSource,
@@ -303,7 +304,7 @@ class Rollouts:
         if self.scorer is not None:
             return self.scorer.submit_batch([self._item(trajectory) for trajectory in alive])
         paid: Future[list[Outcome]] = Future()
-        paid.set_result([RewardResult(0.0, float(each.score >= self.correct_threshold)) for each in alive])
+        paid.set_result([RewardResult(0.0, float(reaches(each.score, self.correct_threshold))) for each in alive])
         return paid
 
     def _item(self, trajectory: Trajectory) -> RewardItem:

@@ -94,9 +94,14 @@ class Frame:
         self._model_path = model.absolute() if model.exists() else str(self.config.model.path)
 
     def __repr__(self) -> str:
-        metric = (self.config.trainer.best_metric or self.default_best_metric).removeprefix("-")
+        metric = self.best_metric.removeprefix("-")
         last = next((f", {metric}={each[metric]:.4g}" for each in reversed(self.history) if metric in each), "")
         return f"<{type(self).__name__} in {self.run_dir}, step {self.step} of {self.total_steps}{last}>"
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that selects the best checkpoint, with a minus where lower is better."""
+        return self.config.trainer.best_metric or self.default_best_metric
 
     @property
     def run_dir(self) -> Path:
@@ -147,6 +152,12 @@ class Frame:
                 self.step = state["step"]
                 self.load_state(state)
                 self.saved_at = time.monotonic()
+                if (before := state.get("metric") or self.best_metric) != self.best_metric:
+                    log.warning(
+                        "%s was scored by %s, and trainer.best_metric is %s now: their scores are not compared, so the "
+                        "best checkpoint will be one that is saved from here on",
+                        *(folder, before, self.best_metric),
+                    )
         except EngineError as error:
             raise CheckpointError(
                 f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
@@ -214,7 +225,7 @@ class Frame:
             self.first_update_at = time.time()
         numbers, timings = metrics.reduce(), metrics.timings()
         self.history.append({"step": step, **numbers})
-        self.score = best_score(numbers, self.config.trainer.best_metric or self.default_best_metric)
+        self.score = best_score(numbers, self.best_metric)
         seconds = timings.get("time/step", 0.0)
         if seconds > 0 and self.tokens_metric in numbers:
             timings["perf/throughput"] = numbers[self.tokens_metric] / seconds
@@ -254,6 +265,7 @@ class Frame:
                 roles=self.roles,
                 state={**self.state(), **self._weights},
                 score=self.score,
+                metric=self.best_metric,
                 is_good=self.is_good,
                 tokenizer=self.tokenizer,
                 model_path=self._model_path,

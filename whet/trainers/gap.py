@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from whet.rounding import alike
+
 WINDOW = 5  # steps whose mean is the training reward
 GAP = 0.25  # of the range of rewards; a gap that is as large, and grew by as much, is worth a warning
 LONGEST_LIST = 10
@@ -31,7 +33,7 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
         return lowest, max(record[f"{name}/max"] for record in trained) - lowest
 
     lowest, width = range_of("critic/score")
-    if width <= 0:
+    if alike(lowest, lowest + width):
         return 0.0, 0.0
     sampled, mean = "filter/sampled_score", "critic/score/mean"
     if "reward/reward_model" in trained[-1]:

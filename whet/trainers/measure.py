@@ -13,7 +13,11 @@ from whet.algorithms.value_loss import explained_variance
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.groups import by_player
+from whet.rounding import all_alike
 from whet.types import Group
+
+# Metrics of the area "reward" that are no parts of the reward function: a part of that name is "reward/part/<name>".
+OWN = {"accuracy", "groups_all_equal", "overlong_penalty", "truncated", "judge_tokens_total", "judge_cost_total"}
 
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
@@ -33,10 +37,10 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
             if isinstance(value, float):
                 parts.setdefault(name, []).append(value)
     for name, values in parts.items():
-        _average(metrics, f"reward/{name}", values)
+        _average(metrics, f"reward/part/{name}" if name in OWN else f"reward/{name}", values)
     for domain in dict.fromkeys(group.prompt.domain for group in groups if group.prompt.domain):
         _average(metrics, f"data/share/{domain}", [float(group.prompt.domain == domain) for group in groups])
-    _average(metrics, "reward/groups_all_equal", [float(len(set(each)) <= 1) for each in scores])
+    _average(metrics, "reward/groups_all_equal", [float(all_alike(each)) for each in scores])
 
 
 def measure_part(metrics: Metrics, groups: Sequence[Group], name: str, area: str) -> None:

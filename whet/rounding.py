@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equality of scores but for rounding: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 are one score, as floats and as float32.
+
+A group of such scores has nothing to learn from. Imports no torch: score functions and filters use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+
+# Four units in the last place of a float32, and what is left where parts of size 1 cancel each other.
+RELATIVE, ABSOLUTE = 5e-7, 1e-7
+
+
+def alike(one: float, other: float) -> bool:
+    """Tells whether two scores are equal but for rounding."""
+    return isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+
+
+def all_alike(values: Sequence[float]) -> bool:
+    """Tells whether the values of a group are equal but for rounding; so is a group of one, or of none."""
+    return not values or alike(min(values), max(values))
+
+
+def reaches(value: float, threshold: float) -> bool:
+    """value >= threshold, but for rounding."""
+    return value >= threshold or alike(value, threshold)
