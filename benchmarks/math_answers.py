@@ -32,7 +32,8 @@ UNCACHED = """
 from whet.rewards import math
 
 def compute_score(solution_str, ground_truth):
-    math._parse.cache_clear()
+    for cached in (math._parse, math.read, math.normalise):
+        cached.cache_clear()
     return math.compute_score(solution_str, ground_truth)
 """
 DIFFERENT = "each different answer"
@@ -53,7 +54,7 @@ def responses(rows: int) -> dict[str, list[RewardItem]]:
     )
     of_problems = [str(row["answer"]) for row in tested if row["source"] == "MATH-500"]
     different = _boxed(sorted({str(row["answer"]) for row in tested + others}))
-    symbols = [each for each in different if not math._NUMBER.fullmatch(math.normalise(each.ground_truth))]
+    symbols = [each for each in different if math.number(math.normalise(each.ground_truth)) is None]
     return {
         "GSM8K": items,
         "MATH-500": _boxed(of_problems)[:rows],
@@ -95,7 +96,8 @@ def run(setting: Setting) -> dict[str, Any]:
 
         def one_by_one(items: list[RewardItem] = items) -> None:
             for item in items:
-                math._parse.cache_clear()
+                for cached in (math._parse, math.read, math.normalise):
+                    cached.cache_clear()
                 math.compute_score(item.solution_str, item.ground_truth)
 
         ways: dict[str, Callable[[], Any]] = {

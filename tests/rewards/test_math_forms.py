@@ -11,7 +11,7 @@ from whet.rewards.math_forms import geo3k, math_dapo
 def test_plus_and_minus_one(name):
     score = REWARDS[name].load()
     assert score is math_dapo
-    assert score(r"So \boxed{\frac12}", "0.5") == {"reward": 1.0, "acc": 1.0, "pred": r"\frac12"}
+    assert score(r"So \boxed{\frac12}", "0.5") == {"reward": 1.0, "acc": 1.0, "pred": r"\frac{1}{2}"}
     assert score("Answer: 8", "7") == {"reward": -1.0, "acc": 0.0, "pred": "8"}
     assert score("", "7") == {"reward": -1.0, "acc": 0.0, "pred": None}
     assert score(r"<think>\boxed{7}</think> 8", "7")["reward"] == -1.0

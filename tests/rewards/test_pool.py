@@ -114,7 +114,9 @@ def test_shipped_functions_by_name_with_options():
 @pytest.mark.slow
 def test_a_sympy_call_that_stalls_is_killed():
     with make_pool("math", timeout_seconds=3.0) as pool:
-        stalled, fine = pool.score([item(r"\boxed{(w+x+y+z)^{90}}", "x^2"), item(r"\boxed{\frac{6}{2}}", "3")])
+        stalled, fine = pool.score(
+            [item(r"\boxed{f(x)+(w+x+y+z)^{90}}", "f(x)+x^2"), item(r"\boxed{\frac{6}{2}}", "3")]
+        )
     assert stalled == Failure("reward", "timed out after 3 s", timed_out=True)
     assert fine == RewardResult(1.0, 1.0, extracted=r"\frac{6}{2}")
 

@@ -183,7 +183,7 @@ def score_of(folder: Path) -> float | None:
 
 def metric_of(folder: Path) -> str | None:
     """The metric of a checkpoint's score; None where an older version wrote it."""
-    metric = _saved(folder).get("metric")
+    metric = saved(folder).get("metric")
     return metric if isinstance(metric, str) else None
 
 

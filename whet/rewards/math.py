@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import math_verify.parser
@@ -21,7 +21,9 @@ from math_verify import LatexExtractionConfig, parse
 
 from whet.registry import register_reward
 from whet.rewards.math_compare import as_interval, differs, verify
-from whet.rewards.result import after_thought, is_repeated, number_text
+from whet.rewards.math_read import MAX_CHARS, NORMALISATIONS as NORMALISATIONS, key_of, normalise, number, read, renamed
+from whet.rewards.math_units import unit_after
+from whet.rewards.result import after_thought, is_repeated
 
 # math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
 # deadline math-verify warns on first use, unless this flag says that it already warned.
@@ -31,45 +33,13 @@ _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
 _SENTENCE = re.compile(r".*?(?=[.?!](?:\s|$)|\n|,\s(?:which|so|since|because|as|where)\b|$)")
-_TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)"
-_GROUP = r"(?:\\[,;:! ]|[ ~])(\d{3})"  # of thousands
-# Normalisations of the answer and the truth beyond math-verify's own: docs/rewards.md has an example of each.
-NORMALISATIONS = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in {
-        r"(?<!\\)\\[()\[\]]|\\?\$|(?<![\w}])[€£¥₹](?=\s?[\d.])|(?<=\d)\s?[€£¥₹]": "",
-        r"^[\s*_`\"“”,;:=~≈]+|(?:(?<!\\)[\s*_`\"“”.,;:])+$": "",
-        r"(?<=\d),\s?\\!\s?(?=\d{3}(?!\d))": ",",
-        r"^(?![a-zA-Z]\s?=)([^=<>]*[^=<>,!\s])\s?=\s?([a-zA-Z])$": r"\2 = \1",
-        r"^[a-zA-Z]\s?=\s?(?=-?\d{1,3}(?:,\d{3})+$)": "",
-        rf"(?<![\w.,^{{\\])(\d{{1,3}}){_GROUP}(?:{_GROUP})?(?:{_GROUP})?(?![\w,])": r"\1\2\3\4",
-        r"(?<!\\)\\[,;: ]|~": " ",
-        r"(?<![\w.,)}^_/])(\d+)\s(\d+)\s?/\s?(\d+)(?![\w.,/^!])": r"\1\\frac{\2}{\3}",
-        r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])": r"\1 \\times 10^{\2}",
-        r"(?<=\d)\s?x\s?(?=10\s?\^)": r" \\times ",
-        r"\*\*": "^",
-        r"\^\s?(-\d+)": r"^{\1}",
-        r"√\s?(\d+|\w|\([^()]*\))": r"\\sqrt{\1}",
-        r"²": "^2",
-        r"³": "^3",
-        r"\s?°": r"^\\circ",
-        r"∞": r"\\infty ",
-        r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|pi)(?![a-zA-Z])": r"\\\1",
-        r"\\(?:text|mathrm|mathbf|textbf|boldsymbol)\s?\{\s?(-?[\d.,/]+)\s?\}": r"\1",
-        rf"({_TRIGONOMETRIC}(?:\s?\^\s?\{{?\d\}}?)?\s?(?:\\left)?[({{]?\s?)(-?[\d.]+)\s?\^\s?\{{?\\circ\}}?": (
-            r"\1\\frac{\2\\pi}{180}"
-        ),
-    }.items()
-)
-_READING = {
-    units: NormalizationConfig(units=units, malformed_operators=True, nits=True, boxed="all") for units in (False, True)
-}
-# math-verify reads the c of "x + c" as a unit.
-_VARIABLE_LAST = re.compile(r"[\d}\s]\s?(?!(?:[ckm]m|kg|ft)$)[a-zA-Z]{1,2}$")
+_BECAUSE = re.compile(r"\b(?:because|since)\b")
+_SAYS = re.compile(r"\b(?:is|are|was|were|equals?|has|have|gives?|yields?|becomes?|contains?)\b|[:=]")
+_GOES_ON = re.compile(r"(?:, which is|(?<=\bis)|(?<=\bare)|(?<=[:=]))\s")
+_READING = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
 _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
 # math-verify reads "2 3" as 5 and "1.000.000" as 0.
 _MISREAD = re.compile(r"(?:^|[-+*/=(,])\s?\d[\d.]*\s\d|\d\.\d+\.\d")
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 # A sum, difference or product: "17+25", "41-(-1)", "7\cdot(5+1)", but not "1.5 \times 10^{3}".
 _LETTER = r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])"
 _UNEVALUATED = re.compile(
@@ -77,33 +47,11 @@ _UNEVALUATED = re.compile(
     r"|(?:[*×·]|\\times|\\cdot|(?<=\d)\s?x(?=\s?\d))(?!\s?\{?10\}?\s?\^)|[\d)]\s?\((?=\s?[-\d])|\)\s?\d"
 )
 _SIDES = re.compile(r"(?<![<>!])=")
-_TEXT = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s?\{"
-# Text behind an answer that is a remark or another answer, not a unit: "42 \text{ is wrong}", "42 \text{ (43)}".
-_REMARK = re.compile(
-    rf"[\w)}}\]]\s*{_TEXT}"
-    r"[^{}]*(?:(?<![a-zA-Z^])\d|[,;:?!]|(?<![a-z])\(|\b(?:not?|nor|or|and|but|is|was|wrong|maybe)\b)[^{}]*\}\s*$",
-    re.IGNORECASE,
-)
-_UNIT_LAST = re.compile(rf"(?:{_TEXT}[\s~]*|[\d}}]\s?)([a-zA-Z]+)\.?\s?\}}?(?:\^\s?\{{?(\d)\}}?)?$")
-_UNITS = {
-    word: number
-    for number, words in enumerate(
-        (
-            *("m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre"),
-            *("in inch", "ft foot feet", "yd yard", "mi mile", "g gram", "kg kilogram", "mg milligram", "s sec second"),
-            *("min minute", "h hr hour", "day", "week", "month", "year", "dollar", "cent", "degree", "rad radian"),
-            *("l liter litre", "ml milliliter millilitre"),
-        )
-    )
-    for word in words.split()
-}
 _INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
-_LAYOUT = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|(?<!\w)\s|\s(?!\w)")
 
 
 @register_reward(
     "math",
-    aliases=("math_verify",),
     examples=((r"So \boxed{\frac12}.", "0.5", 1.0), ("The answer is 2/3.", "3", 0.0)),
 )
 def compute_score(
@@ -129,22 +77,50 @@ def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
     """Returns the answer as written, without its box; None where the text has none.
 
     Adjacent boxes are one answer where the truth has several values and the last box has one."""
-    text = after_thought(text)
+    text = re.sub(r"(?<=[a-z])\$\^\{?([23])\}?\$", r"^\1", after_thought(text))  # "5 cm$^2$"
     box = extract_boxes(text)
     if box is not None:
         joined = text.count("box") > 1 and _is_several(truth) and not _is_several(box)
         return extract_boxes(text, joined=True) if joined else box
     if tagged := _TAG.findall(text):
-        return last_expression(tagged[-1]) or tagged[-1].strip() or None
+        content = str(tagged[-1])
+        if (found := last_expression(content)) is None or number(read(content).text) is not None:
+            return content.strip() or None
+        return _with_unit(content, content.rfind(found), found, truth)
     if anchors := list(_ANSWER_IS.finditer(text)):
         rest = text[anchors[-1].end() :][: 4 * MAX_CHARS]
         sentence = _SENTENCE.match(rest)
         if sentence and sentence[0]:
-            start, first = next(find_expressions(rest), (sentence.end() + 1, ""))
-            return first if start <= sentence.end() else sentence[0]
+            return _stated(rest, sentence.end(), truth)
     found = last_expression(text)
-    start = text.rfind(found) if found and prompt else -1
-    return None if start >= 0 and is_repeated(text, start, prompt) else found
+    start = text.rfind(found) if found else -1
+    if found is None or (prompt and start >= 0 and is_repeated(text, start, prompt)):
+        return None
+    return _with_unit(text, start, found, truth)
+
+
+def _stated(text: str, end: int, truth: str) -> str:
+    """The answer in the sentence up to `end`, behind "answer is": its first expression, unless the sentence speaks of
+    that one and says then what it is: "The largest $n$ is 34"."""
+    because = _BECAUSE.search(text, 0, end)
+    last = because.start() if because else end
+    found = list(find_expressions(text))
+    if not found or found[0][0] > last:
+        return text[:end]
+    if more := _GOES_ON.match(text, last):
+        last = next((start for start, _ in found if start >= more.end() - 1), last)
+    found = [each for each in found if each[0] <= last]
+    chosen, is_named = found[0], text[: found[0][0]].strip("* \t\n$:") != ""
+    for (start, before), after in pairwise(found):
+        between = text[start + len(before) : after[0]]
+        if (says := _SAYS.search(between)) and (is_named or not between[: says.start()].strip("$ \n")):
+            chosen = after
+    return _with_unit(text, text.find(chosen[1], chosen[0]), chosen[1], truth)
+
+
+def _with_unit(text: str, start: int, found: str, truth: str) -> str:
+    """The expression `found`, with the unit behind it where the truth has one."""
+    return found + (unit_after(text[start + len(found) :]) if read(truth).unit and start >= 0 else "")
 
 
 def extract_boxes(text: str, *, joined: bool = False) -> str | None:
@@ -162,26 +138,41 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Returns whether two expressions, as LaTeX or plain text, are equal: as text, or according to math-verify. A sum,
-    difference or product that is not worked out is not equal to a number, nor is a list, or an equation of others.
+    """Returns whether two answers, as LaTeX or plain text, are equal: as text, or according to math-verify, and their
+    units where both have one. A sum, difference or product that is not worked out is not equal to a number, nor is a
+    list, or an equation of others.
 
     There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
-    one, other = vote(answer), vote(truth)
-    if one == other:
+    one, other = read(answer), read(truth)
+    has_units = bool(one.unit and other.unit)
+    if has_units and one.unit != other.unit:
+        return False
+    if vote(answer) == vote(truth):
+        return vote(truth) != ""
+    text = renamed(one, other)
+    if text is None or (one.is_remark and not other.is_remark):
+        return False
+    if has_units or (other.is_sure and (one.is_sure or number(other.text) is not None)):
+        return _is_same(text, other.text)
+    return _is_same(normalise(answer), normalise(truth))  # where 5m is no 5 metres
+
+
+def _is_same(answer: str, truth: str) -> bool:
+    """`is_equal` of the mathematics of two answers."""
+    one, other = key_of(answer), key_of(truth)
+    if one == other or (len(one) > 1 and one.isalpha() and one.casefold() == other.casefold()):
         return one != ""
-    if _is_number(other):
-        if _is_number(one):
-            return Decimal(one) == Decimal(other)  # \displaystyle .5
-        if not _may_be_number(answer, one, Decimal(other)):
+    value = number(other)
+    if value is not None:
+        if (found := number(one)) is not None:
+            return found == value  # \displaystyle .5
+        if not _may_be_number(answer, one, value):
             return False
     elif _INTERVAL.fullmatch(other):
         answer = as_interval(one) or answer
     if differs(_SIDES.split(one)[-1], _SIDES.split(other)[-1]):
         return False
-    if (_REMARK.search(normalise(answer)) and not _REMARK.search(truth)) or len({*_units(answer, truth)}) > 1:
-        return False
-    units = not _VARIABLE_LAST.search(normalise(truth))
-    parsed_truth, parsed_answer = _parse(truth, units), _parse(answer, units)
+    parsed_truth, parsed_answer = _parse(truth), _parse(answer)
     if parsed_truth is None or parsed_answer is None:
         return False
     return verify(parsed_truth, parsed_answer)
@@ -190,54 +181,30 @@ def is_equal(answer: str, truth: str) -> bool:
 def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
     """Tells whether an answer that is no number as it stands may have the value `truth`: 42.0 cm, 84/2, x = 42, but not
     the question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
-    sides = [vote(side) for side in _SIDES.split(normalise(answer)) if side.strip()]
-    numbers = [Decimal(side) for side in sides if _is_number(side)] if len(sides) > 1 else []
+    sides = [key_of(normalise(side)) for side in _SIDES.split(answer) if side.strip()]
+    numbers = [found for side in sides if (found := number(side)) is not None] if len(sides) > 1 else []
     if numbers:
         return {*numbers} == {truth}
     parts = key.split(",")
     is_list = (key.startswith("[") and key.endswith("]")) or (len(parts) > 1 and len({*parts}) == 1)
     plain = re.sub(
-        rf"{_TEXT}[^{{}}]*\}}|\\[dt]?frac|\{{(?=[\d.]+\}})|(?<=[\d.])\}}(?=\s?[-+*×·\\])",
-        "",
-        sides[-1] if sides else "",
+        r"\\text\{[^{}]*\}|\\frac|\{(?=[\d.]+\})|(?<=[\d.])\}(?=\s?[-+*×·\\])", "", sides[-1] if sides else ""
     )
     return not is_list and not _UNEVALUATED.search(plain)
 
 
-def _units(*answers: str) -> Iterator[tuple[int, str]]:
-    """The numbers in `_UNITS` of the units that stand last in answers, with their powers."""
-    for answer in answers:
-        if found := _UNIT_LAST.search(answer.strip()):
-            word = found[1].lower()
-            yield from [(_UNITS[each], found[2] or "1") for each in (word, word[:-1], word[:-2]) if each in _UNITS][:1]
-
-
-def _is_number(key: str) -> bool:
-    """Tells whether the key of a vote is a number of a length that is quick to read."""
-    return len(key) < 100 and _NUMBER.fullmatch(key) is not None
-
-
 def vote(answer: str) -> str:
-    """Returns the key under which a majority vote counts an answer: a number by its value, any other answer by its text
-    without layout commands.
+    """Returns the key under which a majority vote counts an answer: a number by its value, without words such as
+    "apples", any other answer by its text without layout commands.
 
     Parsing could unite more answers, but a vote must not depend on how a parser fails."""
-    text = normalise(answer)
-    if _NUMBER.fullmatch(text):
-        return number_text(Decimal(text.replace(",", "")))
-    return _LAYOUT.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-
-
-def normalise(text: str) -> str:
-    """Returns `text` on one line, with `NORMALISATIONS` applied."""
-    text = " ".join(text.split())
-    for pattern, replacement in NORMALISATIONS if len(text) <= MAX_CHARS else ():
-        text = pattern.sub(replacement, text)
-    return text.strip()
+    found = read(answer)
+    is_number = not found.unit and found.condition is None and number(found.text) is not None
+    return key_of(found.text if is_number else normalise(answer))
 
 
 @lru_cache(maxsize=256)
-def _parse(text: str, units: bool = True) -> Any:
+def _parse(text: str) -> Any:
     """The expression as math-verify parses it; None for one that it cannot parse, misreads, or might never finish."""
     text = normalise(text)
     depths = open_brackets(text)
@@ -245,11 +212,11 @@ def _parse(text: str, units: bool = True) -> Any:
         return None
     percent = _PERCENT.fullmatch(text)
     latex = f"${percent[1]}$%" if percent else f"${text}$"
-    parsed = parse(latex, [LatexExtractionConfig(normalization_config=_READING[units])], parsing_timeout=None)
+    parsed = parse(latex, [LatexExtractionConfig(normalization_config=_READING)], parsing_timeout=None)
     found = next((each for each in parsed if not isinstance(each, str)), None)
     left, _, right = text.rpartition("=")
     if found is None and left and not depths[len(left)] and not ("=" in left and "," in left):
-        return _parse(right, units)  # the 1/2 of "P(A|B) = 1/2"
+        return _parse(right)  # the 1/2 of "P(A|B) = 1/2"
     return found if found is None or _is_feasible(found) else None
 
 
@@ -296,7 +263,6 @@ def _is_several(text: str) -> bool:
 
 # -- expressions in running text ---------------------------------------------------------------------------------------
 
-MAX_CHARS = 500  # of an expression; a longer one is no answer
 _WHOLE = (  # parts of an expression that may hold words, line ends and full stops
     r"\$\$.{1,1000}?\$\$",
     r"\\\[.{1,1000}?\\\]",
@@ -328,7 +294,9 @@ _MATHS = re.compile(
     r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
 )
 _AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)[(\[]|\b(?:and|or))+$")
-_CALCULATED = re.compile(r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)")  # "2 + 2 = " of "2 + 2 = 4"
+_CALCULATED = re.compile(  # "2 + 2 = " of "2 + 2 = 4", but not "4 = " of "4 = x"
+    r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)(?!.*(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z]))"
+)
 # Arithmetic in words, up to its last number: "a third of", "10% of the", "from 3 to", "the odds are 1 to".
 _LINKS = {"of", "to", "in", "than", "as", "per", "every", "from", "by", "with"}
 _DETERMINERS = {"the", "all", "his", "her", "its", "their", "my", "our", "these", "those"}

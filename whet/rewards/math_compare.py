@@ -12,6 +12,7 @@ from decimal import Context, Decimal
 from typing import Any
 
 import sympy
+from sympy.core.function import AppliedUndef
 
 _spec = importlib.util.find_spec("math_verify.grader")
 assert _spec is not None and _spec.loader is not None
@@ -19,6 +20,15 @@ _grader: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_grader)
 _grader.TIMEOUT_WARNING_SHOWN = True  # without its deadline, which needs the main thread, it warns on first use
 
+# Values of symbols, at random: three times positive, then of both signs; the first six are small, for towers of powers.
+POINTS = [
+    [
+        sympy.Float((7 * row + 13 * place + 3) * 0.6180339887 % (1.6 if row < 6 else 12) + 0.1, 40)
+        * (-1 if 2 < row != 6 and (row + place) % 2 else 1)
+        for place in range(9)
+    ]
+    for row in range(10)
+]
 MIN_DIGITS, MAX_DIGITS = 6, 12  # of a decimal that stands for a number without a finite decimal
 _BASE = re.compile(r"(?<![\w\\])(\d[\dA-Z]*)_\{?(\d+)\}?")
 _SET, _TUPLE = re.compile(r"\\\{.*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
@@ -30,8 +40,42 @@ _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\
 
 
 def verify(truth: Any, answer: Any) -> bool:
-    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` in the place of its own."""
-    return bool(_grader.verify(truth, answer, timeout_seconds=None))
+    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` and `identical` in the place
+    of its own comparisons. An `i` is the imaginary unit, and equal names are one symbol, in both."""
+    return bool(_grader.verify(*_united(truth, answer), timeout_seconds=None))
+
+
+def _united(*expressions: Any) -> list[Any]:
+    symbols = {each for expression in expressions for each in expression.free_symbols}
+    names = {each.name for each in symbols}
+    if len(names) == len(symbols) and "i" not in names:
+        return [*expressions]
+    one = {
+        each: sympy.I if each.name == "i" else sympy.Symbol(each.name, real="i" not in names or None)
+        for each in symbols
+    }
+    return [each.xreplace(one) for each in expressions]
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Returns whether two expressions have the same value at every one of `POINTS` where both are real (any value where
+    an imaginary unit is in them); where too few points say so, whether their difference simplifies to 0."""
+    is_plain = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
+    both = sympy.Tuple(one, other) if is_plain else sympy.Tuple()
+    symbols = [] if both.has(AppliedUndef) else sorted(both.free_symbols, key=str)
+    raised = [each.args[-1] for each in both.atoms(sympy.Pow, sympy.exp, sympy.factorial)]
+    if not symbols or any(each.is_number and abs(each) > 1000 for each in raised):
+        return bool(_simplified(one, other))
+    is_complex, told = one.has(sympy.I) or other.has(sympy.I), 0
+    for point in POINTS[:6] if any(each.free_symbols for each in raised) else POINTS:
+        at = {each: point[place % len(point)] for place, each in enumerate(symbols)}
+        values = [each.xreplace(at).evalf(30) for each in (one, other)]
+        if not all(each.is_number and each.is_finite and (is_complex or each.is_real) for each in values):
+            continue
+        if abs(values[0] - values[1]) > 1e-15 * abs(values[0]) + 1e-33:
+            return False
+        told += 1
+    return told > 2 or bool(_simplified(one, other))
 
 
 def numbers_equal(one: Any, other: Any, *_: object) -> bool:
@@ -72,7 +116,8 @@ def solutions(*equation: Any) -> Any:
     return found
 
 
-_grader.sympy_numeric_eq, _grader.solve = numbers_equal, solutions
+_simplified = _grader.sympy_symbolic_eq
+_grader.sympy_numeric_eq, _grader.sympy_symbolic_eq, _grader.solve = numbers_equal, identical, solutions
 
 
 def _is(expression: Any, kind: type) -> bool:
@@ -104,8 +149,10 @@ def _stands_for(decimal: Any, value: Any) -> bool:
 
 def differs(one: str, other: str) -> bool:
     """Tells whether two answers, as keys of a vote, differ in what parsing loses: the bases of numbers (`101_2`),
-    braces for parentheses, or a time of the day, which is no quotient."""
+    braces for parentheses, primes, dots, or a time of the day, which is no quotient."""
     kinds = [(_SET.fullmatch(each) is not None, _TUPLE.fullmatch(each) is not None) for each in (one, other)]
+    if any(r"\ldots" in each for each in (one, other)) or one.count("'") != other.count("'"):
+        return True
     times = [(found := _CLOCK.match(each)) and found[1] for each in (one, other)]
     is_time = times[0] != times[1] and any(map(_CLOCK.fullmatch, (one, other)))
     return is_time or _BASE.findall(one) != _BASE.findall(other) or {*kinds} == {(True, False), (False, True)}

@@ -1,14 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other rewards for the verdict of `math`: +1 and -1, and a weighted sum with the format."""
+"""Other rewards for mathematics: the verdict of `math` as +1 and -1, or in a sum with the format; math-verify alone."""
 
 from __future__ import annotations
 
+import threading
 from typing import Literal
+
+import math_verify.grader
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from whet.options import Share
 from whet.registry import register_reward
 from whet.rewards import math
 from whet.rewards.shaping import has_format
+
+math_verify.grader.TIMEOUT_WARNING_SHOWN = (
+    True  # outside the main thread it has no deadline of its own, and would say so
+)
+
+
+@register_reward(
+    "math_verify", examples=((r"So \boxed{\frac12}.", "0.5", 1.0), (r"So \boxed{5 \text{ m}}", r"5 \text{ km}", 1.0))
+)
+def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
+    """1 where math-verify by itself, called as verl's `math_verify` calls it, finds the answer in a response equal to
+    the ground truth, else 0: the boxed truth read as LaTeX, the response as an expression or LaTeX, six places.
+
+    `math` is stricter, and reads more notations. `pred` is that of `math`.
+    """
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None  # it needs signals
+    truth = parse(rf"\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
+    found = parse(solution_str, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=seconds)
+    correct = bool(truth) and verify(truth, found, float_rounding=6, timeout_seconds=seconds)
+    answer = math.extract_answer(solution_str)
+    return {"reward": float(correct), "pred": answer and math.vote(answer)}
 
 
 @register_reward("math_dapo", aliases=("aime",), examples=((r"So \boxed{7}", "7", 1.0), ("Answer: 8", "7", -1.0)))
