@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How `math` reads an answer: its mathematics apart from a unit, a condition, and words before it.
+r"""Reads an answer for `math`: its mathematics apart from a unit, a condition, and words before it.
 
 `\text{The answer is } 60\text{ km/h}` is 60, of km/h; `x = 2\pi k \quad (k \in \mathbb{Z})` is `x = 2\pi k`."""
 

@@ -87,7 +87,7 @@ class _Reader:
         return self.tokens[self.place] if self.place < len(self.tokens) else ""
 
     def part(self, token: str, before: str = "") -> str:
-        """What a token stands for, with its arguments; `before`: the part before it."""
+        """Returns the meaning of a token with its arguments; `before`: the part before it."""
         if token == "{":
             starts = self.place == 1
             inside = self.group()
@@ -140,7 +140,7 @@ class _Reader:
         return f"{mark}{{{inside}}}"
 
     def command(self, name: str, before: str) -> str:
-        """What the command `name` stands for."""
+        """Returns the meaning of the command `name`."""
         kind = _KINDS.get(name)
         if kind == "look":
             if name in ("left", "right") and self.peek() == ".":
