@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of a model's RMS norms and gated MLPs by versions that save less memory for the backward pass.
+"""Replacement of a model's RMS norms and gated MLPs by versions that save less memory for the backward pass, and of its
+linear layers by ones with a kernel of whet.
 
 A module is replaced only if it computes the same: its parts have the expected names, and a small copy with random
 weights (its own may not be loaded yet) gives the same results."""
@@ -17,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from whet.compiled import library
+from whet.models.linear import Linear
 
 TOLERANCE = 1e-5  # relative, in float32
 WIDTH = 8  # of the copies for the comparison
@@ -43,6 +45,8 @@ def fuse(model: nn.Module) -> int:
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
+            if type(module) is nn.Linear:
+                module.__class__ = Linear  # its weight, its names and its hooks stay
             other = _counterpart(module)
             if other is not None and _same(module):
                 setattr(parent, name, other.train(module.training))
@@ -118,7 +122,7 @@ class RMSNorm(nn.Module):
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normalised states [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
-    dtype = torch.promote_types(x.dtype, weight.dtype)
+    dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     if not _has_kernel(x, weight):
@@ -181,9 +185,10 @@ class _RMSNorm(torch.autograd.Function):
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
     """True where the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
-    suited = all(each.device.type == "cpu" and each.dtype in KERNEL_DTYPES for each in tensors)
-    suited = suited and not any(isinstance(each, FakeTensor) for each in tensors)
-    return suited and not torch.compiler.is_compiling() and library(_SOURCE) is not None
+    for each in tensors:
+        if each.dtype not in KERNEL_DTYPES or each.device.type != "cpu" or isinstance(each, FakeTensor):
+            return False
+    return not torch.compiler.is_compiling() and library(_SOURCE) is not None
 
 
 _SOURCE = Path(__file__).with_name("rms_norm.cpp")
