@@ -148,7 +148,8 @@ def last_line(error: BaseException) -> tuple[str, int]:
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted: bool = True, most: int = 1) -> str:
     """Returns a hint with the `most` known names that are nearest to a name, or `otherwise` where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=most)
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=most) or [e for e in names if name.startswith(f"{e}_")][:most]
     return f"did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else otherwise
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from whet.config.foreign import UNSET, KeyRow, Table, tables
 
 _TABLE = re.compile(r"^## (From .*)\n(?:(?!## |\|).*\n)*((?:\|.*\n)+)", re.MULTILINE)  # the first one below a heading
-KINDS = {"speed": "concerns speed or memory", "check": "set by hand"}
+KINDS = {"speed": "concerns speed or memory", "check": "set by hand", "parallel": "left out"}
 
 
 def page(text: str) -> str:

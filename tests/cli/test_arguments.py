@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from whet.cli.app import app
 from whet.cli.arguments import split_recipe
 
 
@@ -23,3 +25,9 @@ def test_a_first_word_that_is_no_override_is_the_recipe(
     words: list[str] | None, config_name: str | None, expected: tuple[str | None, list[str]]
 ) -> None:
     assert split_recipe(words, config_name) == expected
+
+
+@pytest.mark.parametrize("flag", ["--config-name", "--config_name"])
+def test_the_recipe_is_named_in_the_spelling_of_hydra_and_of_roll(flag: str) -> None:
+    result = CliRunner().invoke(app, ["config", "train", flag, "no_such_recipe"])
+    assert str(result.exception).startswith("no recipe 'no_such_recipe'")

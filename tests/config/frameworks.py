@@ -125,6 +125,7 @@ def verl(keys: Keys, batch: Batch) -> Step:
         loss = clipped(moved.exp(), advantages, low, high, keys.get(f"{actor}clip_ratio_c", 3.0))
     length = keys.get("data.max_response_length", 512)
     total = aggregated(mode, loss, mask, length)
+    total = total - keys.get(f"{actor}entropy_coeff", 0) * aggregated(mode, batch["entropy"], mask, length)
     if keys.get(f"{actor}use_kl_loss"):
         form, coef = keys.get(f"{actor}kl_loss_type", "low_var_kl"), keys.get(f"{actor}kl_loss_coef", 0.001)
         distance = penalty(form, batch["log_probs"], batch["ref_log_probs"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,6 +39,8 @@ COMMANDS = {
     "easyr1": "python3 -m verl.trainer.main config=base.yaml",
     "trl": "accelerate launch --config_file zero3.yaml examples/scripts/grpo.py",
 }
+
+OF_THEIR_DEVICES = re.compile(r"cluster\.|\w+\.engine\.|rollout\.free_cache_engine")
 
 
 def text(value: Any) -> str:
@@ -116,9 +119,11 @@ OF_THEIR_DATA = ("data.mix", "reward.domains", "reward.kwargs")
 
 
 def recipe(name: str, folder: Path, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The recipe as a file, loaded with a model and data from here; domains are those of their data."""
+    """The recipe as a file, loaded with a model and data from here, for one process without a GPU; domains are those of
+    their data."""
     file, result = folder / "recipe.yaml", converted(name, folder)
-    result.values = {key: value for key, value in result.values.items() if not key.startswith(OF_THEIR_DATA)}
+    for key in [key for key in result.values if key.startswith(OF_THEIR_DATA) or OF_THEIR_DEVICES.match(key)]:
+        del result.values[key]
     file.write_text(result.to_yaml())
     return load_config(TrainConfig, file, overrides, checked=False).config
 

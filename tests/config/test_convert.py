@@ -113,7 +113,8 @@ def test_a_recipe_passes_a_dry_run(
 def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, model_folder: Path) -> None:
     """Advantages, loss and gradient of one batch, by the loop's own parts and by the framework's formulas."""
     config = recipe(name, tmp_path, {"model.path": str(model_folder)})
-    keys, columns = keys_of(name), batch_of(min(config.rollout.n, 5) if config.rollout.n > 1 else 3)
+    keys = {**FACTS[name].get("defaults", {}), **keys_of(name)}
+    columns = batch_of(min(config.rollout.n, 5) if config.rollout.n > 1 else 3)
     if config.algorithm.overlong.penalty:  # lengths near the limit of this batch
         keys = {**keys, "data.max_response_length": 9, "custom_reward_function.overlong_buffer.len": 4}
         config = recipe(name, tmp_path, {"data.max_response_length": 9, "algorithm.overlong.buffer_length": 4})
@@ -182,6 +183,7 @@ def test_keys_of_something_else_are_refused() -> None:
 def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
     keys = {
         "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 4,
         "algorithm.lam": 0.9,
         "actor_rollout_ref.actor.kl_loss_coef": 0.1,
         "actor_rollout_ref.actor.optim.lr_warmup_steps": 3,
@@ -200,15 +202,15 @@ def test_what_is_not_in_the_recipe_is_told_with_its_reason() -> None:
     assert "algorithm.lam: advantage estimator grpo does not read it" in found.ignored
     coef, use = (f"actor_rollout_ref.actor.{name}" for name in ("kl_loss_coef", "use_kl_loss"))
     assert f"{coef}=0.1: without effect, since {use} is not set" in found.ignored
-    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=4: set cluster.placement (`devices` of the pool"
-    assert any(line.startswith(width) for line in found.check)
-    assert any(line.startswith("trainer.n_gpus_per_node=8: set cluster.n_gpus_per_node") for line in found.check)
+    width = "actor_rollout_ref.rollout.tensor_model_parallel_size=4: each process samples with the whole model"
+    assert [line[: len(width)] for line in found.parallel] == [width]
+    assert (found.values["cluster.n_gpus_per_node"], found.values["actor.engine.name"]) == (8, "fsdp")
     # 1024 prompts a step, 256 an update: a step of theirs is four updates
     assert found.values["actor.optim.warmup_steps"] == 12
     assert found.values["algorithm.loss_options.clip_ratio_c"] == 3.0
     origin = found.origins["algorithm.loss_options.clip_ratio_c"]
     assert origin == "default of verl: actor_rollout_ref.actor.clip_ratio_c"
-    assert found.values["rollout.n"] == 1
+    assert found.values["rollout.n"] == 4
 
 
 @pytest.mark.parametrize(
@@ -323,8 +325,8 @@ def test_values_of_several_lines_stay_comments() -> None:
 def test_what_sets_nothing_is_an_error(source: str) -> None:
     with pytest.raises(ConfigError, match=r"expected a file, or a command|sets no key of verl"):
         read(source, "verl")
-    with pytest.raises(ConfigError, match="expected verl, easyr1, roll, trl"):
-        convert(Written({"a": 1}), "slime")
+    with pytest.raises(ConfigError, match="expected verl, easyr1, roll, trl, openrlhf, slime"):
+        convert(Written({"a": 1}), "nemo")
 
 
 VERL = [name for name in SCRIPTS if FACTS[name]["from"] == "verl"]
@@ -439,8 +441,15 @@ def test_branches_of_a_script(engine: str, rate: float, n: int) -> None:
     assert found.unread == []
 
 
-def test_branches_that_depend_on_what_is_not_in_the_script_are_told() -> None:
+def test_branches_that_depend_on_what_is_not_in_the_script_are_a_choice() -> None:
     command = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N x=1\n"
-    found = read('N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command, "verl")
-    assert found.values["actor_rollout_ref.rollout.n"] == 8
-    assert found.unread == ['`if [ "$1" = long ]`: not decided; all assignments in it were carried out, in order']
+    script = 'N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command
+    with pytest.raises(ConfigError) as raised:
+        convert(read(script, "verl"), "verl")
+    assert str(raised.value).splitlines()[1:] == [
+        "  --set 1=: rollout.n=2",
+        "  --set 1=long: rollout.n=8",
+        "  --set 1=ANY: rollout.n=2",
+    ]
+    assert convert(read(script, "verl", {"1": "long"}), "verl").values["rollout.n"] == 8
+    assert convert(read(script, "verl", {"1": "short"}), "verl").values["rollout.n"] == 2

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -172,18 +173,13 @@ def test_the_whole_file_of_verl_converts() -> None:
     python = interpreter("WHET_PEERS_VENV", ".venv-peers")
     (file,) = python.parents[1].glob("lib/*/site-packages/verl/trainer/config/_generated_ppo_trainer.yaml")
     found = convert(read(str(file), "verl"), "verl")
-    assert [line.partition("=")[0] for line in found.check if not line.startswith("whet train: ")] == [
-        "trainer.n_gpus_per_node"
-    ]
-    assert all("does not exist" in line or "is not a folder" in line for line in found.check[1:])
-    assert found.without == []
-    (ignored,) = found.ignored
-    assert ignored.endswith(" keys at the default of verl, switched off, or not about training")
-    assert int(ignored.split()[0]) > 500
+    assert all("does not exist" in line or "is not a folder" in line for line in found.check)
+    assert [found.without, found.parallel, found.ignored] == [[], [], []]
+    assert len(set(found.speed)) > 500
     expected = {"critic.mini_batch_size": 256, "critic.epochs": 1, "data.max_response_length": 512, "rollout.n": 1}
     expected |= {"model.dtype": "bfloat16", "trainer.run_dir": "checkpoints/verl_examples/gsm8k"}
     assert {key: found.values[key] for key in expected} == expected
-    assert not [key for key in found.values if key.startswith((CORRECTION, "rollout.engine", "environment"))]
+    assert not [key for key in found.values if key.startswith((CORRECTION, "environment"))]
 
 
 HYDRA = """
@@ -214,10 +210,8 @@ def test_keys_at_their_default_or_switched_off_are_counted() -> None:
     keys = {"algorithm.filter_groups.enable": False, "algorithm.filter_groups.metric": "acc"}
     keys |= {"trainer.balance_batch": True, "actor_rollout_ref.actor.profiler.steps": [1], "trainer.device": "npu"}
     found = verl(**keys)
-    assert found.ignored == [
-        "trainer.device=npu: concerns speed or memory",
-        "3 keys at the default of verl, switched off, or not about training",
-    ]
+    assert found.ignored == [] and sorted(found.speed) == sorted({*keys} - {"algorithm.filter_groups.enable"})
+    assert "# Speed, memory and logs: 4 keys not carried over" in found.to_yaml().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -386,10 +380,28 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, words).exit_code == 0 and "coef: 0.1" in file.read_text()
 
 
+def test_a_choice_is_set_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.sh"
+    file.write_text("if [ $(uname) = X ]; then n=2; else n=4; fi\npython3 -m verl.trainer.main_ppo "
+                    "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$n $MORE\n")  # fmt: skip
+    words = ["config", "convert", str(file), "--from", "verl"]
+    asked = str(CliRunner().invoke(app, words).exception)
+    assert "rollout.n=2" in asked and "rollout.n=4" in asked and "--set" in asked
+    chosen = shlex.split(asked[asked.index("--set ") : asked.index(": rollout.n=2")])
+    assert "  n: 2" in CliRunner().invoke(app, [*words, *chosen]).output
+    refused = str(CliRunner().invoke(app, [*words, "--set", "DEVICE"]).exception)
+    assert refused == "--set DEVICE sets nothing; expected NAME=VALUE, such as --set DEVICE=gpu"
+
+
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 FSDP = {"actor.engine.name": "fsdp"}
 OFFLOADED = {"actor.engine.options.cpu_offload": True}
+REF_OFFLOADED = {"ref.engine.name": "fsdp", "ref.engine.options.cpu_offload": True}
+VLLM, SGLANG = {"rollout.engine.name": "vllm"}, {"rollout.engine.name": "sglang"}
 STRATEGY = "actor_train.strategy_args.strategy_name"
+CONFIG = "actor_train.strategy_args.strategy_config"
+EIGHT = {"actor_train.device_mapping": "list(range(0,8))"}
+LARGE: dict[str, dict[str, Any]] = {"slime": {"rollout_batch_size": 32, "n_samples_per_prompt": 8}}
 
 
 @pytest.mark.parametrize(
@@ -397,61 +409,76 @@ STRATEGY = "actor_train.strategy_args.strategy_name"
     [
         ("verl", {f"{ACTOR}.strategy": "megatron"}, FSDP),
         ("verl", {f"{ACTOR}.strategy": "fsdp2"}, FSDP),
+        ("verl", {f"{ACTOR}.ppo_epochs": 1}, FSDP),  # by default of verl
+        ("verl", {"trainer.n_gpus_per_node": 1, f"{ACTOR}.strategy": "fsdp2"}, {}),
         ("verl", {f"{ACTOR}.fsdp_config.offload_policy": True}, FSDP | OFFLOADED),
-        ("verl", {f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.fsdp_size": -1}, {}),
-        ("verl", {f"{REF}.strategy": "fsdp"}, {"ref.engine.name": "fsdp"}),
-        (
-            "verl",
-            {f"{REF}.megatron.param_offload": True},
-            {"ref.engine.name": "fsdp", "ref.engine.options.cpu_offload": True},
-        ),
-        ("easyr1", {"worker.actor.strategy": "fsdp"}, FSDP),
-        ("easyr1", {"worker.actor.fsdp.enable_full_shard": True}, FSDP),
+        ("verl", {f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.fsdp_size": -1}, FSDP),
+        ("verl", {f"{ACTOR}.fsdp_config.fsdp_size": 4}, FSDP | {"actor.engine.options.shard_size": 4}),
+        ("verl", {f"{REF}.strategy": "fsdp"}, FSDP | {"ref.engine.name": "fsdp"}),
+        ("verl", {f"{REF}.megatron.param_offload": True}, FSDP | REF_OFFLOADED),
+        ("easyr1", {"worker.actor.strategy": "fsdp"}, FSDP | VLLM),
+        ("easyr1", {"worker.actor.fsdp.enable_full_shard": True}, FSDP | VLLM),
         (
             "easyr1",
             {"worker.actor.fsdp.enable_full_shard": False},
-            FSDP | {"actor.engine.options.reshard_after_forward": False},
+            FSDP | VLLM | {"actor.engine.options.reshard_after_forward": False},
         ),
-        ("easyr1", {"worker.actor.fsdp.enable_cpu_offload": True}, FSDP | OFFLOADED),
-        ("roll", {STRATEGY: "megatron_train"}, FSDP),
-        ("roll", {STRATEGY: "deepspeed_train"}, FSDP),
-        ("roll", {"reference.strategy_args.strategy_name": "hf_infer"}, {"ref.engine.name": "single"}),
+        ("easyr1", {"worker.actor.fsdp.enable_cpu_offload": True}, FSDP | VLLM | OFFLOADED),
+        ("easyr1", {"worker.ref.fsdp.enable_cpu_offload": True}, FSDP | VLLM | REF_OFFLOADED),
+        ("easyr1", {"worker.ref.offload.offload_params": True}, FSDP | VLLM | REF_OFFLOADED),
+        ("roll", {STRATEGY: "megatron_train", "actor_train.device_mapping": "list(range(0,8))"}, FSDP),
+        ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "list([0,1,4,5])"}, FSDP),
+        ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "[0]"}, {}),
+        ("openrlhf", {"ds.zero_stage": 3, "ref.offload": True}, FSDP | VLLM | REF_OFFLOADED),
+        ("slime", {"tensor_model_parallel_size": 2}, FSDP | SGLANG | {"actor.engine.options.tensor_parallel_size": 2}),
     ],
 )
 def test_models_that_are_sharded_there_are_sharded_here(
     system: str, keys: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    values = convert(Written(keys), system).values
-    assert {key: value for key, value in values.items() if ".engine." in key} == expected
+    values = convert(Written({**LARGE.get(system, {}), **keys}), system).values
+    chosen = {key: value for key, value in values.items() if ".engine." in key and not key.startswith("critic.")}
+    assert chosen == expected
 
 
 @pytest.mark.parametrize(
-    ("system", "key", "asked"),
+    ("system", "key", "option", "devices"),
     [
-        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "set actor.engine.options.tensor_parallel_size"),
-        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "set actor.engine.options.sequence_parallel_size"),
-        ("verl", f"{ACTOR}.megatron.pipeline_model_parallel_size", "no pipeline or expert parallelism here"),
-        ("verl", f"{ACTOR}.megatron.expert_model_parallel_size", "no pipeline or expert parallelism here"),
-        ("verl", "actor_rollout_ref.rollout.tensor_model_parallel_size", "set cluster.placement (`devices`"),
-        ("easyr1", "worker.actor.ulysses_size", "set actor.engine.options.sequence_parallel_size"),
-        ("easyr1", "worker.rollout.tensor_parallel_size", "set cluster.placement (`devices`"),
-        (
-            "roll",
-            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
-            "set actor.engine.options.tensor_parallel_size",
-        ),
-        (
-            "roll",
-            "actor_train.strategy_args.strategy_config.expert_model_parallel_size",
-            "no pipeline or expert parallelism here",
-        ),
+        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "tensor_parallel_size", {}),
+        ("verl", f"{ACTOR}.megatron.context_parallel_size", "sequence_parallel_size", {}),
+        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "sequence_parallel_size", {}),
+        ("easyr1", "worker.actor.ulysses_size", "sequence_parallel_size", {}),
+        ("roll", f"{CONFIG}.tensor_model_parallel_size", "tensor_parallel_size", EIGHT),
+        ("roll", f"{CONFIG}.context_parallel_size", "sequence_parallel_size", EIGHT),
     ],
 )
-def test_sizes_that_depend_on_the_number_of_processes_are_asked_for(system: str, key: str, asked: str) -> None:
-    check = convert(Written({key: 4}), system).check
-    assert [line for line in check if line.startswith(f"{key}=4: {asked}")]
-    of_one = convert(Written({key: 1}), system)
-    assert not [line for line in [*of_one.check, *of_one.without] if line.startswith(key)]
+def test_parallel_sizes_are_written_where_they_divide_the_processes(
+    system: str, key: str, option: str, devices: dict[str, Any]
+) -> None:
+    """There are 8 GPUs."""
+    found = {size: convert(Written({key: size, **devices}), system) for size in (1, 4, 3)}
+    values = {size: each.values.get(f"actor.engine.options.{option}") for size, each in found.items()}
+    assert values == {1: None, 4: 4, 3: None}
+    told = {size: [line for line in each.parallel if line.startswith(key)] for size, each in found.items()}
+    assert told == {1: [], 4: [], 3: [f"{key}=3: does not divide the 8 processes; left out"]}
+
+
+@pytest.mark.parametrize(
+    ("system", "key"),
+    [
+        ("verl", f"{ACTOR}.megatron.pipeline_model_parallel_size"),
+        ("verl", f"{ACTOR}.megatron.expert_model_parallel_size"),
+        ("verl", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+        ("easyr1", "worker.rollout.tensor_parallel_size"),
+        ("roll", f"{CONFIG}.expert_model_parallel_size"),
+        ("slime", "pipeline_model_parallel_size"),
+    ],
+)
+def test_parallelism_that_whet_does_not_have_is_told_beside_the_numbers(system: str, key: str) -> None:
+    found = convert(Written({key: 4}), system)
+    assert len([line for line in found.parallel if line.startswith(f"{key}=4: ")]) == 1
+    assert not [line for line in [*found.check, *found.without] if line.startswith(key)]
+    assert not [line for line in convert(Written({key: 1}), system).parallel if line.startswith(key)]
 
 
 @pytest.mark.parametrize(
@@ -462,9 +489,12 @@ def test_sizes_that_depend_on_the_number_of_processes_are_asked_for(system: str,
         ("easyr1", "worker.actor.offload.offload_params"),
     ],
 )
-def test_weights_that_are_moved_to_the_host_are_told_with_both_counterparts(system: str, key: str) -> None:
-    line = next(line for line in convert(Written({key: True}), system).check if line.startswith(f"{key}=True: set"))
-    assert "rollout.free_cache_engine" in line and "actor.engine.options.cpu_offload" in line
+def test_weights_that_are_moved_to_the_host_leave_the_device_to_the_rollout(system: str, key: str) -> None:
+    assert convert(Written({key: True}), system).values["rollout.free_cache_engine"] is True
+    switched_off = {"actor_rollout_ref.rollout.free_cache_engine": False} if system == "verl" else {}
+    other = "worker.actor.offload.offload_optimizer"
+    off = convert(Written({key: False, **switched_off, **({other: False} if system == "easyr1" else {})}), system)
+    assert not off.values.get("rollout.free_cache_engine")
 
 
 def test_megatron_by_the_name_of_its_config() -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
+from whet.config.convert import convert
 from whet.config.foreign import foreign_key, foreign_keys
+from whet.config.foreign_files import Written
 from whet.config.keys import is_known
 from whet.errors import ConfigError
 
@@ -72,6 +74,37 @@ def test_a_key_that_another_command_has_not_is_not_offered_there() -> None:
     assert foreign_key(SFTConfig, "actor_rollout_ref.rollout.n") != foreign_key(TrainConfig, "worker.rollout.n")
     assert foreign_key(SFTConfig, "actor_rollout_ref.model.path") == "a key of verl; write model.path"
     assert foreign_key(TrainConfig, "rollout.temprature") is None
+
+
+def test_a_key_of_another_command_of_ours_is_no_key_of_another_framework() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(EvalConfig, "gsm8k_eval", ["actor.optim.lr=1", "trainer.total_steps=3"], checked=False)
+    told = "a key of `whet train`, which `whet eval` does not read; leave it out"
+    assert str(raised.value).splitlines() == [
+        f"unknown key actor.optim.lr (command line); {told}",
+        f"unknown key trainer.total_steps (command line); {told}",
+    ]
+
+
+def test_a_variable_that_is_not_set_makes_no_known_key_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHET_NO_SUCH_VARIABLE", raising=False)
+    file = tmp_path / "mine.yaml"
+    file.write_text("data:\n  train_files: ${oc.env:WHET_NO_SUCH_VARIABLE}/a.jsonl\nalgorithm: {adv_estimator: grpo}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(TrainConfig, file, checked=False)
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith("data.train_files: ") and "WHET_NO_SUCH_VARIABLE" in line
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_the_asynchronous_name_of_an_engine_is_answered_with_its_name(name: str) -> None:
+    overrides = [f"rollout.engine.name={name}_async", "model.path=m", "data.train_files=a.jsonl"]
+    with pytest.raises(ConfigError, match=f"no rollout engine is called '{name}_async'; did you mean '{name}'\\?"):
+        load_config(TrainConfig, "gsm8k", overrides)
+    assert (
+        convert(Written({"actor_rollout_ref.rollout.name": f"{name}_async"}), "verl").values["rollout.engine.name"]
+        == name
+    )
 
 
 def test_every_counterpart_is_a_key() -> None:

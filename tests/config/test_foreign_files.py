@@ -11,6 +11,7 @@ import pytest
 from tests.config.published import converted
 from whet.config.convert import Converted, convert
 from whet.config.foreign_files import Written, read
+from whet.config.foreign_shell_words import OTHER
 from whet.errors import ConfigError
 
 MAIN = "python3 -m verl.trainer.main_ppo"
@@ -96,10 +97,15 @@ def test_case_takes_the_branch_whose_pattern_matches(mode: str, n: int, rate: fl
     assert read(CASE.format(mode=mode), "verl") == Written({"rollout.n": n, "lr": rate})
 
 
-def test_case_of_an_unknown_value_is_told() -> None:
+def test_case_of_an_unknown_value_is_a_choice() -> None:
+    """Without an argument the last branch is taken; `small` and `tiny` are one, and x, what x* matches, is another."""
     found = read(CASE.format(mode="$1"), "verl")
-    assert found.values["rollout.n"] == 4
-    assert found.unread == ['`case "$MODE"`: not decided; all assignments in it were carried out, in order']
+    rates = {name: each["lr"] for name, each in found.branches["MODE"].items()}
+    numbers = {name: each["rollout.n"] for name, each in found.branches["MODE"].items()}
+    assert numbers == {"": 4, "small": 2, "tiny": 2, "big": 8, "x": 16, OTHER: 4} and found.unread == []
+    assert rates == {"": 1e-6, "small": 1e-6, "tiny": 1e-6, "big": 1e-5, "x": 1e-6, OTHER: 1e-6}
+    for name, value in (("MODE", "big"), ("1", "big")):
+        assert read(CASE.format(mode="$1"), "verl", {name: value}) == Written({"rollout.n": 8, "lr": 1e-5})
 
 
 FUNCTIONS = """
@@ -220,8 +226,11 @@ def test_loops_end() -> None:
 
 
 def test_arrays_grow_and_here_documents_are_no_statements() -> None:
-    script = "ARGS=(a=1 b=2)\ncat <<'EOF' > note.txt\nit's x=3\nEOF\nARGS+=(c=3)\npython3 -m v \"${ARGS[@]}\" d=4\n"
-    assert read(script, "verl") == Written({"a": 1, "b": 2, "c": 3, "d": 4})
+    script = (
+        "ARGS=(a=1 b=2)\nARGS=(\"${ARGS[@]}\" e=5)\ncat <<'EOF' > note.txt\nit's x=3\nEOF\nARGS+=(c=3)\n"
+        'python3 -m v "${ARGS[@]}" d=4\n'
+    )
+    assert read(script, "verl") == Written({"a": 1, "b": 2, "e": 5, "c": 3, "d": 4})
 
 
 def test_the_output_of_a_command_is_told() -> None:
@@ -244,7 +253,7 @@ def test_the_output_of_a_command_is_told() -> None:
         ("a.py", b"GRPOConfig(\n", "'(' was never closed"),
         ("a.yaml", b"a: [1\n", "expected ',' or ']', but got '<stream end>'"),
         ("a.sh", b"\xfe\xff\x00", "can't decode byte 0xfe"),
-        ("b.sh", b"ARGS=(\n  x=1\n", "a quote or bracket is not closed, in 'ARGS= ( x=1"),
+        ("b.sh", b"ARGS=(\n  x=1\n", "a quote or bracket is not closed, in 'ARGS=( x=1"),
         ("c.sh", b"python3 -m v x='abc\n", "a quote or bracket is not closed"),
         ("b.py", b"x = 1\x00", "null bytes"),
     ],
@@ -418,4 +427,5 @@ def test_every_key_of_the_rewards_of_roll_is_told() -> None:
         line.startswith(f"rewards.ifeval.worker_cls={rule}: rows there name `func_name`") for line in found.check
     )
     assert "rewards.other.worker_cls=mine.Worker: set reward.domains.other.function" in found.check
-    assert found.without == ["rewards.ifeval.reward_type=soft", "rewards.math.model_args.model_name_or_path=m"]
+    assert found.without == ["rewards.ifeval.reward_type=soft"]
+    assert "rewards.math.model_args.model_name_or_path" in found.speed  # a rule has no model

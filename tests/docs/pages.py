@@ -126,6 +126,7 @@ class Reader:
         if block.title and block.language != "text":
             (self.folder / block.title).write_text(block.code, encoding="utf-8")
         if block.title and block.language in ("python", "bash"):
+            self.failed = False
             self._look_through(block)
             return
         if block.kind == "check" or (block.kind == "slow" and not self.slow):

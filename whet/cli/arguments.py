@@ -69,7 +69,8 @@ RecipeAndOverrides = Annotated[
     ),
 ]
 ConfigName = Annotated[
-    str | None, typer.Option("--config-name", metavar="RECIPE", help="the recipe, in Hydra's syntax", hidden=True)
+    str | None,
+    typer.Option("--config-name", "--config_name", metavar="RECIPE", help="the recipe, in Hydra's syntax", hidden=True),
 ]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -54,12 +55,15 @@ def config(
         str | None, typer.Option("--from", help="convert: the framework (verl, easyr1, roll, trl)", show_default=False)
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="convert: the recipe file to write")] = None,
+    variables: Annotated[
+        list[str] | None, typer.Option("--set", help="convert: NAME=VALUE, a variable of the script")
+    ] = None,
 ) -> None:
     """Print a resolved config, or convert another framework's."""
     from whet.config.schema import COMMANDS
 
     if command == "convert":
-        _convert(words or [], system, output)
+        _convert(words or [], system, output, variables or [])
     elif schema:
         from whet.config.render import json_schema
 
@@ -68,7 +72,7 @@ def config(
         _print(COMMANDS[command], *split_recipe(words, config_name), meanings=meanings)
 
 
-def _convert(words: list[str], system: str | None, output: Path | None) -> None:
+def _convert(words: list[str], system: str | None, output: Path | None, variables: list[str]) -> None:
     """Writes the recipe for a file or command of another framework; with `output` prints what is not in it."""
     from whet.config.convert import SYSTEMS, convert
     from whet.config.foreign_files import read
@@ -81,7 +85,11 @@ def _convert(words: list[str], system: str | None, output: Path | None) -> None:
         )
     if output is not None and output.exists():
         raise ConfigError(f"-o {output} exists; name a new file, so that nothing is overwritten, or remove that one")
-    text = convert(read(words[0], system), system).to_yaml()
+    pairs = [each.partition("=") if re.match(r"\w+=", each) else each.rpartition("=") for each in variables]
+    if unset := next((each for each, pair in zip(variables, pairs, strict=True) if not pair[0]), None):
+        raise ConfigError(f"--set {unset} sets nothing; expected NAME=VALUE, such as --set DEVICE=gpu")
+    fixed = {name: value for name, _, value in pairs}
+    text = convert(read(words[0], system, fixed), system).to_yaml()
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -20,7 +20,7 @@ import yaml
 
 from whet.config.foreign import foreign_config, foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
-from whet.config.schema import Section
+from whet.config.schema import COMMANDS, Section
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
 
@@ -74,7 +74,7 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
         message = str(error) if isinstance(error, ConfigError) else _explain(error)
         # A config of another framework may include files that are missing here: its keys are the better explanation.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
-        foreign = [unknown_key(schema, key, source) for key, source in written if foreign_key(schema, key)]
+        foreign = [unknown_key(schema, key, source) for key, source in written if _is_foreign(schema, key)]
         raise ConfigError("\n".join([*foreign, message])) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"the recipe is not valid YAML: {' '.join(str(error).split())}; correct it there") from error
@@ -159,13 +159,20 @@ def _parse(schema: type[Section], text: str) -> Override:
     return override
 
 
+def _is_foreign(schema: type[Section], key: str) -> bool:
+    return not is_known(schema, key) and foreign_key(schema, key) is not None
+
+
 def unknown_key(schema: type[Section], key: str, source: str) -> str:
     """Returns the error for an unknown key, with our name for another framework's key, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
         return f"{key} ({source}) is one name with dots; write it as nested sections"
     meant = f"did you mean {near}?" if near else "`whet config` lists all keys; put keys of your own below extra"
-    hint = foreign_key(schema, key) or meant
+    is_elsewhere = key.partition(".")[0] not in schema.model_fields
+    own = next((each.command for each in COMMANDS.values() if is_elsewhere and is_known(each, key)), None)
+    of_another = f"a key of `whet {own}`, which `whet {schema.command}` does not read; leave it out"
+    hint = (of_another if own and schema.command else foreign_key(schema, key)) or meant
     return f"unknown key {key} ({source}); {hint}"
 
 
@@ -308,9 +315,7 @@ def read_document(file: Path) -> str:
         if file.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{name} has {file.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}")
         text = file.read_text(encoding="utf-8")
-        root = yaml.compose(text, yaml.SafeLoader)
-        if root is not None:
-            _check(root, name, {})
+        check_document(text, name)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; save it as UTF-8") from error
     except yaml.YAMLError as error:
@@ -318,6 +323,13 @@ def read_document(file: Path) -> str:
     except RecursionError as error:
         raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep; write it flatter") from error
     return text
+
+
+def check_document(text: str, name: str) -> None:
+    """Checks how deep a YAML text is nested, and how many values it expands to.  Raises: ConfigError, YAMLError."""
+    root = yaml.compose(text, yaml.SafeLoader)
+    if root is not None:
+        _check(root, name, {})
 
 
 def shown(file: Path) -> str:

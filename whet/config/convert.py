@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,33 +11,42 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.config.checks import problems
+from whet.config.convert_cluster import place
 from whet.config.convert_units import UNITS
-from whet.config.foreign import UNSET, KeyRow, Table, tables
+from whet.config.foreign import UNSET, KeyRow, Table, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
+from whet.config.foreign_python import literal
+from whet.config.foreign_shell_words import OTHER
 from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
 from whet.config.render import value_lines
-from whet.config.schema import TrainConfig
+from whet.config.schema import COMMANDS, TrainConfig
+from whet.config.section import Section
 from whet.errors import ConfigError, RegistryError
 
+MAX_DIFFERENCES = 12  # keys of a choice that are listed
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
+_OF_PROCESSES = re.compile(r"cluster\.|rollout\.free_cache_engine|(\w+\.)?engine\.").match  # keys without numbers
 _SWITCH = re.compile(r"\.enabled?$").search
 SYSTEMS = {table.system.lower(): table.system for table in tables()}
 
 
 @dataclass
 class Converted:
-    """A recipe by dotted key, the origin of each value, and what is not in it, each with the reason."""
+    """A recipe of a command of whet by dotted key, the origin of each value, and what is not in it, with the reason."""
 
     system: str
+    command: str = "train"
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    check: list[str] = field(default_factory=list)  # may change numbers
     without: list[str] = field(default_factory=list)  # no counterpart
-    ignored: list[str] = field(default_factory=list)  # concerns speed, or is without effect
-    check: list[str] = field(default_factory=list)
+    parallel: list[str] = field(default_factory=list)  # concerns processes and devices
+    ignored: list[str] = field(default_factory=list)  # without effect here
+    speed: list[str] = field(default_factory=list)  # keys that concern speed, memory or logs alone
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, with the origin of each value and the three lists as comments."""
+        """The recipe as YAML, with the origin of each value, and the lists as comments, by their weight."""
         tree: dict[str, Any] = {}
         for key, value in self.values.items():
             *sections, name = key.split(".")
@@ -44,13 +54,16 @@ class Converted:
             for each in sections:
                 place = place.setdefault(each, {})
             place[name] = value
-        order = list(TrainConfig.model_fields)
+        order = list(COMMANDS[self.command].model_fields)
         ordered = {name: tree[name] for name in sorted(tree, key=order.index)}
         lines = [f"# Converted from {self.system} by `whet config convert`."]
-        titles = {"check": "Check by hand", "without": "Without a counterpart", "ignored": "Ignored"}
-        for name, title in titles.items():
+        lines += [f"# For `whet {self.command}`."] if self.command != "train" else []
+        titles = {"check": "Changes numbers; check by hand", "without": "Changes numbers; without a counterpart"}
+        for name, title in (titles | {"parallel": "Parallelism", "ignored": "Without effect here"}).items():
             found = list(dict.fromkeys(getattr(self, name)))
             lines += [f"# {title}:", *(f"#   {_one_line(line)}" for line in found)] if found else []
+        speed = len(set(self.speed))
+        lines += [f"# Speed, memory and logs: {speed} {'key' if speed == 1 else 'keys'} not carried over"] * bool(speed)
         for line, key in value_lines(ordered):
             origin = self.origins.get(key) or next((o for k, o in self.origins.items() if key.startswith(f"{k}.")), "")
             lines.append(f"{line}  # {_one_line(origin)}" if key else line)
@@ -58,10 +71,18 @@ class Converted:
 
 
 def convert(written: Written, system: str) -> Converted:
-    """Returns the recipe for the keys of a file or command of verl, easyr1, roll or trl.  Raises: ConfigError."""
-    if system.lower() not in SYSTEMS:
-        raise ConfigError(f"--from {system} is no known framework; expected {', '.join(SYSTEMS)}")
-    result = Conversion(written, SYSTEMS[system.lower()]).run()
+    """Returns the recipe for the keys of a file or command of a framework; behind an @ the system may name a trainer or
+    a version of it (verl@0.3).  Raises: ConfigError."""
+    name, _, trainer = system.lower().partition("@")
+    known = [f"{table.system.lower()}@{table.trainer}" for table in tables() if table.trainer]
+    if name not in SYSTEMS or (trainer and system.lower() not in known):
+        raise ConfigError(f"--from {system} is no known framework; expected {', '.join([*SYSTEMS, *known])}")
+    found, is_own = (trainer, True) if trainer else trainer_of(SYSTEMS[name], written.program, written.values)
+    if not is_own:
+        written.unread.append(f"`{written.program[:200]}` is no program of {SYSTEMS[name]}: what it adds is not read")
+    written = replace(written, trainer=found)
+    result = Conversion(written, SYSTEMS[name]).run()
+    _check_branches(written, result)
     sweeps = dict[str, list[str]]()  # words of `-m` that give the turns of each loop
     for loop, turns in written.loops.items():
         others = (Conversion(replace(written, values=turn), result.system).run().values for turn in turns)
@@ -73,8 +94,38 @@ def convert(written: Written, system: str) -> Converted:
         told += ", which change together: run each pair of values by itself" if len(sweeps[loop]) > 1 else ""
         result.check.append(f"`{loop}`: the recipe is that of the first turn; over all turns: {told}")
     if words := [each[0] for each in sweeps.values() if len(each) == 1]:
-        result.check.append(f"the runs of the loops: whet train RECIPE -m {' '.join(words)}")
+        result.check.append(f"the runs of the loops: whet {result.command} RECIPE -m {' '.join(words)}")
     return result
+
+
+def _check_branches(written: Written, result: Converted) -> None:
+    """Raises: ConfigError where a branch that is not decided changes the recipe, with the values of each."""
+    choices = list[str]()
+    for name, ways in written.branches.items():
+        recipes = dict[str, dict[str, Any]]()
+        for value, values in ways.items():
+            found = (
+                result if values is written.values else Conversion(replace(written, values=values), result.system).run()
+            )
+            recipes[value] = {key: each for key, each in found.values.items() if key not in NAMES_OF_RUNS}
+        keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
+        differ = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
+        if all(map(_OF_PROCESSES, differ)):
+            for value, recipe in list(recipes.items())[1:] if differ else ():
+                result.parallel.append(
+                    f"--set {name}={value}: {', '.join(f'{key}={recipe.get(key)}' for key in differ)}"
+                )
+            continue
+        for value, recipe in recipes.items() if differ else ():
+            told = ", ".join(f"{key}={recipe.get(key, 'unset')}" for key in differ[:MAX_DIFFERENCES])
+            more = f", and {len(differ) - MAX_DIFFERENCES} more" * (len(differ) > MAX_DIFFERENCES)
+            shown = "ANY" if value == OTHER else value
+            choices.append(f"  --set {shlex.quote(f'{name}={shown}')}: {told}{more}")
+    if choices:
+        raise ConfigError(
+            "branches of the script that change the recipe are not decided; choose one of each, or give the resolved "
+            "config that the framework prints (`--cfg job`), as YAML:\n" + "\n".join(choices)
+        )
 
 
 class Conversion:
@@ -84,13 +135,16 @@ class Conversion:
         self.given = {key: value for key, value in written.values.items() if value is not None}
         self.nulls = written.values.keys() - self.given
         self.unread = {found[1] for line in written.unread if (found := re.match(r"(?:--)?([\w.]+)[ =]", line))}
-        self.result = Converted(system, check=list(written.unread))
-        trainers = ("", self.given.pop("trainer", "")) if system == "TRL" else ("",)
-        self.tables: list[Table] = [each for each in tables() if each.system == system and each.trainer in trainers]
-        replaced = {key for table in self.tables if table.trainer for row in table.rows for key in row.theirs}
-        self.rows = [
-            row for table in self.tables for row in table.rows if table.trainer or not replaced.intersection(row.theirs)
+        own = [each for each in tables() if each.system == system and each.trainer == written.trainer]
+        self.schema = COMMANDS[own[0].command]
+        self.result = Converted(system, own[0].command, check=list(written.unread))
+        base = [
+            each for each in tables() if each.system == system and not each.trainer and each.command == own[0].command
         ]
+        self.tables: list[Table] = base if not written.trainer else [*base, *own]
+        replaced = {key for table in own if table.trainer for row in table.rows for key in row.theirs}
+        self.rows = [row for table in own if table.trainer for row in table.rows]
+        self.rows += [each for table in base for row in table.rows for each in row.without(replaced)]
         self.result.check += [note for table in self.tables for note in table.notes]
         names = [key.partition("=")[0] for row in self.rows for key in row.theirs]
         for key, value in list(self.given.items()):
@@ -111,13 +165,20 @@ class Conversion:
                 self._join(row)
                 continue
             for key, ours in row.pairs():
-                self._convert(row, key, ours)
+                try:
+                    self._convert(row, key, ours)
+                except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):  # of another type
+                    asked = f"set {' and '.join(ours)}; " if ours else ""
+                    self.result.check.append(f"{key.partition('=')[0]}={self.value(key)}: {asked}the value is not read")
         self._unknown()
         for table in self.tables:
             for key, value in table.implied.items():
                 self.write(key, value, f"always in {table.system}", over=False)
-        self._drop_unread()
-        self._validate()
+        self._load()
+        if self.schema is TrainConfig:
+            self._drop_unread()
+        place(self)
+        self.result.check += [f"whet {self.result.command}: {line}" for line in problems(self._load())]
         self._count_defaults()
         return self.result
 
@@ -155,19 +216,26 @@ class Conversion:
         elif row.unit is not None:
             for target, each in UNITS[row.unit](self, key, value, row, ours):
                 self.write(target, each, origin)
-        elif row.kind == "speed":
-            self.result.ignored.append(f"{shown}: concerns speed or memory" + _remark(row))
-        elif row.kind == "same":
-            self.result.ignored.append(f"{shown}: {row.remark or 'whet always does this, or reads it with other keys'}")
+        elif row.kind in ("speed", "same"):
+            self.result.speed.append(key)
+        elif row.kind == "parallel" and not (isinstance(value, (str, int)) and row.values.get(value) == {}):
+            self.result.parallel.append(f"{shown}: {row.remark}")
         elif row.kind == "check" and value and not (isinstance(value, (str, int)) and row.values.get(value) == {}):
             asked = f"set {' and '.join(ours)}{_remark(row)}" if ours else row.remark
             self.result.check.append(f"{shown}: {asked}")
-        elif row.kind == "check":
-            self.result.ignored.append(f"{shown}: the same here")
+        elif row.kind in ("check", "parallel"):
+            self.result.speed.append(key)
         elif not ours:
             self.result.without.append(shown + _remark(row))
         else:
-            self._copy(row, value, ours, origin)
+            is_word = row.formula is None or row.values.get(value if isinstance(value, (str, int)) else None) == {}
+            self._copy(row, value if is_word else self._calculated(str(row.formula), value), ours, origin)
+
+    def _calculated(self, formula: str, value: Any) -> Any:
+        """The result of a formula of a row, in which {KEY} is the value of another key."""
+        text = re.sub(r"\{([\w.]+)\}", lambda found: repr(self.value(found[1])), formula)
+        names = {"value": ast.parse(repr(value), mode="eval").body}
+        return literal(ast.parse(text.strip(), mode="eval").body, names)
 
     def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
         """Writes a value, translated by the row; of a list each item."""
@@ -175,13 +243,15 @@ class Conversion:
             value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
         elif isinstance(value, (str, int, float, bool)) and value in row.values:
             value = row.values[value]
-        if isinstance(value, Mapping) and not (ours and is_free(field_at(TrainConfig, ours[0].split("."))[1])):
+            if value == {}:
+                return
+        if isinstance(value, Mapping) and not (ours and is_free(field_at(self.schema, ours[0].split("."))[1])):
             for key, each in value.items():
                 self.write(key, each, origin)
             return
         for target in ours:
             key, _, setting = target.partition("=")
-            field = leaf_fields(TrainConfig).get(key)
+            field = leaf_fields(self.schema).get(key)
             if field is not None and field.annotation == list[str] and isinstance(value, str):
                 value = [each.strip() for each in value.split(",")]
             self.write(key, scalar(setting) if setting else value, origin)
@@ -218,16 +288,18 @@ class Conversion:
                 continue
             above = [each for each in known if key.startswith(f"{each}.")]
             row = known[max(above, key=len)] if above else KeyRow((key,), remark="no key that whet knows")
+            if not above and any(key.startswith(each) for table in self.tables for each in table.speed):
+                row = KeyRow((key,), kind="speed")
             if row.unit is not None:
                 continue
-            mapping = next((each for each in row.ours if is_free(field_at(TrainConfig, each.split("."))[1])), None)
+            mapping = next((each for each in row.ours if is_free(field_at(self.schema, each.split("."))[1])), None)
             if mapping is not None and row.kind is None:
                 self.write(f"{mapping}.{key[len(max(above, key=len)) + 1 :]}", value, key)
             elif row.kind in ("speed", "same"):
-                self.result.ignored.append(f"{key}={value}: concerns speed or memory, or is always so")
+                self.result.speed.append(key)
             else:
-                target = self.result.check if row.kind == "check" else self.result.without
-                target.append(f"{key}={value}" + _remark(row))
+                by_kind = {"check": self.result.check, "parallel": self.result.parallel}
+                by_kind.get(row.kind or "", self.result.without).append(f"{key}={value}" + _remark(row))
 
     def _drop_unread(self) -> None:
         """Drops options that the function does not have, an aggregation beside a fixed one, and an idle critic."""
@@ -236,6 +308,7 @@ class Conversion:
 
         values = self.result.values
         self._drop_unregistered()
+        self._rewrite_equals()
         algorithm = self._section("algorithm")
         entries = {
             "algorithm.adv_options": ADV_ESTIMATORS[algorithm.adv_estimator],
@@ -256,6 +329,26 @@ class Conversion:
                 self._drop(key, "no critic is trained")
         if "algorithm.kl.where" not in values:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
+
+    def _rewrite_equals(self) -> None:
+        """Writes what whet refuses in a form with the same numbers: several greedy responses, which are one; a group of
+        one response, whose mean verl does not subtract; a lower bound of a ratio below 0."""
+        values, low = self.result.values, "algorithm.loss_options.clip_ratio_low"
+        if not values.get("trainer.validation.temperature") and values.get("trainer.validation.n", 1) > 1:
+            values["trainer.validation.n"] = 1
+        if isinstance(values.get(low), (int, float)) and values[low] > 1:
+            values[low] = 1.0
+        if "environment.tools" not in values and "environment.tool_parser" in values:
+            self.result.check.append(
+                f"environment.tool_parser={values['environment.tool_parser']}: set it with the tools"
+            )
+            self._drop("environment.tool_parser", "no tools are set")
+        alone = values.get("rollout.n") == 1 and values.get("algorithm.adv_estimator") in ("grpo", "rloo")
+        if alone and self.result.system == "verl":
+            values["algorithm.adv_estimator"], values["algorithm.adv_options.whiten"] = "reinforce_plus_plus", False
+            self.result.origins["algorithm.adv_options.whiten"] = self.result.origins["algorithm.adv_estimator"]
+            for key in ("algorithm.adv_options.std_norm", "algorithm.adv_options.eps"):
+                self._drop(key, "of a group of one")
 
     def _drop_unregistered(self) -> None:
         """Drops functions that whet does not have, with their options, and asks for them."""
@@ -293,13 +386,13 @@ class Conversion:
                 self._drop(key, "refused")
             return load_config(TrainConfig, None, {}, checked=False).config[name]
 
-    def _validate(self) -> None:
-        """Drops values that whet refuses, and tells what `whet train` would object to."""
-        for key in [key for key in self.result.values if not is_known(TrainConfig, key)]:
+    def _load(self) -> Section:
+        """The config of the recipe, without values that whet refuses, which are told."""
+        for key in [key for key in self.result.values if not is_known(self.schema, key)]:
             self._drop(key, "no key")
-        for _ in range(len(self.result.values)):
+        for _ in range(len(self.result.values) + 1):
             try:
-                loaded = load_config(TrainConfig, None, self.result.values, checked=False)
+                loaded = load_config(self.schema, None, self.result.values, checked=False)
             except ConfigError as error:
                 lines = str(error).splitlines()
                 refused = [
@@ -311,23 +404,22 @@ class Conversion:
                 for key in refused:
                     self._drop(key, "refused")
                 continue
-            self.result.check += [f"whet train: {line}" for line in problems(loaded.config)]
-            return
+            return loaded.config
+        raise ConfigError(
+            f"nothing of {self.result.system} is left: {'; '.join(self.result.check[:9])}; give other keys"
+        )
 
     def _count_defaults(self) -> None:
-        """Counts the lines about keys at their default, or in a section that is switched off, in place of them."""
+        """Counts keys at their default, or in a section that is switched off, in place of lines about them."""
         off = tuple(
             f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
         )
         defaults = {k for k, v in self.given.items() if any(table.is_default(k, v) for table in self.tables)}
         quiet = defaults | {key for key in self.given if key.startswith(off)}
-        lists = (self.result.check, self.result.without, self.result.ignored)
-        before = sum(map(len, lists))
-        for lines in lists:
-            lines[:] = [line for line in lines if re.split("[=:]", line, maxsplit=1)[0] not in quiet]
-        if left_out := before - sum(map(len, lists)):
-            told = f"{left_out} keys at the default of {self.result.system}, switched off, or not about training"
-            self.result.ignored.append(told)
+        for lines in (self.result.check, self.result.without, self.result.parallel, self.result.ignored):
+            names = [re.split("[=:]", line, maxsplit=1)[0] for line in lines]
+            self.result.speed += quiet.intersection(names)
+            lines[:] = [line for line, name in zip(lines, names, strict=True) if name not in quiet]
 
 
 def _one_line(text: str) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from whet.config.convert_cluster import devices_of, roll_devices
 from whet.config.foreign import KeyRow
 from whet.config.keys import leaf_fields
 from whet.config.schema import TrainConfig
@@ -16,15 +17,25 @@ if TYPE_CHECKING:
     from whet.config.convert import Conversion
 
 Unit = Iterator[tuple[str, Any]]
+_OF_WORKERS = (
+    r"\.(data_args|model_args|strategy_args|world_size|infer_batch_size|device_mapping)\b"  # of rules: no model
+)
 
 # The newest first.
 VERL_MANAGER = ("reward.reward_manager.name", "reward.reward_manager", "reward_model.reward_manager")
 
 
+def _batch(of: Conversion) -> int:
+    """Prompts of a step."""
+    default: int = leaf_fields(TrainConfig)["data.train_batch_size"].default
+    return of.result.values.get("data.train_batch_size") or default
+
+
 def _updates(of: Conversion, role: str) -> int:
-    """Updates of a role (actor, critic) in a step."""
-    values = of.result.values
-    batch: int = values.get("data.train_batch_size", leaf_fields(TrainConfig)["data.train_batch_size"].default)
+    """Updates of a role (actor, critic) in a step; of a run on examples one."""
+    values, batch = of.result.values, _batch(of)
+    if of.schema is not TrainConfig:
+        return 1
     updates: int = -(-batch // (values.get(f"{role}.mini_batch_size") or batch)) * values.get(f"{role}.epochs", 1)
     return updates
 
@@ -71,11 +82,6 @@ def _ratio(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, .
         yield ours[0], int(value * steps) * _updates(of, ours[0].partition(".")[0])
     else:
         of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
-
-
-def _dual(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    if value:
-        yield ours[0], 1 + 2 * of.value("pg_clip")
 
 
 def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
@@ -139,7 +145,7 @@ def _verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tup
     if key != row.theirs[0] or not value:
         return
     level, _, form = value.rpartition("_")
-    if "," in value or not of.given.get(row.theirs[1]):
+    if "," in value or form not in ("k1", "k2", "k3") or not of.given.get(row.theirs[1]):
         of.result.check.append(f"{key}={value}: set {ours[0]} to one of these, with the bounds {row.theirs[1]}")
         return
     if (bounds := _bounds(of, row, None)) is None:
@@ -204,18 +210,16 @@ def _roll_step(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[st
 
 
 def _roll_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """Prompts of an update: responses of a device, times accumulation, times the ranks that read different rows."""
-    given, prefix = of.given, key.rpartition(".")[0]
-    devices = given.get("actor_train.device_mapping", [0])
-    if isinstance(devices, str):
-        bounds = [int(number) for number in re.findall(r"\d+", devices)]
-        devices = range(*bounds)
-    parallel = "actor_train.strategy_args.strategy_config."
-    ranks = len(devices)
+    """Prompts or examples of an update: rows of a device, times accumulation, times the ranks that read other rows."""
+    given, role = of.given, key.partition(".")[0]
+    ranks = len(devices_of(given.get(f"{role}.device_mapping", [0])) or [0])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        ranks //= given.get(parallel + name, 1)
+        ranks //= given.get(f"{role}.strategy_args.strategy_config.{name}", 1)
+    update = value * given.get(f"{role}.training_args.gradient_accumulation_steps", 1) * max(1, ranks)
+    if of.schema is not TrainConfig:
+        yield ours[0], update
+        return
     step, n = _responses(of)
-    update = value * given.get(f"{prefix}.gradient_accumulation_steps", 1) * max(1, ranks)
     yield from ((target, each) for target, each in _prompts(of, step, min(update, step), n) if target == ours[0])
 
 
@@ -230,11 +234,77 @@ def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
     yield "actor.mini_batch_size", update // n
 
 
+def _function_path(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """A function by the path of its module, or `reward_func` of a file; no function of a URL."""
+    if str(value).endswith(".py"):
+        yield ours[0], f"{value}:reward_func"
+    elif "/" not in str(value) and "." in str(value):
+        yield ours[0], ":".join(str(value).rsplit(".", 1))
+    else:
+        of.result.check.append(f"{key}={value}: set {ours[0]}{f' ({row.remark})' if row.remark else ''}")
+
+
+def _functions(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Functions of the script; the others are asked for."""
+    names = [value] if isinstance(value, str) else [str(each) for each in value]
+    if others := [name for name in names if ":" not in name]:
+        of.result.check.append(f"{key}={', '.join(others)}: set {ours[0]} ({row.remark})")
+    yield ours[0], [name for name in names if ":" in name]
+
+
+def _roll_environment(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """The environment of the first tag of training, with its settings."""
+    tags = of.given.get("train_env_manager.tags") or [""]
+    used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
+    of_tag = {name.split(".", 2)[2]: each for name, each in value.items() if name.startswith(f"{key}.{used[0]}.")}
+    name = row.values.get(of_tag.get("env_type"))
+    if name is None or len(used) > 1:
+        found = ", ".join(str(value.get(f"{key}.{tag}.env_type", tag)) for tag in used)
+        of.result.check.append(f"{key}: set {' and '.join(ours)} for {found or 'its env_type'} ({row.remark})")
+    if name is not None:
+        yield ours[0], name
+        settings = {each.removeprefix("env_config."): given for each, given in of_tag.items() if "env_config." in each}
+        of.result.check += [f"{key}.{used[0]}.env_config: set {ours[1]} from {settings}"] if settings else []
+
+
+def _shares(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Shares of domains, of which the last has the rest."""
+    *first, last = (name for name in value)
+    domains = {name.rpartition(".")[2]: round(value[name], 6) for name in first}
+    yield ours[0], {**domains, last.rpartition(".")[2]: round(1 - sum(domains.values()), 6)}
+
+
+def _staleness(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Old tokens are trained on without a correction there; whet needs one, and gets a bound that rejects nothing."""
+    if value:
+        yield ours[0], value
+        yield "algorithm.correction.rejection", "divergence"
+        yield "algorithm.correction.rejection_options.high", 1e30
+        told = (
+            "old tokens are not corrected there, so the bound of algorithm.correction.rejection rejects none; lower it"
+        )
+        of.result.check.append(f"{key}={value}: {told}, or choose a weight")
+
+
+def _roll_norm(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Rewards of environments are normalised as this says, whatever the estimator."""
+    if key != row.theirs[0] or of.value("adv_estimator") in ("step_reinforce", "gigpo"):
+        return
+    over = "batch" if of.given.get(row.theirs[1], "batch") == "batch" else "group"
+    for name, methods in zip(
+        ours or row.ours, (("mean", "mean_std", "asym_clip"), ("mean_std", "asym_clip")), strict=False
+    ):
+        of.result.values.pop(name, None)
+        yield name, over if value in methods else "none"
+
+
 def _rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """ROLL's worker classes as functions: one for all rows, or one for each domain."""
     workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
     for name, each in value.items():
-        if not name.endswith((".worker_cls", ".tag_included")):
+        if "llm_judge" not in name and re.search(_OF_WORKERS, name):
+            of.result.speed.append(name)
+        elif not name.endswith((".worker_cls", ".tag_included")):
             of.result.without.append(f"{name}={each}")
     for domain, worker in workers.items():
         function, _, note = row.values.get(worker.rpartition(".")[2], "").partition("; ")
@@ -275,8 +345,8 @@ def _trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[
         if made == "get_soft_overlong_punishment" and numbers[:1] == [of.value("max_completion_length")]:
             yield "algorithm.overlong.penalty", weight
             yield "algorithm.overlong.buffer_length", numbers[-1]
-        elif name in row.values or re.fullmatch(r"[\w.]+\.\w+", name):
-            kept[row.values.get(name, ":".join(name.rsplit(".", 1)))] = weight
+        elif name in row.values or ":" in name or re.fullmatch(r"[\w.]+\.\w+", name):
+            kept[name if ":" in name else row.values.get(name, ":".join(name.rsplit(".", 1)))] = weight
             if name in row.values:
                 other = ", or reward.function=math" if "accuracy" in name else ""
                 of.result.check.append(f"{key}={name}: reads trl.rewards, so install trl{other}")
@@ -292,12 +362,18 @@ def _trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[
 
 
 UNITS: Mapping[str, Callable[..., Unit]] = {
+    "roll_devices": roll_devices,
+    "function_path": _function_path,
+    "functions": _functions,
+    "roll_environment": _roll_environment,
+    "roll_norm": _roll_norm,
+    "shares": _shares,
+    "staleness": _staleness,
     "updates": _in_updates,
     "steps": _in_steps,
     "refills": _refills,
     "trackers": _trackers,
     "ratio": _ratio,
-    "dual": _dual,
     "overlong": _overlong,
     "response_length": _response_length,
     "verl_weight": _verl_weight,

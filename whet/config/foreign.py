@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from operator import itemgetter
@@ -15,8 +16,9 @@ import yaml
 
 from whet.config.keys import is_known
 from whet.config.section import Section
+from whet.errors import ConfigError
 
-TABLES = Path(__file__).with_name("foreign_keys.yaml")
+TABLES = sorted(Path(__file__).parent.glob("foreign_keys*.yaml"))
 UNSET = object()  # the default of a key that has none in the table
 
 
@@ -30,9 +32,21 @@ class KeyRow:
     default: Any = UNSET
     values: Mapping[Any, Any] = field(default_factory=dict)
     when: Mapping[str, Any] = field(default_factory=dict)
-    kind: Literal["speed", "same", "check"] | None = None
+    kind: Literal["speed", "same", "check", "parallel"] | None = None
     unit: str | None = None
+    formula: str | None = None
     join: str | None = None
+
+    def without(self, keys: Collection[str]) -> list[KeyRow]:
+        """The row without some of its keys, where it has others."""
+        left = [(key, ours) for key, ours in self.pairs() if key not in keys]
+        if len(left) == len(self.theirs):
+            return [self]
+        if self.join or (self.unit and len(self.theirs) > 1) or not left:
+            return []
+        paired = len(self.theirs) == len(self.ours)
+        ours = tuple(each for _, own in left for each in own) if paired else self.ours
+        return [replace(self, theirs=tuple(key for key, _ in left), ours=ours)]
 
     def pairs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yields each key of the framework with its counterparts."""
@@ -50,9 +64,12 @@ class Table:
     rows: tuple[KeyRow, ...]
     implied: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
+    command: str = "train"  # of whet, which does what the trainer does
+    trainers: tuple[Mapping[str, Any], ...] = ()  # the trainer by its program or by keys, or why it is refused
     notes: tuple[str, ...] = ()  # what has to be checked by hand
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published files of keys, by path
     configs: Mapping[str, str] = field(default_factory=dict)  # our nearest recipe, by the name of a published config
+    speed: tuple[str, ...] = ()  # beginnings of further keys that concern speed, memory or logs
     quiet: tuple[str, ...] = ()  # patterns of keys that say nothing about training
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by pattern of a section and by name
 
@@ -66,7 +83,8 @@ class Table:
 @cache
 def tables() -> tuple[Table, ...]:
     """Reads all tables."""
-    found = yaml.load(TABLES.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = [each for file in TABLES for each in yaml.load(file.read_text(encoding="utf-8"), Loader=loader)]
     return tuple(Table(**{**each, "rows": tuple(_row(row) for row in each["rows"])}) for each in found)
 
 
@@ -75,12 +93,31 @@ def _row(row: Mapping[str, Any]) -> KeyRow:
     return KeyRow(**{**row, **{name: tuple([keys] if isinstance(keys, str) else keys) for name, keys in lists.items()}})
 
 
+def trainer_of(system: str, program: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
+    """The trainer that a program, or keys of its config, name, and whether the program is one of the framework's own.
+
+    Raises: ConfigError for a trainer that whet does not have."""
+    rules = [rule for table in tables() if table.system == system for rule in table.trainers]
+    has = ", ".join(dict.fromkeys(str(rule["of"]) for rule in rules if "of" in rule))
+    given = [f"{key}={value}" for key, value in keys.items()]
+    named = [bool("program" in rule and re.search(rule["program"], program)) for rule in rules]
+    for rule, is_named in zip(rules, named, strict=True):
+        if is_named or any(key.startswith(each) for each in rule.get("keys", ()) for key in given):
+            if "refused" in rule:
+                raise ConfigError(f"{rule['refused']}; expected a trainer that whet has: {has}")
+            return str(rule["trainer"]), any(named) or " " not in program
+    if program and rules:
+        raise ConfigError(f"`{program[:200]}` is no trainer of {system} that whet knows; expected {has}")
+    return "", True
+
+
 @cache
 def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
     """Returns all keys of the tables: framework, key, its counterparts (some as key=value), remark."""
     return tuple(
         (table.system, key.partition("=")[0], ours, row.remark)
         for table in tables()
+        if table.command == "train"
         for row in table.rows
         for key, ours in row.pairs()
     )
@@ -88,10 +125,10 @@ def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
 
 def foreign_config(name: str) -> str | None:
     """Advice where a name is that of a published config of another framework."""
-    for system, ours in ((table.system, table.configs[name]) for table in tables() if name in table.configs):
-        convert = f"`whet config convert SCRIPT --from {system.lower()}`"
-        return f"a config of {system}: name the recipe {ours}, or convert your script: {convert}"
-    return None
+    found = [(table.system, table.configs[name]) for table in tables() if name in table.configs]
+    told = " and ".join(f"a config of {system}: name the recipe {ours}" for system, ours in found)
+    convert = f"`whet config convert SCRIPT --from {'|'.join(system.lower() for system, _ in found)}`"
+    return f"{told}, or convert your script: {convert}" if found else None
 
 
 def foreign_key(schema: type[Section], key: str) -> str | None:

@@ -1,38 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the keys and values that a file or command of another framework sets. Nothing is run.
 
-Files: YAML with `${key}`, shell scripts, Python scripts with a `...Config(...)` call or a command in the docstring."""
+Files: YAML with `${key}` and `defaults`, shell scripts, Python scripts and notebooks with a `...Config(...)` call or a
+command in the docstring. A file may be malicious: there are limits on its size, and on steps and values of reading."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from whet.config.compose import flatten
+from whet.config.compose import MAX_BYTES, check_document, flatten
 from whet.config.foreign import tables
-from whet.config.foreign_python import arguments_of_calls, attributes_of_configs
-from whet.config.foreign_shell import VARIABLE, Shell, is_argument, start_of, statements_of, unrolled
+from whet.config.foreign_python import Budget, TooMuch, arguments_of_calls, attributes_of_configs
+from whet.config.foreign_shell import Launch, Shell, Undecided, is_argument, start_of
+from whet.config.foreign_shell_words import OTHER, UNKNOWN, is_known, unset_variables
 from whet.errors import ConfigError
+from whet.limits import bounded, cause
 
-_IN_NAMES = re.compile(r"\$\((date|git|hostname|id|mktemp|uuidgen|whoami)\b[^()]*\)")
-_OF_NAMES = re.compile(r"(name|dir|path|folder)$")  # keys whose values may hold the output of such a program
+_PROGRAM = re.compile(r"\$\((date|git|hostname|id|mktemp|uuidgen|whoami)\b")
+_OF_NAMES = re.compile(r"(name|dir|path|folder|group)$")  # keys whose values may hold the output of such a program
 _REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:,([^{}]*))?\}")  # name, default
 RENAMED = {"model": "model_name_or_path", "config": "config_file_of_keys"}
 RENAMED |= {"r": "lora_r", "target_modules": "lora_target_modules"}  # of peft's LoraConfig
 MAX_SWEEP = 100  # turns of a loop around a command that are read
-UNREAD = ("defaults", "hydra")  # parts of a file that name other files
+MAX_RUNS = 100  # ways through the branches of a script that are tried
+_WAYS = f"there are more than {MAX_RUNS} ways through its branches; --set a variable for some of them"
+UNREAD = ("defaults", "hydra")  # parts of a file that are not keys
+WITH_FLAGS = ("trl", "openrlhf", "slime")
+_UNKNOWN_OUTPUT = "the output of a command is not known; set it by hand"
 _PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[ =](\d+)")
-_TRAINERS = {"rloo": r"\bRLOO(Config|Trainer)\(|\brloo(\.py)?\s", "async_grpo": r"\bAsyncGRPO(Config|Trainer)\("}
+_ACCELERATE = re.compile(r"--config_file[ =](\S+)")
 
 
 @dataclass
@@ -42,42 +48,66 @@ class Written:
     values: dict[str, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     loops: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # values of a loop's later turns
+    # By what a branch depends on: the values that it may have, and the values of the keys with each.
+    branches: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    program: str = field(default="", compare=False)  # the words before the arguments, or the classes of a Python script
+    trainer: str = field(default="", compare=False)  # the table that is for it
 
 
-def read(source: str, system: str) -> Written:
-    """Reads a file, or a command in one text.  Raises: ConfigError where `source` is neither or sets nothing."""
+def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Written:
+    """Reads a file, or a command in one text; `fixed` are variables of a script with values that it keeps.
+
+    Raises: ConfigError where `source` is neither, sets nothing, or goes beyond a limit."""
     path = Path(source)
     exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
     if not exists and not re.search(r"\s", source):
         raise ConfigError(f"{source} does not exist; expected a file, or a command in quotes")
-    reader = {".yaml": _of_yaml, ".yml": _of_yaml, ".py": _of_python}.get(
-        path.suffix if exists else "", partial(_of_shell, script=str(path) if exists else None)
-    )
+    shown = source if exists else "the command"
     try:
-        text = path.read_text(encoding="utf-8") if exists else source
-        written = reader(text, system)
-        bases = [_base(values) for turns in written.loops.values() for values in turns]
-        if base := _base(written.values):
-            _lay_over(written, base, path if exists else Path("command"), system)
-        if set(bases) - {base}:
-            written.unread.append(f"a loop names several files of keys: all turns have the values of {base}")
+        with bounded():
+            written = _read(path if exists else None, source, system, fixed or {})
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{source}{place}: {error.problem}; expected YAML; correct that place") from error
-    except (SyntaxError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{shown}{place}: {error.problem}; expected YAML; correct that place") from error
+    except (TooMuch, TimeoutError, MemoryError) as error:
+        raise ConfigError(f"{shown} cannot be read within limits: {cause(error)}; give a shorter one, or the resolved "
+                          "config that the framework prints (`--cfg job`), as YAML") from error  # fmt: skip
+    except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
         found = f"cannot be read: {' '.join(str(error).split())}; expected YAML, Python or a shell script, in UTF-8"
-        raise ConfigError(f"{source} {found}; correct that place") from error
+        raise ConfigError(f"{shown} {found}; correct that place") from error
     if not written.values:
         notes = "".join(f"; {note}" for note in written.unread)
         raise ConfigError(
-            f"{source} sets no key of {system}; expected key=value, --key value, YAML or Config(key=value){notes}"
+            f"{source[:200]} sets no key of {system}; expected key=value, --key value, YAML or Config(key=value){notes}"
         )
-    for trainer, pattern in _TRAINERS.items() if system == "trl" else ():
-        if re.search(pattern, text):
-            written.values["trainer"] = trainer
+    return written
+
+
+def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str]) -> Written:
+    if len(source) > MAX_BYTES or (path is not None and path.stat().st_size > MAX_BYTES):
+        raise TooMuch(f"it has more than {MAX_BYTES:,} bytes")
+    text = path.read_text(encoding="utf-8") if path is not None else source
+    match path.suffix if path is not None else "":
+        case ".yaml" | ".yml" if path is not None:
+            written = replace(_of_yaml(text, path.parent), program=path.name)
+        case ".py":
+            written = _of_python(text, system, str(path))
+        case ".ipynb":
+            found = json.loads(text)
+            cells = [each for each in found.get("cells", []) if each.get("cell_type") == "code"]
+            written = _of_python("\n".join("".join(each.get("source", "")) for each in cells), system)
+        case _:
+            written = _of_shell(text, system, fixed, str(path) if path is not None else None)
+    every = [written.values, *(each for name in written.loops for each in written.loops[name])]
+    every += [each for values in written.branches.values() for each in values.values() if each is not written.values]
+    bases = [_base(values) for values in every]
+    if bases[0]:
+        _lay_over(written, bases[0], path or Path("command"), system)
+    if set(bases) - {bases[0]}:
+        written.unread.append(f"a loop or a branch names several files of keys: all have the values of {bases[0]}")
     return written
 
 
@@ -117,135 +147,222 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     """Adds the keys of the file that a command names, searched beside the script and above it."""
     for folder in (Path(), *script.absolute().parents):
         if os.path.isfile(folder / base):  # noqa: PTH113
-            below = _of_yaml((folder / base).read_text(encoding="utf-8"), system)
+            below = _of_yaml(_small(folder / base), (folder / base).parent)
             _below(written, below.values)
             written.unread += below.unread
             return
-    files = {name: keys for table in tables() if table.system.lower() == system for name, keys in table.files.items()}
-    published = files.get(os.path.normpath(base), {})
+    published = _published(base, system)
     _below(written, published)
     instead = "the values of the published file" if published else f"the defaults of {system}"
     written.unread.append(f"{base} is not here: its keys are missing; {instead} stand in their place")
 
 
+def _published(name: str, system: str) -> Mapping[str, Any]:
+    """The keys of a published file, by the end of its path."""
+    files = {file: keys for table in tables() if table.system.lower() == system for file, keys in table.files.items()}
+    return next((keys for file, keys in files.items() if f"/{os.path.normpath(name)}".endswith(f"/{file}")), {})
+
+
 def _below(written: Written, values: Mapping[str, Any]) -> None:
-    """Adds values where the command sets none, in every turn of its loops."""
+    """Adds values where the command sets none, in every turn of its loops and in every branch."""
     written.values = {**values, **written.values}
     written.loops = {loop: [{**values, **each} for each in turns] for loop, turns in written.loops.items()}
+    written.branches = {
+        name: {value: {**values, **each} for value, each in ways.items()} for name, ways in written.branches.items()
+    }
 
 
-def _of_yaml(text: str, system: str) -> Written:
+def _small(file: Path) -> str:
+    if file.stat().st_size > MAX_BYTES:
+        raise TooMuch(f"{file} has more than {MAX_BYTES:,} bytes")
+    return file.read_text(encoding="utf-8")
+
+
+def _of_yaml(text: str, folder: Path | None, depth: int = 0) -> Written:
+    """Reads a file of keys with the files that its `defaults` name, which lie beside it or below its folder."""
+    check_document(text, "the file" if folder is None else str(folder))
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__} instead of keys with values")
-    pairs = flatten({k: v for k, v in found.items() if k not in UNREAD})
-    values = {str(key): value for key, value in pairs if value != "???"}  # Hydra's mark of a value that is missing
-    unread = [f"{part}: names other files, whose keys are missing" for part in UNREAD[:1] if part in found]
-    resolved = {RENAMED.get(key, key): scalar(_resolved(value, values, key)) for key, value in values.items()}
+    values, unread, entries = dict[str, Any](), list[str](), found.get("defaults") or []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        below, note = _default(entry, folder, depth)
+        values |= below
+        unread += note
+    own = flatten({k: v for k, v in found.items() if k not in UNREAD})
+    values |= {str(key): value for key, value in own if value != "???"}  # Hydra's mark of a value that is missing
+    if depth:
+        return Written(values, unread)
+    resolved, budget = dict[str, Any](), Budget()
+    for key, value in values.items():
+        each = _resolved(value, values, key, budget)
+        below = dict(flatten({key: each})) if isinstance(each, dict) and each else {key: each}
+        resolved |= {RENAMED.get(name, name): scalar(inner) for name, inner in below.items()}
     return Written(resolved, unread)
 
 
-def _resolved(value: Any, values: Mapping[str, Any], key: str, depth: int = 8) -> Any:
-    """Replaces `${key}` by the value of that key, where the file has it, and `${oc.select:key,default}` by the default
-    where it has not. Variables of the environment may be secrets: `${oc.env:NAME,default}` is its default."""
+def _default(entry: Any, folder: Path | None, depth: int) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME; a note where it is not here."""
+    group, name = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
+    if name in ("_self_", None) or str(group).startswith(("override", "/hydra", "hydra/")):
+        return {}, []
+    group, _, place = str(group if isinstance(entry, dict) else "").removeprefix("optional ").partition("@")
+    name, _, named = str(name).partition("@")
+    file = Path(str(group).lstrip("/"), name.removesuffix(".yaml") + ".yaml")
+    place = re.sub("_here_|_global_", "", named or place) if named or place else group.replace("/", ".")
+    if folder is None or depth > 5 or not os.path.isfile(folder / file):  # noqa: PTH113
+        return {}, [f"defaults: {file} is not here, and its keys are missing"]
+    below = _of_yaml(_small(folder / file), (folder / file).parent, depth + 1)
+    return {f"{place}.{key}" if place else key: value for key, value in below.values.items()}, below.unread
+
+
+def _resolved(value: Any, values: Mapping[str, Any], key: str, budget: Budget, depth: int = 8) -> Any:
+    """Replaces `${key}` by the value of that key, or the keys below it, where the file has it, and
+    `${oc.select:key,default}` by the default where it has not. Variables of the environment may be secrets:
+    `${oc.env:NAME,default}` is its default."""
     if isinstance(value, list):
-        return [_resolved(each, values, key, depth) for each in value]
-    if not isinstance(value, str) or not depth:
+        return [_resolved(each, values, key, budget, depth) for each in value]
+    if not isinstance(value, str) or "${" not in value or not depth:
         return value
 
     def of(found: re.Match[str]) -> Any:
+        budget.step()
         name = found[1].lstrip(".")
         if dots := len(found[1]) - len(name):  # beside this key, or in sections around it
             name = ".".join([*key.split(".")[:-dots], name])
         if name in values:
-            return _resolved(values[name], values, name, depth - 1)
+            return _resolved(values[name], values, name, budget, depth - 1)
+        if below := [each for each in values if each.startswith(f"{name}.")]:
+            budget.step(len(values))
+            return {each[len(name) + 1 :]: _resolved(values[each], values, each, budget, depth - 1) for each in below}
         return found[0] if found[2] is None else found[2].strip()
 
     if whole := _REFERENCE.fullmatch(value):
         return of(whole)
-    replaced = _REFERENCE.sub(lambda found: str(of(found)), value)  # of nested ones the innermost
-    return value if replaced == value else _resolved(replaced, values, key, depth - 1)
+    replaced = budget.text(_REFERENCE.sub(lambda found: str(of(found)), value))  # of nested ones the innermost
+    return value if replaced == value else _resolved(replaced, values, key, budget, depth - 1)
 
 
-def _of_python(text: str, system: str) -> Written:
+def _of_python(text: str, system: str, path: str = "") -> Written:
     """Reads the arguments of calls of ...Config and ...Trainer; without any the docstring's first command. What is
     assigned to attributes of configs replaces both."""
-    tree = ast.parse(text)
-    values, unread = arguments_of_calls(tree)
+    tree = ast.parse(re.sub(r"(?m)^[ \t]*[!%].*$", "", text))  # commands of a notebook
+    values, unread, program = arguments_of_calls(tree, path)
     written = Written(_renamed(values), unread)
     later, not_read = attributes_of_configs(tree)
-    if set(written.values) <= {"model_name_or_path", "reward_funcs"}:
+    if set(written.values) <= {"model_name_or_path", "reward_funcs", "tools", "environment_factory"}:
         command = re.search(r"^(accelerate launch|python|trl) .*?(?<!\\)$", ast.get_docstring(tree) or "", re.M | re.S)
         if command:
-            of_command = _of_shell(command[0], system)
+            of_command = _of_shell(command[0], system, {})
+            program = f"{program} {of_command.program}".strip()
             written = Written({**written.values, **of_command.values}, [*unread, *of_command.unread])
-    return Written({**written.values, **_renamed(later)}, [*written.unread, *not_read])
+    return Written({**written.values, **_renamed(later)}, [*written.unread, *not_read], program=program)
 
 
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
-def _of_shell(text: str, system: str, script: str | None = None) -> Written:
-    """Reads the arguments of the command that has most of them; the later turns of a loop around it apart."""
-    written, loops = _of_turns(text, system, script, {})
-    for name, values in loops.items():
-        if len(values) > MAX_SWEEP:
-            written.unread.append(f"`for {name}` has {len(values):,} turns, of which the first {MAX_SWEEP} were read")
-        turns = [_of_turns(text, system, script, {name: turn})[0].values for turn in range(1, len(values[:MAX_SWEEP]))]
-        written.loops[f"for {name} in {' '.join(values[:MAX_SWEEP])}"] = turns
+def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | None = None) -> Written:
+    """Reads the arguments of the command that has most of them, the later turns of loops around it, and what they would
+    be if a branch that is not decided were taken in another way."""
+    first = _run(text, script, fixed, {})
+    if first is None:
+        return Written()
+    shell, assumed, open_branches, main = first
+    written, launches = _arguments_of(main.words, system), shell.launches
+    program = main.words[: start_of(main.words)]
+    if sum(each.words[: len(program)] == program and each.turns == main.turns for each in launches if program) > 1:
+        written.unread.append(f"`{written.program}` is run more than once: the recipe is that of one run")
+    for number, (loop, _) in enumerate(main.turns):
+        others = (*main.turns[:number], *main.turns[number + 1 :])
+        same = [each for each in launches if each.place == main.place]
+        turns = [each.words for each in same if (*each.turns[:number], *each.turns[number + 1 :]) == others]
+        if len(turns) > MAX_SWEEP:
+            name = " ".join(loop.split()[:2])
+            written.unread.append(f"`{name}` has {len(turns):,} turns, of which the first {MAX_SWEEP} were read")
+        if turns := turns[1:MAX_SWEEP]:
+            label = " ".join(loop.split()[: 3 + MAX_SWEEP])
+            written.loops[label] = [_arguments_of(words, system).values for words in turns]
+    if loops := [f"`{each}`" for each in shell.loops]:
+        written.unread.append(f"{', '.join(loops)}: not decided; all assignments in it were carried out, in order")
+    if sum(map(len, open_branches.values())) > MAX_RUNS:
+        raise TooMuch(_WAYS)
+    for name, candidates in open_branches.items():
+        ways = {each: _run(text, script, fixed, assumed | {name: each}) for each in candidates if each != assumed[name]}
+        taken = {each: _arguments_of(way[3].words, system).values for each, way in ways.items() if way is not None}
+        written.branches[name] = {assumed[name]: written.values, **taken}
     return written
 
 
-def _of_turns(
-    text: str, system: str, script: str | None, turns: Mapping[str, int]
-) -> tuple[Written, dict[str, list[str]]]:
-    """Reads a script in the given turns of its loops; with the values of each loop around a command."""
-    shell, programs, launcher, best = Shell(script, turns), Counter[str](), list[str](), list[str]()
-    text = unrolled(text)
-    for words in shell.carry_out(list(statements_of(text))):
-        start = start_of(words)
-        programs[" ".join(words[:start])] += 1
-        if sum(map(is_argument, words[start:])) > sum(map(is_argument, best)):
-            launcher, best = words[:start], words[start:]
-    written = _arguments(best, system)
-    if system == "trl" and (processes := _PROCESSES.search(" ".join(launcher))):
-        written.values.setdefault("num_processes", int(processes[1]))
-    if launcher and programs[" ".join(launcher)] > 1:
-        written.unread.append(f"`{' '.join(launcher)}` is run more than once: the recipe is that of one run")
-    if undecided := [f"`{each}`" for each in dict.fromkeys(shell.unknown_branches)]:
-        written.unread.append(f"{', '.join(undecided)}: not decided; all assignments in it were carried out, in order")
-    return written, shell.loops
+def _run(
+    text: str, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]
+) -> tuple[Shell, dict[str, str], dict[str, tuple[str, ...]], Launch] | None:
+    """Carries a script out, with one value after the other for what is not known, until it starts a program: the
+    script, these values, all values that were to choose from, and the program with most arguments."""
+    waiting, found = [dict(assumed)], dict[str, tuple[str, ...]]()
+    for _ in range(MAX_RUNS):
+        if not waiting:
+            return None
+        tried = waiting.pop()
+        shell = Shell(script, fixed, tried)
+        try:
+            shell.carry_out(text)
+        except Undecided as branch:
+            if branch.name in tried:
+                raise TooMuch(f"what depends on {branch.name} cannot be decided") from branch
+            found[branch.name] = branch.candidates
+            waiting += [tried | {branch.name: each} for each in reversed(branch.candidates)]
+            continue
+        programs = [each for each in shell.launches if any(map(is_argument, each.words[start_of(each.words) :]))]
+        if programs:
+            main = max(programs, key=lambda each: sum(map(is_argument, each.words[start_of(each.words) :])))
+            return shell, tried, {name: found[name] for name in tried if name in found}, main
+    raise TooMuch(_WAYS)
+
+
+def _arguments_of(words: list[str], system: str) -> Written:
+    """Reads the arguments of a program; of TRL's launcher the number of processes."""
+    start = start_of(words)
+    written = _arguments(words[start:], system)
+    launcher = written.program = " ".join(words[:start])
+    if system == "trl" and (file := _ACCELERATE.search(launcher)):
+        written.values = {**_published(file[1], system), **written.values}
+    if system == "trl" and (processes := _PROCESSES.search(launcher)):
+        written.values["num_processes"] = int(processes[1])
+    return written
 
 
 def _arguments(words: Iterable[str], system: str) -> Written:
     """Reads `key=value`, `--key=value`, and `--key` with the words after it."""
     written, flag = Written(), ""
-    for word in words:
-        key = word.partition("=")[0] if is_argument(word) else flag
-        if _OF_NAMES.search(key) and (found := _IN_NAMES.search(word)):
-            word = _IN_NAMES.sub(lambda found: found[1].upper(), word)
-            written.unread.append(f"{key}: {found[1].upper()} stands for `{found[0]}`, which is not run")
+    for given in words:
+        key = given.partition("=")[0] if is_argument(given) else flag
+        unknown = UNKNOWN.findall(given)
+        named = {each: found[1].upper() for each in unknown if (found := _PROGRAM.match(each))}
+        word = UNKNOWN.sub(lambda found: found[1], given).replace(OTHER, "?")
+        if unknown and len(named) == len(set(unknown)) and _OF_NAMES.search(key):
+            for each, short in named.items():
+                given = given.replace(f"\ue000{each}\ue001", short)
+            word = given
+            written.unread += [f"{key}: {name} stands for `{each}`, which is not run" for each, name in named.items()]
+        elif not is_known(given):
+            is_value = written.values.get(flag) is True and not is_argument(word) and not re.search(r"\[[@*]\]", word)
+            prefix = f"--{flag} " if is_value else ""
+            names = unset_variables(given)
+            told = f"variable {', '.join(names)} is not set in the script" if names else _UNKNOWN_OUTPUT
+            written.unread.append(f"{prefix}{word}: {told}")
+            flag = flag if not is_value else written.values.pop(flag) and ""
+            continue
         name, equals, value = word.partition("=")
-        if unknown := _unknown(word):
-            written.unread.append(f"{f'--{flag} ' if flag and not is_argument(word) else ''}{word}: {unknown}")
-            written.values.pop(flag, None)
-        elif word.startswith("--"):
+        if word.startswith("--"):
             key = name[2:].replace("-", "_")
             key = RENAMED.get(key, key) if key != "config" else key
             written.values[key], flag = scalar(value) if equals else True, "" if equals else key
-        elif is_argument(word) and not (flag and system == "trl"):
+        elif is_argument(word) and not (flag and system in WITH_FLAGS):
             written.values[name.lstrip("+~")], flag = scalar(value), ""
         elif flag and not re.match(r"-[a-zA-Z]", word):
             before = written.values.get(flag, True)
             listed = before if isinstance(before, list) else [] if before is True else [before]
             written.values[flag] = [*listed, scalar(word.rstrip(","))] if listed else scalar(word.rstrip(","))
     return written
-
-
-def _unknown(word: str) -> str | None:
-    """Tells why a word has no known value."""
-    if "$(" in word:
-        return "the output of a command is not known; set it by hand"
-    names = sorted({found[1] or found[2] for found in VARIABLE.finditer(word)} - {"@", "*", "#", "?"})
-    return f"variable {', '.join(names)} is not set in the script" if names else None

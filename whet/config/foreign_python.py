@@ -7,37 +7,51 @@ import ast
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 _ARITHMETIC: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+_COMPARISONS: dict[type[ast.cmpop], Any] = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt}
+_COMPARISONS |= {ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 _MAKERS = ("Config", ".parse_args_and_config", ".parse_args_into_dataclasses")  # of configs
+_FUNCTIONS = ("reward_funcs", "tools", "environment_factory")  # arguments that name functions and classes
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.ExceptHandler)
 _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove", "clear")
 
 
-def arguments_of_calls(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
-    """Returns the values of arguments by name, and those that are neither literals nor constants of the script."""
+def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[dict[str, Any], list[str], str]:
+    """Returns the values of arguments by name, those that are neither literals nor constants of the script, and the
+    names of the configs and trainers. Functions that the script at `path` defines are PATH:NAME."""
     values, unread, names = dict[str, Any](), list[str](), _constants(tree) | _flags(tree)
+    called = list[str]()
+    own = {each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     for call in ast.walk(tree):
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         if not isinstance(call, ast.Call) or not name.endswith(("Config", "Trainer")):
             continue
+        called.append(name)
         if name == "LoraConfig":
-            values |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}  # the defaults of peft, not of TRL
+            values |= {
+                "use_peft": True,
+                "lora_r": 8,
+                "lora_alpha": 8,
+                "lora_dropout": 0.0,
+            }  # the defaults of peft, not of TRL
         for each in call.keywords:
-            if name.endswith("Trainer") and each.arg not in ("model", "reward_funcs"):
+            if name.endswith("Trainer") and each.arg not in ("model", *_FUNCTIONS):
                 continue
             try:
-                of_rewards = each.arg == "reward_funcs"
+                of_rewards = each.arg in _FUNCTIONS
                 found: Any = _functions(each.value, names) if of_rewards else literal(each.value, names)
+                found = [f"{path}:{name}" if path and name in own else name for name in found] if of_rewards else found
                 values |= found if each.arg is None else {each.arg: found}
                 if isinstance(each.value, ast.Attribute):
                     unread.append(f"{each.arg}={ast.unparse(each.value)}: {found}, the default of that flag")
             except (ValueError, TypeError, SyntaxError, ArithmeticError):
                 shown = f"{each.arg}=" if each.arg else "**"
                 unread.append(f"{shown}{ast.unparse(each.value)} is not a literal: set it by hand")
-    return values, unread
+    return values, unread, " ".join(sorted(called, key=lambda name: not name.endswith("Trainer")))
 
 
 def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
@@ -80,24 +94,79 @@ def _configs(tree: ast.Module) -> set[str]:
     return found
 
 
-def literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
-    """The value of an expression of literals, constants, `dict()` and arithmetic.  Raises: ValueError, ..."""
-    written = ast.unparse(node)
-    if isinstance(node, (ast.Name, ast.Attribute)) and written in names:
-        return literal(names[written], {name: value for name, value in names.items() if name != written})
+class Budget:
+    """The limits of a script that is read: of steps, and of characters and digits of its values."""
+
+    MAX_STEPS, MAX_TEXT, MAX_ALL, MAX_BITS = 200_000, 100_000, 20_000_000, 256
+
+    def __init__(self) -> None:
+        self.steps = self.characters = 0
+
+    def step(self, count: int = 1) -> None:
+        """Counts steps.  Raises: TooMuch."""
+        self.steps += count
+        if self.steps > self.MAX_STEPS:
+            raise TooMuch(f"it takes more than {self.MAX_STEPS:,} steps")
+
+    def text(self, text: str) -> str:
+        """Counts the characters of a text, and returns it.  Raises: TooMuch."""
+        self.characters += len(text)
+        if len(text) > self.MAX_TEXT or self.characters > self.MAX_ALL:
+            raise TooMuch(f"a value has more than {self.MAX_TEXT:,} characters, or all together {self.MAX_ALL:,}")
+        return text
+
+
+class TooMuch(Exception):  # noqa: N818
+    """A script that goes beyond a limit; the reader names it."""
+
+
+def literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget | None = None) -> Any:
+    """The value of literals, constants, `dict()`, arithmetic and comparisons.  Raises: ValueError, ..."""
+    budget = budget or Budget()
+    budget.step()
+    read = partial(literal, names=names, budget=budget)
+    if isinstance(node, (ast.Name, ast.Attribute)) and (written := ast.unparse(node)) in names:
+        return literal(names[written], {name: value for name, value in names.items() if name != written}, budget)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
         keys: list[ast.expr | None] = [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
         node = ast.Dict(keys, [each.value for each in node.keywords])
-    if isinstance(node, ast.Dict):
-        merged: dict[Any, Any] = {}
-        for key, value in zip(node.keys, node.values, strict=True):
-            merged |= literal(value, names) if key is None else {literal(key, names): literal(value, names)}
-        return merged
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [literal(each, names) for each in node.elts]
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](literal(node.left, names), literal(node.right, names))
+    match node:
+        case ast.Dict():
+            pairs = zip(node.keys, node.values, strict=True)
+            parts = (read(value) if key is None else {read(key): read(value)} for key, value in pairs)
+            return {key: value for part in parts for key, value in part.items()}
+        case ast.List() | ast.Tuple():
+            return [read(each) for each in node.elts]
+        case ast.BinOp() if type(node.op) in _ARITHMETIC:
+            return _combined(_ARITHMETIC[type(node.op)], read(node.left), read(node.right), budget)
+        case ast.BoolOp():
+            values = [read(each) for each in node.values]
+            return all(values) if isinstance(node.op, ast.And) else any(values)
+        case ast.UnaryOp(op=ast.Not()):
+            return not read(node.operand)
+        case ast.UnaryOp(op=ast.USub()):
+            return -read(node.operand)
+        case ast.Subscript(slice=ast.Slice(lower=low, upper=high, step=step)):
+            bounds = [None if each is None else read(each) for each in (low, high, step)]
+            return read(node.value)[slice(*bounds)]
+        case ast.Subscript():
+            return read(node.value)[read(node.slice)]
+        case ast.Compare(ops=[sign], comparators=[right]) if type(sign) in _COMPARISONS:
+            return _COMPARISONS[type(sign)](read(node.left), read(right))
     return ast.literal_eval(node)
+
+
+def _combined(function: Any, left: Any, right: Any, budget: Budget) -> Any:
+    """The result of an operator on two numbers, or a sum of two texts or lists.  Raises: ValueError beyond a limit."""
+    numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+    if not numbers and function is not operator.add:
+        raise ValueError("no arithmetic of numbers")
+    found = function(left, right)
+    if isinstance(found, int) and found.bit_length() > budget.MAX_BITS:
+        raise ValueError("a number of too many digits")
+    if isinstance(found, (str, list)):
+        budget.text(" " * min(len(found), budget.MAX_TEXT + 1))
+    return found
 
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
@@ -124,7 +193,7 @@ def _flags(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
-    """Reward functions as they are written: a name, or the call that makes one."""
+    """Functions as they are written: a name, or the call that makes one."""
     node = names.get(ast.unparse(node), node)
     calls = {name: value for name, value in names.items() if isinstance(value, ast.Call)}
     listed = [ast.unparse(each) for each in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]

@@ -1,56 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads shell scripts without running them: variables, arrays, arithmetic, branches, loops, functions, and the output
-of programs that only change a text (basename, dirname, realpath, seq)."""
+"""Carries out shell scripts without running a program: variables, branches, loops, functions, and the output of
+programs that only change a text (basename, dirname, realpath, seq, echo).
+
+A branch that depends on what is not known ends the reading with `Undecided`; the reader begins again with each of the
+values with which the script compares it."""
 
 from __future__ import annotations
 
-import ast
 import operator
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
-from whet.config.foreign_python import literal
+from whet.config.foreign_shell_syntax import Node, parse
+from whet.config.foreign_shell_words import MAX_TURNS, OTHER, UNKNOWN, Words, is_known, unset_variables
 
-_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+MAX_CALLS = 30  # of functions in functions
+_ASSIGNMENT = re.compile(r"(\w+)(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"[+~]{0,2}[\w.@/]+=.*|--\w.*", re.DOTALL)
-VARIABLE = re.compile(r"\$(?:(\w+|[@*#?])|\{(\w+)(?:(:?[-=])(.*)|(\[[@*]\]))?\})", re.DOTALL)
-_OUTPUT = re.compile(r"\$\(([^()]*)\)")
-_DECLARES = ("export", "local", "declare", "readonly", "-a")
-MAX_TURNS = 10_000  # of the loops of a script
-OF_THE_SHELL = ("HOME", "USER", "PWD")
-_TESTS = {"=": operator.eq, "==": operator.eq, "!=": operator.ne}
+_CHANGE = re.compile(r"\s*(\w+)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
+_TESTS = {"=": operator.eq, "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
 _TESTS |= {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_HEREDOC = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?\n\s*\2\b", re.DOTALL)
-_FUNCTION = re.compile(
-    r"^(?:function\s+)?(\w+)\s*(?:\(\s*\))?\s*\{(.*?(?=\n\})|[^\n]*;\s*)\n?\}", re.MULTILINE | re.DOTALL
-)
+_DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_TESTING = ("[", "[[", "test")
+# Programs that neither train, nor change a variable, nor end the script.
+_OF_SHELL = ("echo", "printf", "true", "false", ":", "cd", "ulimit", "wait", "sleep", "shopt", "trap", "source", ".")
+_OF_FILES = ("mkdir", "rm", "cp", "mv", "ls", "cat", "tee", "touch", "chmod", "wget", "curl", "pip", "kill", "pkill")
+_QUIET = (*_TESTING, *_OF_SHELL, *_OF_FILES)
 _RUNS_MODULES = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$")
 _LAUNCHERS = re.compile(r"(torch\.distributed|accelerate|deepspeed)\.")
 
 
-def unrolled(text: str) -> str:
-    """The script with functions in the place of calls, `if` of `case`, $(...) of backquotes, and `seq` of {1..3}."""
-    text = _HEREDOC.sub("\n", re.sub(r"\\\r?\n", " ", text))
-    text = re.sub(r"`([^`\n]*)`", r"$(\1)", text)
-    text = re.sub(r"(?<=\s)\{(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?\}", r"$(seq \1 \3 \2)", text)
-    text = re.sub(r"\bcase\s+(\S+)\s+in\b(.*?)\besac\b", _as_if, text, flags=re.DOTALL)
-    for found in reversed(list(_FUNCTION.finditer(text))):
-        before, *calls = re.split(rf"(?m)^[ \t]*{found[1]}\b(?!\s*\(|=)(.*)$", text.replace(found[0], "\n"))
-        if calls:
-            text = before + "".join(map("set -- {}\n{}\n{}".format, calls[::2], repeat(found[2]), calls[1::2]))
-    return text
+class Undecided(Exception):  # noqa: N818  # no error: the reader answers it
+    """A branch that depends on a value which is not known: its name, and values that lead to different branches."""
+
+    def __init__(self, name: str, candidates: Iterable[str]) -> None:
+        super().__init__(name)
+        self.name, self.candidates = name, tuple(dict.fromkeys(candidates))
 
 
-def _as_if(found: re.Match[str]) -> str:
-    branches = re.findall(r"\s*\(?([^()]+)\)(.*?)(?:;;|\Z)", found[2], re.DOTALL)
-    tests = [f"if case {found[1]} {' '.join(pattern.split('|'))}\nthen\n{body}\n" for pattern, body in branches]
-    return "\nel".join(tests) + "\nfi\n"
+class _Leave(Exception):  # noqa: N818
+    """`exit`, `return`, `break` or `continue`."""
+
+
+class _NotKnown(Exception):  # noqa: N818
+    """A program whose output would have to be known."""
+
+
+class Launch(NamedTuple):
+    """A program with its words, its place in the script, and the loops around it with the number of their turn."""
+
+    words: list[str]
+    place: int
+    turns: tuple[tuple[str, int], ...]
 
 
 def start_of(words: list[str]) -> int:
@@ -70,252 +76,324 @@ def is_argument(word: str) -> bool:
     return _ARGUMENT.fullmatch(word) is not None
 
 
+def _programs(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
+    """The simple commands that may train, assign or leave."""
+    for node in nodes:
+        if node.kind == "simple" and node.words[0] not in _QUIET:
+            yield node.words
+        for part in node.parts:
+            yield from _programs(part)
+
+
+def _shown(nodes: Iterable[Node]) -> str:
+    """The words of conditions, by which they are decided."""
+    inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts] for node in nodes)
+    return " ".join(word for words in inner for word in words)
+
+
+def _exits(nodes: Iterable[Node]) -> bool:
+    return next(iter(_programs(nodes)), ("",))[0] == "exit"
+
+
 class Shell:
-    """The variables of a script, whose path is `$0`; `turns`: the turn of each loop around a command, by variable."""
+    """A script, being carried out with the values that its user sets (`fixed`) and those that are tried (`assumed`)."""
 
-    def __init__(self, script: str | None, turns: Mapping[str, int]) -> None:
-        self.unknown_branches = list[str]()
-        self.loops = dict[str, list[str]]()  # around a command, by variable
-        self._turns, self._num_turns = turns, 0
-        self._branches = list[list[bool | None]]()  # of each `if` around, whether its conditions so far hold
-        self._values: dict[str, list[str]] = {name: [os.environ.get(name, f"${name}")] for name in OF_THE_SHELL}
-        self._values |= {"0": [script], "BASH_SOURCE": [script]} if script else {}
+    def __init__(self, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]) -> None:
+        self.launches, self.loops = list[Launch](), dict[str, None]()  # programs; loops whose values are not known
+        self._words = Words(fixed, assumed, self._output)
+        self._words.values |= {"0": {"0": script}, "BASH_SOURCE": {"0": script}} if script else {}
+        self._functions = dict[str, Node]()
+        self._turns, self._num_turns, self._num_calls = tuple[tuple[str, int], ...](), 0, 0
+        self._printed: list[str] | None = None  # of the command whose output is read
+        self._open: tuple[str, tuple[str, ...]] | None = None  # what a condition depends on, with its candidates
 
-    def carry_out(self, statements: list[list[str]]) -> Iterator[list[str]]:
-        """Yields the words of each statement as it is run: a loop around a command in one turn, others in all."""
-        place = 0
-        while place < len(statements):
-            statement, place = self.in_branch(statements[place]), place + 1
-            if statement[:1] not in (["for"], ["while"], ["until"]):
-                yield self.run(statement)
-                continue
-            if (values := self._values_of_loop(statement)) is None:
-                self.unknown_branches.append(" ".join(statement[:4]))
-                continue
-            body = statements[place : (place := _end_of_loop(statements, place))]
-            if len(values) > 1 and any(map(_launches, body)):
-                self.loops[statement[1]] = values
-                turn = self._turns.get(statement[1], 0)
-                values = values[turn : turn + 1]
-            for value in values:
-                self._num_turns += 1
-                if self._num_turns > MAX_TURNS:
-                    raise ValueError(f"its loops take more than {MAX_TURNS:,} turns")
-                self._values[statement[1]] = [value]
-                yield from self.carry_out(body)
+    def carry_out(self, text: str) -> None:
+        """Runs a script.  Raises: Undecided; SyntaxError, and ValueError beyond a limit."""
+        with suppress(_Leave):
+            self._run(parse(text))
 
-    def _values_of_loop(self, words: list[str]) -> list[str] | None:
-        """The values of `for NAME in ...`; None where they are not known."""
-        if words[0] != "for" or words[2:3] != ["in"]:
-            return None
-        values = [each for word in words[3:] for each in self._expand(word)]
-        return None if not values or any({*"$*?[{"} & {*value} for value in values) else values
-
-    def run(self, statement: list[str]) -> list[str]:
-        """Carries out an assignment; the words of any other statement, with variables replaced."""
-        ends = [place for place, word in enumerate(statement) if re.match(r"\d*[<>]", word)]  # of redirections
-        words = [word for word in statement[: min(ends, default=None)] if word not in _DECLARES]
-        if words[:2] == ["set", "--"] or (words == ["shift"] and "@" in self._values):
-            arguments = [each for word in words[2:] for each in self._expand(word)]
-            arguments = self._values["@"][1:] if words == ["shift"] else arguments
-            self._values |= {"@": arguments, **{str(place): arguments[place - 1 : place] for place in range(1, 10)}}
-            return []
-        if words and (found := _ASSIGNMENT.fullmatch(words[0])) and words[1:2] == ["("]:
-            before = self._values.get(found[1], []) if found[2] else []
-            self._values[found[1]] = before + [e for word in words[2:] if word != ")" for e in self._expand(word)]
-            return []
-        if words and all(_ASSIGNMENT.fullmatch(word) for word in words):
-            for word in words:
-                name, _, value = word.partition("=")
-                name, more = name.rstrip("+"), name.endswith("+")
-                text = " ".join(self._expand(f'"{value}"' if value[:1] not in "\"'" else value, whole=True))
-                self._values[name] = [(self._values.get(name, [""])[0] if more else "") + text]
-            return []
-        return [each for word in words for each in self._expand(word)]
-
-    def in_branch(self, statement: list[str]) -> list[str]:
-        """The statement without `if`, `then` or `else`; nothing in a branch that is not taken. Branches of a condition
-        that is not known are all taken."""
-        first = statement[0]
-        if first == "if" or (first in ("elif", "else") and self._branches):
-            holds = first == "else" or self._test(statement[1:])
-            self._branches.append([*([] if first == "if" else self._branches.pop()), holds])
-            if holds is None:
-                shown = statement[1:3] if statement[1] == "case" else ["if", *statement[1:]]
-                self.unknown_branches.append(" ".join(shown))
-        elif first == "fi" and self._branches:
-            self._branches.pop()
-        taken = all(each[-1] is not False and True not in each[:-1] for each in self._branches)
-        rest = statement[1:] if first in ("then", "else", "do") else statement
-        return rest if taken and first not in ("if", "elif", "fi") else []
-
-    def _test(self, words: list[str]) -> bool | None:
-        """Tells whether a comparison of texts or whole numbers holds; None for anything else."""
-        texts = [self._value(word.strip("\"'")) for word in words[1 : None if words[:1] == ["case"] else -1]]
-        if words[:1] == ["case"]:
-            return None if "$" in texts[0] else any(fnmatchcase(texts[0], each) for each in texts[1:])
-        if words[:1] not in (["["], ["[["]) or words[-1] not in ("]", "]]") or set("$*") & {*"".join(texts)}:
-            return None
-        if len(texts) == 2 and texts[0] in ("-z", "-n"):
-            return (texts[0] == "-n") == bool(texts[1])
-        if len(texts) != 3 or texts[1] not in _TESTS:
-            return None
-        left, name, right = texts
-        try:
-            return bool(_TESTS[name](*((int(left), int(right)) if name[0] == "-" else (left, right))))
-        except ValueError:
-            return None
-
-    def _expand(self, word: str, whole: bool = False) -> list[str]:
-        """The words that a word with quotes and variables stands for; `whole`: not split at spaces."""
-        parts, place = [""], 0
-        while place < len(word):
-            char = word[place]
-            if char == "'":
-                end = word.index("'", place + 1)
-                parts[-1] += word[place + 1 : end]
-                place = end + 1
-            elif char == '"':
-                end = _closing_quote(word, place)
-                if word[place:end] in ('"$@', '"$*'):
-                    parts = [*parts[:-1], *self._values.get("@", []), ""]
-                elif array := re.fullmatch(r'"\$\{(\w+)\[[@*]\]\}', word[place:end]):
-                    parts = [*self._values.get(array[1], []), ""]
-                else:
-                    parts[-1] += self._value(word[place + 1 : end]).replace('\\"', '"')
-                place = end + 1
-            elif char == "$":
-                end = _end_of_variable(word, place)
-                value = self._value(word[place:end])
-                pieces = [value] if whole or "$(" in value or value.startswith("$") else value.split() or [""]
-                parts[-1] += pieces[0]
-                parts += pieces[1:]
-                place = end
+    def _run(self, body: Iterable[Node]) -> bool | None:
+        """Carries out commands; tells whether the last one succeeds, None where that is not known."""
+        status: bool | None = True
+        for node in body:
+            self._words.budget.step()
+            if node.kind == "function":
+                self._functions[node.words[0]] = node
+            elif node.kind == "group":
+                status = self._run(node.parts[0])
             else:
-                place += 2 if char == "\\" else 1
-                parts[-1] += word[place - 1]
-        return [part for part in parts if part]
+                of_kind = {"simple": self._simple, "chain": self._chain, "pipe": self._pipe, "if": self._if}
+                of_kind |= {"case": self._case, "for": self._for, "while": self._while}
+                status = of_kind[node.kind](node)
+        return status
 
-    def _value(self, text: str) -> str:
-        """Replaces the variables and the arithmetic of a text; what is not known stays."""
-        text = re.sub(r"\$\(pwd\)", "$PWD", text).replace("${BASH_SOURCE[0]}", "${BASH_SOURCE}")
-        text = re.sub(r"\$\(\((.*?)\)\)(?!\))", lambda found: self._arithmetic(found[1]) or found[0], text)
+    def _chain(self, node: Node) -> bool | None:
+        status: bool | None = True
+        shown = ""
+        for sign, part in zip(node.words, node.parts, strict=True):
+            is_and, before = sign != "||", self._open
+            if status is None and not any(_programs(part)) and part[0].words[:1] != ("echo",):
+                after = self._run(part)  # a condition of several
+                status, self._open = after if after is not is_and else None, before or self._open
+            elif self._holds(status, (part, ()) if is_and else ((), part), shown) == is_and:
+                self._open = None
+                status = self._run(part)
+            else:
+                status = not is_and
+            shown = _shown(part)
+        return status
 
-        def replaced(found: re.Match[str]) -> str:
-            name, sign, otherwise = found[1] or found[2], found[3], found[4]
-            if name in ("@", "*", "#", "?"):
-                return " ".join(self._values.get("@", [])) if name in "@*" else ""
-            value = " ".join(self._values.get(name, []))
-            if (not value if (sign or "").startswith(":") else name not in self._values) and sign:
-                quoted = otherwise if otherwise[:1] in ("'", '"') else f'"{otherwise}"'
-                return " ".join(self._expand(quoted, whole=True))
-            return value if name in self._values else found[0]
+    def _pipe(self, node: Node) -> bool | None:
+        if self._printed is not None and len(node.parts) > 1:
+            raise _NotKnown
+        status = [self._run(part) for part in node.parts][-1]
+        return None if status is None or len(node.parts) > 1 else status != bool(node.words)
 
-        text, before = VARIABLE.sub(replaced, text), ""
-        while text != before:
-            before, text = text, _OUTPUT.sub(lambda found: self._output(found[1]) or found[0], text)
-        return text
+    def _if(self, node: Node) -> bool | None:
+        for place in range(0, len(node.parts) - 1, 2):
+            condition, then, *others = node.parts[place:]
+            self._open = None
+            rest = tuple(each for body in others for each in body)
+            if self._holds(self._run(condition), (then, rest), _shown(condition)):
+                return self._run(then)
+        return self._run(node.parts[-1]) if len(node.parts) % 2 else True
+
+    def _holds(self, status: bool | None, branches: tuple[Sequence[Node], ...], shown: str) -> bool:
+        """Tells whether a condition holds. Where that is not known: a branch that only ends the script is not taken,
+        and it does not matter between branches that change nothing.  Raises: Undecided."""
+        then, otherwise = branches
+        if status is not None:
+            return status and not _exits(then)  # what an argument is needed for comes after it
+        if _exits(then) or _exits(otherwise) or not any(map(any, map(_programs, branches))):
+            return not _exits(then) and not otherwise
+        name, candidates = self._open or (shown, ("true", "false"))
+        if self._words.given.get(name) in ("true", "false"):
+            return self._words.given[name] == "true"
+        raise _NotKnown if self._printed is not None else Undecided(name, candidates)
+
+    def _case(self, node: Node) -> bool | None:
+        branches = [(list(map(self._words.text, patterns.split("\n"))), body)
+                    for patterns, body in zip(node.words[1:], node.parts, strict=True)]  # fmt: skip
+        name, text = self._value(node.words[0])
+        if UNKNOWN.search(text):
+            left = [patterns for patterns, body in branches if not _exits(body)]
+            if not any(any(_programs(body)) for _, body in branches):
+                return True
+            likely = [_example(each) for patterns in left for each in patterns if each != "*"]
+            others = [OTHER] * any("*" in patterns for patterns in left)
+            raise _NotKnown if self._printed is not None else Undecided(name, [*_unset(text), *likely, *others])
+        for patterns, body in branches:
+            if any(each == "*" or (text != OTHER and fnmatchcase(text, each)) for each in patterns):
+                return self._run(body)
+        return True
+
+    def _value(self, word: str) -> tuple[str, str]:
+        """The name by which a value is set, and the value; the assumed one where it is not known."""
+        text = self._words.text(word)
+        unknown, variable = UNKNOWN.fullmatch(text), re.fullmatch(r"\"?\$\{?(\w+)(?::?-[^}]*)?\}?\"?", word)
+        name = variable[1] if variable else ((unset_variables(text) or [unknown[1]])[0] if unknown else word)
+        return name, self._words.given.get(name, text) if UNKNOWN.search(text) else text
+
+    def _for(self, node: Node) -> bool | None:
+        values = [each for word in node.words[1:] for each in self._words.expand(word)]
+        if node.words[0].startswith("((") or not all(is_known(each) and not {*"*?["} & {*each} for each in values):
+            return self._once(node.parts[0], " ".join(["for", node.words[0], "in", *node.words[1:]][:4]))
+        around = self._turns
+        for number, value in enumerate(values):
+            self._turns = (*around, (f"for {node.words[0]} in {' '.join(values)}", number))
+            self._words.assign(node.words[0], value)
+            if not self._turn(node.parts[0]):
+                break
+        self._turns = around
+        return True
+
+    def _while(self, node: Node) -> bool | None:
+        while (holds := self._run(node.parts[0])) is (node.words[0] == "while") and self._turn(node.parts[1]):
+            pass
+        if holds is not None:
+            return True
+        return self._once(node.parts[1], f"{node.words[0]} {_shown(node.parts[0])}")
+
+    def _once(self, body: Sequence[Node], head: str) -> bool:
+        """Runs the body of a loop whose values are not known once, if it changes anything."""
+        if any(_programs(body)):
+            self.loops[head] = None
+            self._turn(body)
+        return True
+
+    def _turn(self, body: Sequence[Node]) -> bool:
+        """Runs one turn of a loop; False after a `break`."""
+        self._num_turns += 1
+        if self._num_turns > MAX_TURNS:
+            raise ValueError(f"its loops take more than {MAX_TURNS:,} turns")
+        try:
+            self._run(body)
+        except _Leave as left:
+            if str(left) not in ("break", "continue"):
+                raise
+            return str(left) == "continue"
+        return True
+
+    def _simple(self, node: Node) -> bool | None:
+        """Assignments, or a program with its words."""
+        place, words, declares = 0, node.words, node.words[0] in _DECLARES
+        given = list[re.Match[str]]()
+        while place < len(words):
+            if words[place].endswith("=(") and ")" in words[place:]:
+                end = words.index(")", place)
+                more = words[place].endswith("+=(")
+                self._words.assign_array(words[place].rstrip("+=("), words[place + 1 : end], more=more)
+                place = end
+            elif found := _ASSIGNMENT.fullmatch(words[place]):
+                given.append(found)
+            elif not declares:
+                break
+            place += 1
+        if place < len(words):
+            return self._program(words[place:], id(node))
+        for each in given:
+            self._words.assign(each[1], self._words.text(each[4]), self._words.text(each[2] or "0"), more=bool(each[3]))
+        return True
+
+    def _program(self, written: Sequence[str], place: int) -> bool | None:
+        """Carries out a builtin or a function, or notes the start of a program."""
+        if written[0] in _TESTING:
+            return self._test([each for each in written[1:] if each not in ("]", "]]")])
+        if written[0].startswith("(("):
+            return self._arithmetic(written[0][2:-2])
+        match words := [each for word in written for each in self._words.expand(word)]:
+            case [("exit" | "return" | "break" | "continue") as how, *_]:
+                raise _Leave(how)
+            case [name, *rest] if name in self._functions:
+                return self._call(name, rest)
+            case ["set", "--", *rest]:
+                self._words.arguments(tuple(rest))
+            case ["shift", *count]:
+                before = self._words.arguments(())
+                self._words.arguments(before[int(count[0]) if count and count[0].isdigit() else 1 :])
+            case ["unset", *names]:
+                self._words.values = {key: value for key, value in self._words.values.items() if key not in names}
+            case ["cd", *_, path] if is_known(path):
+                self._words.assign("PWD", os.path.normpath(Path(self._words.text("$PWD"), path)))
+            case ["eval", *rest]:
+                return self._run(parse(" ".join(rest)))
+            case [*_, "bash" | "sh" | "/bin/bash", "-c" | "-lc" | "-xc", text]:
+                return self._run(parse(text))
+            case [] | ["true" | ":" | "set" | "false", *_]:
+                return words[:1] != ["false"]
+            case _ if self._printed is not None:
+                self._printed.append(self._output_of(words))
+            case ["echo" | "printf" | "mkdir", *_]:
+                return True
+            case _:
+                self.launches += [Launch(words, place, self._turns)] * (len(words) > 1)
+                return None
+        return True
+
+    def _call(self, name: str, arguments: list[str]) -> bool | None:
+        self._num_calls += 1
+        if self._num_calls > MAX_CALLS:
+            raise ValueError(f"its functions call each other more than {MAX_CALLS} levels deep")
+        before = self._words.arguments(tuple(arguments))
+        try:
+            return self._run(self._functions[name].parts[0])
+        except _Leave as left:
+            if str(left) != "return":
+                raise
+            return True
+        finally:
+            self._num_calls -= 1
+            self._words.arguments(before)
+
+    def _arithmetic(self, text: str) -> bool | None:
+        """`((...))`: a condition, or the change of a variable."""
+        if change := _CHANGE.fullmatch(text):
+            name, once, sign, value = change.groups()
+            found = f"{name}{once[0]}1" if once else f"{name}{sign}({value})" if sign else value
+            self._words.assign(name, self._words.text(f'"$(({found}))"'))
+            return True
+        return None if (number := self._words.number(text)) is None else bool(number)
+
+    def _test(self, words: Sequence[str]) -> bool | None:
+        """Tells whether a condition of `[` holds; None where that is not known."""
+        for sign in ("||", "-o", "&&", "-a"):
+            if sign in words[1:-1]:
+                sides = [self._test(words[: words.index(sign)]), self._test(words[words.index(sign) + 1 :])]
+                decides = sign in ("||", "-o")
+                return decides if decides in sides else None if None in sides else not decides
+        if words[:1] == ["!"]:
+            return None if (holds := self._test(words[1:])) is None else not holds
+        if len(words) == 1 or words[0] in ("-z", "-n"):
+            _, text = self._value(words[-1])
+            if UNKNOWN.search(text) and not unset_variables(text):
+                return None
+            return (words[0] != "-z") == (bool(text) and not UNKNOWN.search(text))
+        return self._compared(*words) if len(words) == 3 and words[1] in (*_TESTS, "=~") else None
+
+    def _compared(self, left: str, sign: str, right: str) -> bool | None:
+        (name, a), (other, b) = self._value(left), self._value(right)
+        if UNKNOWN.search(a) or UNKNOWN.search(b):
+            if UNKNOWN.search(a) and UNKNOWN.search(b):
+                return None
+            name, unknown, text = (name, a, b) if UNKNOWN.search(a) else (other, b, a)
+            self._open = self._open or (name, (*_unset(unknown), *_candidates(sign, text)))
+            return None
+        if OTHER in a + b or sign == "=~":
+            return sign == "!=" if sign != "=~" else None
+        try:
+            if sign[0] == "-":
+                return bool(_TESTS[sign](int(a), int(b)))
+        except ValueError:
+            return False
+        is_pattern = sign in ("==", "=", "!=") and {*"*?["} & {*b} and right[:1] not in "\"'"
+        return fnmatchcase(a, b) != (sign == "!=") if is_pattern else bool(_TESTS[sign](a, b))
 
     def _output(self, command: str) -> str | None:
-        """The output of a program that only changes a text that is known; None for any other."""
-        with suppress(ValueError):
-            words = shlex.split(re.sub(r"&?\d?>\s*&?[\w/]+", " ", command))
-            match [] if "$" in command else [word for word in words if word not in ("--", "-P")]:
-                case ["basename", path, *suffix] if len(suffix) < 2:
-                    return os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))  # noqa: PTH119
-                case ["dirname", path]:
-                    return os.path.dirname(path.rstrip("/")) or "."  # noqa: PTH120
-                case ["realpath", path] | ["readlink", "-f", path] | ["cd", path, "&&", "pwd"]:
-                    return os.path.normpath(Path(self._values["PWD"][0], path))
-                case ["seq", *numbers] if len(numbers) in (1, 2, 3):
-                    first, *step, last = map(int, numbers if len(numbers) > 1 else ["1", *numbers])
-                    beyond = last + (-1 if step and step[0] < 0 else 1)
-                    return " ".join(map(str, range(first, beyond, *step)[: MAX_TURNS + 1]))
-        return None
-
-    def _arithmetic(self, text: str) -> str | None:
-        """The value of whole numbers and variables under + - * / %; None for anything else."""
-        name = re.compile(r"\$?\{?\b([A-Za-z_]\w*)\b\}?")
-        plain = name.sub(lambda found: " ".join(self._values.get(found[1], [found[0]])), text)
+        """The output of a command; None where it is not known."""
+        values, before = {name: dict(value) for name, value in self._words.values.items()}, (self._printed, self._open)
+        self._printed = []
         try:
-            return str(literal(ast.parse(plain.strip().replace("/", "//"), mode="eval").body, {}))
-        except (SyntaxError, ValueError, TypeError, ZeroDivisionError):
+            self._run(parse(command))
+            return "\n".join(self._printed)
+        except (_NotKnown, _Leave, SyntaxError):
             return None
+        finally:
+            self._words.values, (self._printed, self._open) = values, before
+
+    def _output_of(self, words: list[str]) -> str:
+        """The output of a program that only changes a text.  Raises: _NotKnown for any other."""
+        here = self._words.text("$PWD")
+        match [word for word in words if word not in ("--", "-P", "-e", "-n")] if all(map(is_known, words)) else []:
+            case ["echo", *texts]:
+                return " ".join(texts)
+            case ["basename", path, *suffix] if len(suffix) < 2:
+                return os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))  # noqa: PTH119
+            case ["dirname", path]:
+                return os.path.dirname(path.rstrip("/")) or "."  # noqa: PTH120
+            case ["pwd"]:
+                return here
+            case ["realpath", path] | ["readlink", "-f", path]:
+                return os.path.normpath(Path(here, path))
+            case ["seq", *texts] if 0 < len(texts) < 4 and all(re.fullmatch(r"-?\d{1,9}", each) for each in texts):
+                first, *step, last = map(int, texts if len(texts) > 1 else ["1", *texts])
+                numbers = range(first, last + (-1 if step and step[0] < 0 else 1), *(step or [1]))
+                return " ".join(map(str, numbers[: MAX_TURNS + 1]))
+        raise _NotKnown
 
 
-def _launches(statement: list[str]) -> bool:
-    """Tells whether a statement starts a program with arguments."""
-    words = [word for word in statement if word not in (*_DECLARES, "then", "else", "do")]
-    if words[1:2] == ["("] or words[:1] in (["set"], ["echo"]) or all(map(_ASSIGNMENT.fullmatch, words)):
-        return False
-    return start_of(words) > 0 or any(map(is_argument, words))
+def _unset(text: str) -> list[str]:
+    """The first candidate for a variable that is not set: none."""
+    return [""] if unset_variables(text) else []
 
 
-def _end_of_loop(statements: list[list[str]], start: int) -> int:
-    """The place of the `done` of a loop whose body begins at `start`."""
-    depth = 1
-    for place in range(start, len(statements)):
-        first = next((word for word in statements[place] if word not in ("then", "else", "do")), "")
-        depth += (first in ("for", "while", "until")) - (first == "done")
-        if not depth:
-            return place
-    return len(statements)
+def _example(pattern: str) -> str:
+    """A text that matches a pattern."""
+    return re.sub(r"\[(.)[^]]*\]", r"\1", pattern.replace("*", "").replace("?", "x"))
 
 
-def _closing_quote(text: str, start: int) -> int:
-    place = start + 1
-    while place < len(text) and text[place] != '"':
-        place = _end_of_variable(text, place) if text[place] == "$" else place + 1 + (text[place] == "\\")
-    return place
-
-
-def _end_of_variable(text: str, start: int) -> int:
-    """The place after a `$name`, `${...}` or `$(...)`."""
-    if text[start + 1 : start + 2] not in ("{", "("):
-        found = re.compile(r"\$(\w+|[@*#?])?").match(text, start)
-        assert found is not None
-        return found.end()
-    opening, depth = text[start + 1], 0
-    for place in range(start + 1, len(text)):
-        depth += (text[place] == opening) - (text[place] == {"{": "}", "(": ")"}[opening])
-        if not depth:
-            return place + 1
-    return len(text)
-
-
-def statements_of(text: str) -> Iterator[list[str]]:
-    """The statements of a script as lists of words, quotes and variables as they are written."""
-    words, word, place, in_array = list[str](), "", 0, False
-    text += "\n"
-    while place < len(text):
-        char, end = text[place], place + 1
-        if char == "#" and not word:
-            end = text.index("\n", place)
-        elif char == "'":
-            end = text.find("'", place + 1) + 1 or len(text)
-        elif char == '"':
-            end = _closing_quote(text, place) + 1
-        elif char == "`":
-            end = text.find("`", place + 1) + 1 or len(text)
-        elif char == "$":
-            end = _end_of_variable(text, place)
-        elif char == "\\":
-            end = place + 2
-        if char in " \t\n;&|()" or (char == "#" and not word):
-            if word:
-                words.append(word)
-            word = ""
-            if char == "(" and words and words[-1].endswith("="):
-                in_array = True
-            if char in "()":
-                words.append(char)
-            if char == ")" or (char in "\n;&|" and not in_array):
-                in_array = False
-                if words:
-                    yield words
-                words = []
-        else:
-            word += text[place:end]
-        place = end
-    if word or in_array:
-        raise SyntaxError(f"a quote or bracket is not closed, in {' '.join([*words, word])[:60]!r}")
+def _candidates(sign: str, text: str) -> tuple[str, ...]:
+    """A value with which a comparison holds, and one with which it does not."""
+    if sign[0] != "-":
+        return _example(text), OTHER
+    number, above = int(text) if re.fullmatch(r"-?\d{1,9}", text) else 0, sign in ("-le", "-eq", "-ne")
+    return str(number + (sign == "-gt") - (sign == "-lt")), str(number + above - (sign == "-ge"))
