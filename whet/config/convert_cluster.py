@@ -94,7 +94,7 @@ def _listed(found: re.Match[str]) -> str:
 
 
 def roll_devices(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """One pool, or two where sampling has devices of its own; their number replaces nodes and GPUs."""
+    """Places roles in one pool, or in two where sampling has devices of its own; their number replaces nodes."""
     if key != row.theirs[0]:
         return
     training, sampling = (devices_of(of.given.get(each, [])) for each in row.theirs[:2])

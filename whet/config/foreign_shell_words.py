@@ -74,7 +74,7 @@ class Words:
             self.values[name] = place
 
     def text(self, word: str) -> str:
-        """What a word stands for, not split at spaces."""
+        """Returns the text that a word stands for, not split at spaces."""
         return " ".join(self.expand(word, split=False))
 
     def expand(self, word: str, *, split: bool = True) -> list[str]:
