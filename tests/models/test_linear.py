@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whet.compiled import compiler
 from whet.models import linear
-from whet.models.linear import Linear, product, product_of_columns
+from whet.models.linear import FastLinear, product, product_of_columns
 
 SHAPES = [(16, 1, 1), (17, 7, 5), (33, 130, 16), (64, 256, 70), (100, 193, 96), (97, 400, 31)]  # rows, depth, columns
 
@@ -32,8 +32,8 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def layer(depth: int, columns: int, *, bias: bool) -> Linear:
-    made = Linear(depth, columns, bias=bias)
+def layer(depth: int, columns: int, *, bias: bool) -> FastLinear:
+    made = FastLinear(depth, columns, bias=bias)
     with torch.no_grad():
         made.weight.copy_(drawn(columns, depth))
         if bias:

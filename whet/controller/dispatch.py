@@ -140,7 +140,11 @@ def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str,
     dp_size = layouts[0].dp_size
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
     if dp_size == block == 1:  # nothing is split, nothing is joined
-        return CallPlan(dict.fromkeys(range(len(layouts)), arguments), lambda results: results[reporters[0]])
+        whole = range(len(split[0]))
+        return CallPlan(
+            dict.fromkeys(range(len(layouts)), arguments),
+            lambda results: _one_result_per_row(results[reporters[0]], whole, caller),
+        )
     shards = balanced_partition(_workloads(split[0]), dp_size, block)
     by_dp_rank = [_map(arguments, partial(_take_rows, shard)) for shard in shards]
     return CallPlan(
@@ -212,14 +216,7 @@ _KINDS = (tuple, Metrics, DataProto, list, dict)
 
 
 def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
-    for result, shard in parts:
-        columns = result if isinstance(result, dict) else {"rows": result}
-        sizes = {name: len(column) for name, column in columns.items()}
-        if any(size != len(shard) for size in sizes.values()):
-            raise WorkerError(
-                f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result per row"
-            )
-    results = [result for result, _ in parts]
+    results = [_one_result_per_row(result, shard, caller) for result, shard in parts]
     if len(results) == 1:
         return results[0]
     shards = [shard for _, shard in parts]
@@ -227,8 +224,21 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
         joined = [item for result in results for item in result]
         return [joined[position] for position in inverse_order(shards)]
     if isinstance(results[0], dict):
-        return DataProto.concat([DataProto.from_dict(result) for result in results], shards).tensors() if sizes else {}
+        tables = [DataProto.from_dict(result) for result in results]
+        return DataProto.concat(tables, shards).tensors() if results[0] else {}
     return DataProto.concat(results, shards)
+
+
+def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
+    """The result, once each of its columns has a row for each of the shard's."""
+    for each in result if isinstance(result, tuple) else [result]:
+        columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (DataProto, list)) else {}
+        sizes = {name: len(column) for name, column in columns.items()}
+        if any(size != len(shard) for size in sizes.values()):
+            raise WorkerError(
+                f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result per row"
+            )
+    return result
 
 
 def sequence_workload(num_tokens: int) -> float:

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from whet.compiled import library
-from whet.models.linear import Linear
+from whet.models.linear import FastLinear
 
 TOLERANCE = 1e-5  # relative, in float32
 WIDTH = 8  # of the copies for the comparison
@@ -46,7 +46,7 @@ def fuse(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is nn.Linear:
-                module.__class__ = Linear  # its weight, its names and its hooks stay
+                module.__class__ = FastLinear  # its weight, its names and its hooks stay
             other = _counterpart(module)
             if other is not None and _same(module):
                 setattr(parent, name, other.train(module.training))

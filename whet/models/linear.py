@@ -20,7 +20,7 @@ MIN_ROWS = 16  # with fewer, packing the weight takes longer than the product
 PLAIN = (torch.Tensor, nn.Parameter)  # a subclass may be sharded, or a shape alone
 
 
-class Linear(nn.Linear):
+class FastLinear(nn.Linear):
     """nn.Linear by the kernel, where that can run."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # its name in torch

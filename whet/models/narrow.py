@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.models.linear import Linear
+from whet.models.linear import FastLinear
 from whet.models.load import body_of, layers
 
 
@@ -97,7 +97,7 @@ def _replaced(model: nn.Module) -> Iterator[NarrowLinear]:
     for layer in layers(body_of(model)):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) in (nn.Linear, Linear) and child.weight.dtype == torch.float32:
+                if type(child) in (nn.Linear, FastLinear) and child.weight.dtype == torch.float32:
                     narrow = NarrowLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
                     narrow._parameters = child._parameters
                     setattr(parent, name, narrow.train(child.training))
