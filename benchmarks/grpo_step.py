@@ -14,14 +14,15 @@ from benchmarks.machine import machine_of
 from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
 from benchmarks.workload import Answers
+from whet.devices import bfloat16_instructions
 
 TITLE = "A GRPO step"
 NOTE = """\
 The whole step of whet's shipped loop and of TRL's `GRPOTrainer`: rollout, reward, advantages, update, logging. Answers
 have the same forced lengths: whet by a limit of each request, TRL by a logits processor that ends a row when it is due.
 TRL runs without gradient checkpointing, in bfloat16 autocast, with four choices of weights and micro-batches; ratios
-are against the fastest of them (bold). In brackets, how many times its floor a phase takes. `rest` is what no phase
-claims, in TRL's columns the optimizer's step too.
+are against the fastest of them (bold). On a processor without bfloat16 instructions all is float32. In brackets, how
+many times its floor a phase takes. `rest` is what no phase claims, in TRL's columns the optimizer's step too.
 """
 LEARNING_RATE = 1e-6
 # TRL's weights, and in how many micro-batches it takes a step: it is compared at its fastest.
@@ -42,6 +43,7 @@ def _case(setting: Setting, case: str, answers: Answers) -> dict[str, Any]:
     records = setting.take_turns(_entries(setting, case, answers))
     return {
         "answers": asdict(answers),
+        "dtype": dtype(),
         "prompt_lengths": setting.workload.prompt_lengths(answers),
         "records": {name: asdict(record) for name, record in records.items()},
     }
@@ -55,7 +57,8 @@ def _entries(setting: Setting, case: str, answers: Answers) -> dict[str, Entry]:
 
     entries = {}
     if setting.trl_python is not None:
-        variants = TRL_VARIANTS if setting.scale.is_thorough else dict(islice(TRL_VARIANTS.items(), 1))
+        variants = {name: each for name, each in TRL_VARIANTS.items() if each[0] in ("float32", dtype())}
+        variants = variants if setting.scale.is_thorough else dict(islice(variants.items(), 1))
         for name, (weights, micro_batches) in variants.items():
             options = {"weights": weights, "micro_batches": micro_batches, "run_dir": run_dir(name)}
             entries[name] = setting.trl("trl_step", **told, **options)
@@ -73,7 +76,13 @@ def given(setting: Setting, answers: Answers) -> dict[str, Any]:
         "n": answers.n,
         "lengths": answers.lengths,
         "lr": LEARNING_RATE,
+        "dtype": dtype(),
     }
+
+
+def dtype() -> str:
+    """The numbers that both sides compute in: those that the processor multiplies."""
+    return "bfloat16" if bfloat16_instructions() else "float32"
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
@@ -85,7 +94,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
         records = {name: Record(**record) for name, record in section["records"].items()}
         lines += [
             f"{answers.prompts} prompts x {answers.n} answers of {min(answers.lengths)} to {answers.longest} tokens "
-            f"({sum(answers.lengths):,} in all), bfloat16, learning rate {LEARNING_RATE:g}, no KL:",
+            f"({sum(answers.lengths):,} in all), {section.get('dtype', 'bfloat16')}, "
+            f"learning rate {LEARNING_RATE:g}, no KL:",
             "",
             *step_table(records),
             "",

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from benchmarks import (
     algorithms,
     asynchronous,
+    beside,
     cold_start,
     engines,
     episodes,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "grpo_step": grpo_step,
     "images": images,
     "quickstart": quickstart,
+    "beside": beside,
     "quickstart_race": quickstart_race,
     "recipes": recipes,
     "algorithms": algorithms,

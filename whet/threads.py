@@ -1,15 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting threads of torch: how long they spin before they release the processor."""
+"""Waiting threads of torch: how long they spin before they release the processor, alone and beside other programs.
+
+The number of threads depends on the machine alone, so that two runs have equal bits."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
 
+log = logging.getLogger(__name__)
 # GNU's OpenMP spins 300,000 rounds, which are milliseconds, and Intel's 200 ms: on a machine with other programs a
 # waiting thread then keeps a processor that the awaited thread needs. 10,000 rounds are as fast on an idle machine;
-# with 1,000 a rollout of a small model takes a third longer (LOG.md).
+# with 1,000 a rollout of a small model takes a third longer (LOG.md). Beside other programs `Contention` has 100.
 SPINS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 POLICY = "OMP_WAIT_POLICY"
+WAITS, WAITS_NO_MORE = 0.1, 0.03  # shares of the time in which the main thread waits for a processor
+SLOW = 5.0  # times as long as before: steps of which the user is told
+STEPS = 5  # whose median counts
 
 
 def yield_soon() -> None:
@@ -23,3 +37,73 @@ def yield_soon() -> None:
 def spinning() -> str:
     """Returns the settings of spinning in the environment, as NAME=VALUE."""
     return ", ".join(f"{name}={os.environ[name]}" for name in (POLICY, *SPINS) if name in os.environ)
+
+
+class Contention:
+    """Lets waiting threads release the processor almost at once while other programs want it. Where they spin, two
+    threads on two cores, beside two busy processes, take 3 times as long as alone, and else 2.1 times."""
+
+    def __init__(self) -> None:
+        self._crowd: threading.Event | None = None  # set: its threads end
+        self._last = deque[float](maxlen=STEPS)
+        self._fastest = float("inf")
+        self._is_said = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Notes the start of a step."""
+        self._began = time.monotonic(), waited_seconds()
+
+    def end(self) -> None:
+        """Takes the step since `begin`."""
+        seconds, waited = time.monotonic() - self._began[0], waited_seconds() - self._began[1]
+        if slow := self.note(seconds, waited / max(1e-9, seconds)):
+            log.warning("%s", slow)
+
+    def close(self) -> None:
+        """Lets waiting threads spin again."""
+        if self._crowd is not None:
+            self._crowd.set()
+        self._crowd = None
+
+    def note(self, seconds: float, waited: float) -> str:
+        """Takes the seconds of a step, and the share of them in which it waited for a processor.  Returns a line for
+        the user where steps became slow; "" otherwise."""
+        if waited > WAITS and self._crowd is None and os.environ.get("GOMP_SPINCOUNT") == SPINS["GOMP_SPINCOUNT"]:
+            self._crowd = crowd()
+        elif waited < WAITS_NO_MORE:
+            self.close()
+        self._last.append(seconds)
+        now = median(self._last) if len(self._last) == STEPS else 0.0
+        self._fastest = min(self._fastest, now or self._fastest)
+        if self._is_said or now <= SLOW * self._fastest or waited <= WAITS:
+            return ""
+        self._is_said = True
+        return (
+            f"steps take {now:.3g} s, {now / self._fastest:.1f} times as long as before, and wait {waited:.0%} of that "
+            "for a processor that other programs use: end these, or start with OMP_NUM_THREADS=1 (other last bits), "
+            "with which no thread waits for another (not said again)"
+        )
+
+
+def waited_seconds() -> float:
+    """Seconds in which this process's main thread was ready to run and another program ran; 0 where Linux hides it."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def crowd() -> threading.Event:
+    """Starts threads that sleep until the event is set. GNU's OpenMP counts them: as long as it has more threads than
+    processors, those that wait for others spin 100 rounds at the most. No computation has another number of threads."""
+    until, loaded = threading.Event(), Path("/proc/self/maps").read_text().split()
+    path = next((each for each in loaded if "libgomp" in each), None)
+
+    def sleep() -> None:
+        nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # called with null by each of them
+        ctypes.CDLL(path).GOMP_parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
+        until.wait()
+
+    if path is not None:
+        threading.Thread(target=sleep, name="whet-crowd", daemon=True).start()
+    return until

@@ -125,7 +125,7 @@ def arguments(settings: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig(
         output_dir=settings["run_dir"],
         use_cpu=True,
-        bf16=True,
+        bf16=settings.get("dtype", "bfloat16") == "bfloat16",
         beta=0.0,
         learning_rate=settings["lr"],
         lr_scheduler_type="constant",

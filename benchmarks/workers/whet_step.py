@@ -54,7 +54,7 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
     """whet's defaults, but for what both sides are told."""
     return {
         "model.path": settings["model"],
-        "model.dtype": "bfloat16",
+        "model.dtype": settings.get("dtype", "bfloat16"),
         "data.apply_chat_template": "images" in settings,
         "data.shuffle": False,
         "data.train_batch_size": settings["prompts"],

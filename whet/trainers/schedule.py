@@ -10,6 +10,7 @@ from typing import Generic, Self, TypeVar
 
 from whet.metrics import Metrics
 from whet.protocol import DataProto
+from whet.threads import Contention
 from whet.trainers.frame import Frame
 from whet.trainers.stop import Stopped
 
@@ -27,6 +28,7 @@ class Schedule(Generic[F]):
     def __init__(self, run: F, validate: Callable[[F, int], Metrics]) -> None:
         self._run, self._validate = run, validate
         self._held: tuple[int, Metrics] | None = None
+        self._contention = Contention()
 
     def __enter__(self) -> Self:
         run = self._run
@@ -57,6 +59,7 @@ class Schedule(Generic[F]):
     def end_step(self, batch: DataProto, metrics: Metrics) -> None:
         """Counts the step, then validates, logs, checks the run's health and saves, each where it is due."""
         run, trainer = self._run, self._run.config.trainer
+        self._contention.end()
         run.step += 1
         run.count_flops()
         is_saved = run.saves_now
@@ -70,8 +73,10 @@ class Schedule(Generic[F]):
         run.check_health(batch, metrics)
         if is_saved or run.is_due(0):  # a callback may have made this step the last
             run.save()
+        self._contention.begin()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._contention.close()
         if isinstance(error, Stopped):  # a step that is saved has its line
             with self.training():
                 pass
