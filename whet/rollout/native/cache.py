@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -61,6 +63,8 @@ class BlockCache:
     def free(self) -> None:
         """Gives the memory back; nothing may be stored after it."""
         self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+        with suppress(AttributeError):  # glibc may hold it for its own heap
+            ctypes.CDLL(None).malloc_trim(0)
 
     def take(self, count: int) -> list[int]:
         """Takes free blocks, lowest first, with one owner each."""
