@@ -123,9 +123,8 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     assert moved == {"language_model"}
 
 
-@pytest.mark.parametrize(
-    "folder", [pytest.param(arch, marks=() if arch == "qwen2.5_vl" else SLOW) for arch in pictures.QWEN], indirect=True
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", pictures.QWEN, indirect=True)
 def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
     """Some micro-batches have no image, and some ranks no row."""
     batch_at, fsdp = partial(pictures.batch_of_rows, folder), EngineConfig(name="fsdp", logits_chunk_tokens=16)

@@ -97,6 +97,7 @@ def without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_layer_is_compiled_once_for_all(model: PreTrainedModel, without_a_backend: None) -> None:
     compiled = copy.deepcopy(model)
     compile_layers(compiled)

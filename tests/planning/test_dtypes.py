@@ -168,6 +168,7 @@ def test_bfloat16_without_instructions_is_warned_of_and_what_is_chosen_is_said(
     assert not told(logging.WARNING)
 
 
+@pytest.mark.slow
 def test_a_plan_for_accelerators_elsewhere_is_in_bfloat16(set_machine: SetMachine, model_folder: Path) -> None:
     from whet.cli.checks import forecast_of
 

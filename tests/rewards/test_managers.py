@@ -238,12 +238,8 @@ def test_a_manager_without_a_function_gets_the_one_for_the_data_source(
     assert [each.reward for each in shipped if isinstance(each, RewardResult)] == [1.0, 0.0, 0.0]
 
 
-QUICK = ("OneByOne",)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BY_CLASS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_CLASS)
 def test_a_run_with_a_manager_of_verl_or_easyr1(
     train_config: Callable[..., TrainConfig], additions: list[dict[str, str]], name: str
 ) -> None:

@@ -111,14 +111,15 @@ def evaluated(model: Path, dtype: str, rows: Rows) -> list[str]:
     return [row["response"] for row in evaluate(config, reward=length, data=rows).answers]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "kind",
     [
         {},
-        pytest.param({"model.lora.rank": 4, "actor.optim.lr": 1e-4}, id="adapter", marks=pytest.mark.slow),
-        pytest.param({"actor.engine.name": "fsdp"}, id="sharded", marks=pytest.mark.slow),
-        pytest.param({"model.dtype": "bfloat16", "model.lora.rank": 4}, id="narrow base", marks=pytest.mark.slow),
+        pytest.param({"model.lora.rank": 4, "actor.optim.lr": 1e-4}, id="adapter"),
+        pytest.param({"actor.engine.name": "fsdp"}, id="sharded"),
+        pytest.param({"model.dtype": "bfloat16", "model.lora.rank": 4}, id="narrow base"),
     ],
 )
 def test_what_is_exported_is_what_was_validated(

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
+
 import whet
 from docs.generate import layers
 from whet.config import TrainConfig
@@ -27,6 +29,7 @@ PAGE = layers.PAGE.read_text(encoding="utf-8")
 MAX_FILES, MAX_LINES = (layers.limit(f"{what} on the path of a step", PAGE) for what in ("files", "lines"))
 
 
+@pytest.mark.slow
 def test_the_path_of_a_step_stays_short(
     train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path
 ) -> None:

@@ -469,6 +469,7 @@ def test_names_that_do_not_fit_into_the_file_write_over_no_weight() -> None:
         assert torch.equal(load_file(path)["layers.99.weight"], torch.ones(2))
 
 
+@pytest.mark.slow
 def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:
     """The error names what to set, and a folder is limited too."""
     script = (

@@ -50,6 +50,7 @@ def tokens(count: int) -> tuple[int, ...]:
     return tuple(range(3, 3 + count))
 
 
+@pytest.mark.slow
 def test_all_requests_are_answered(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     engine = start(restarts=2)
     alone = Restarted(engine)
@@ -81,6 +82,7 @@ def test_weights_that_came_meanwhile_sample_the_rest(start: Start) -> None:
     assert alone.status().version == 2
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_behind_the_tokens_that_were_told(start: Start) -> None:
     """`whet serve` shows a client each token once."""
     engine = start(restarts=1)
@@ -114,6 +116,7 @@ def test_a_stream_goes_on_behind_the_tokens_that_were_told(start: Start) -> None
     thread.stop()
 
 
+@pytest.mark.slow
 def test_an_aborted_request_ends_where_the_server_is_lost(start: Start) -> None:
     engine = start(restarts=1)
     alone = Restarted(engine)
