@@ -215,6 +215,19 @@ class Guard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
+class Event:
+    """A mark in the device's work."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        synchronize()
+
+
 def synchronize(*_: Any) -> None:
     note("wait: synchronize")
     for copy, numbers in _late:
@@ -233,6 +246,7 @@ def present() -> Iterator[None]:
     """torch.accelerator finds the device, from now on until the process ends."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, Device(), None, Guard())
     torch.accelerator.synchronize = synchronize  # type: ignore[assignment]
+    torch.Event = Event  # type: ignore[assignment,misc]
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.get_memory_info = lambda *_: (64 * 2**30, 80 * 2**30)  # type: ignore[assignment]
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]

@@ -22,7 +22,8 @@ KL = {"algorithm.kl.where": "loss", "algorithm.kl.coef": 0.1}
 SMALL = {
     **SMALL_RUN,
     "actor.optim.lr": 1e-3,
-    "rollout.engine": {"name": "native", "options": {"kv_cache_bytes": 2**20}},
+    "actor.engine.options.compile": False,  # no compiler knows the device
+    "rollout.engine": {"name": "native", "options": {"kv_cache_bytes": 2**20, "compile": False}},
     "trainer.total_steps": 2,
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -52,7 +53,7 @@ def on_the_device(function: str, **arguments: Any) -> dict[str, Any]:
     """What the function returns in a process where torch.accelerator finds the pretend accelerator, and its log."""
     command = [sys.executable, "-m", "tests.pretend_gpu", f"tests.device_runs:{function}", json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -106,7 +107,8 @@ def test_the_host_waits_once_a_pass_and_never_between_micro_batches(name: str, r
     assert len(waits["schedule"]) >= 2 and set(waits["schedule"]) == {0}
     assert set(waits["update"]) == {1}  # whether the step is finite
     assert set(waits["forward"]) == {1}  # for all outputs together
-    assert max(waits["_decode_step"]) <= 1  # one in a step, whatever the number of layers
+    assert max(waits["_step"]) <= 2  # where no step follows; one else, whatever the number of layers
+    assert sum(waits["_step"]) <= len(waits["_step"])
 
 
 @pytest.mark.slow

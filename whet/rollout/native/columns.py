@@ -165,8 +165,9 @@ class DeviceColumns:
         self._blocks = torch.zeros(max_rows + 1, dtype=torch.int64)  # on the host: that of the next token of a slot
         self._addresses: tuple[int, ...] = ()
 
-    def at(self, addresses: tuple[int, ...]) -> None:
-        """Tells the addresses of weights and cache, which a recorded step keeps: it is recorded again for others."""
+    def at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tells where weights and cache lie: a recorded step keeps the addresses, and is recorded again for others."""
+        addresses = tuple(each.data_ptr() for each in tensors) if has_kernels(self.device) else ()
         if addresses != self._addresses:
             self.graphs.forget()
         self._addresses = addresses
@@ -247,10 +248,8 @@ class DeviceColumns:
 
     def _coming(self, results: torch.Tensor) -> Sampled:
         """Sends tokens and the bits of log-probs to the host."""
-        is_there = self.device != HOST
-        here = torch.empty(results.shape, dtype=torch.int32, pin_memory=is_there)
-        here.copy_(results, non_blocking=True)
-        ready = torch.Event(self.device) if is_there else None
+        here = results.to(HOST, non_blocking=True, copy=True)
+        ready = torch.Event(self.device) if self.device != HOST else None
         if ready is not None:
             ready.record()
         return Sampled(here[0], here[1].view(torch.float32), ready)

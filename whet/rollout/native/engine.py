@@ -178,8 +178,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             width = blocks_for(module.config.get_text_config().max_position_embeddings)
             self._columns = DeviceColumns(module.device, self.max_batch_size, width)
         cache, _ = self._require_cache()
-        tensors = [cache.keys, cache.values, *module.parameters(), *module.buffers()]
-        self._columns.at(tuple(each.data_ptr() for each in tensors))
+        self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
         return self._columns
 
     def _finish(self, running: Running) -> None:
