@@ -42,6 +42,7 @@ from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
+from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.rewards.judge.rubrics import Rubric
@@ -739,7 +740,7 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
 
 @pytest.mark.slow
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}})
+    config = with_dtypes(TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}}))
     for situation, name, left in (
         ("not enough memory", "free_memory", FreeMemory(4 * 2**20, "the machine's memory")),
         ("not enough disk", "free_disk", 2**20),

@@ -487,8 +487,6 @@ def test_a_checkpoint_of_supervised_training_is_named(
     rows = [{"prompt": "1", "response": "2"}] * 4
     trained = train_sft(load_config(SFTConfig, None, small, given={"data"}).config, data=rows)
     folder = checkpoint.newest(trained.run_dir)
-    message = (
-        rf"holds is_good, loader, score, step, and this run needs .*rollouts.* `whet export {folder} OUT`, then set"
-    )
+    message = rf"holds .*loader, score, .*, and this run needs .*rollouts.* `whet export {folder} OUT`, then set"
     with pytest.raises(CheckpointError, match=message):
         finish(train_config({**GRPO, "trainer.resume": str(folder)}), additions)
