@@ -20,7 +20,12 @@ math_verify.grader.TIMEOUT_WARNING_SHOWN = (
 
 
 @register_reward(
-    "math_verify", examples=((r"So \boxed{\frac12}.", "0.5", 1.0), (r"So \boxed{5 \text{ m}}", r"5 \text{ km}", 1.0))
+    "math_verify",
+    examples=(
+        (r"So \boxed{\frac12}.", "0.5", 1.0),
+        (r"So \boxed{5 \text{ m}}", r"5 \text{ km}", 1.0),
+        (r"So \boxed{8}.", "7", 0.0),
+    ),
 )
 def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
     """1 where math-verify by itself, called as verl's `math_verify` calls it, finds the answer in a response equal to
