@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import mul
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from whet.environments.protocol import Answer, Closes, Observation, Result, unpaid
 from whet.environments.running import EnvironmentSpec, Running
 from whet.errors import describe
+from whet.files import shipped_yaml
 from whet.keyed import key
 from whet.processes.children import Callee, Children, Reply
 from whet.processes.template import Caller, Serve
@@ -41,30 +43,9 @@ Parts = dict[str, str]  # what an observation says, by the names of its fields
 WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
 STRANGE: Mapping[str, str] = {
-    "empty": "",
-    "a space": " ",
-    "a line break": "\n",
-    "a null byte": "\x00",
-    "half a tag": "<answer>",
-    "an empty tag": "<answer></answer>",
-    "tags the wrong way round": "</answer>Up<answer>",
-    "a tag in a tag": "<answer><answer>Up</answer></answer>",
-    "half a tool call": '<tool_call>{"name": "step", "argum',
-    "JSON of another form": '{"action": null, "x": [1e999]}',
-    "another alphabet": "上 вверх أعلى 🎮",
-    "digits of another alphabet": "٣²½",
-    "a large number": "9" * 6000,
-    "not a number": "nan",
-    "a negative number": "-1",
-    "code": "__import__('os').abort()",
-    "brackets": "(" * 3000,
-    "format fields": "{0} {x!r} %s %(x)d",
-    "random characters": "".join(random.Random(0).choices([chr(code) for code in range(1, 0x2FF)], k=500)),
-    "a million characters": "Up " * 333_333,
-    "a million spaces": " " * 1_000_000 + ".",
-    "100,000 tags": "<answer>" * 100_000,
-    "100,000 calls": "<calc>" * 100_000,
-}
+    name: text if isinstance(text, str) else "".join(map(mul, text[::2], text[1::2]))
+    for name, text in shipped_yaml("environments/strange_answers.yaml").items()
+} | {"random characters": "".join(random.Random(0).choices([chr(code) for code in range(1, 0x2FF)], k=500))}
 
 
 @dataclass(frozen=True)

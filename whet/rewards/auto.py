@@ -9,30 +9,12 @@ from functools import cache, partial
 from typing import Any
 
 from whet.errors import RewardError, did_you_mean
+from whet.files import shipped_yaml
 from whet.registry import REWARDS, register_reward
 
-# Function, and the options that differ from its defaults, by data source; `*` stands for any text.
-SOURCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "openai/gsm8k": ("gsm8k", {"method": "strict"}),
-    **dict.fromkeys(
-        (
-            "lighteval/MATH",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "HuggingFaceH4/MATH-500",
-            "zwhe99/DeepMath-103K",
-            "agentica-org/DeepScaleR-Preview-Dataset",
-            "numina_*",
-        ),
-        ("math", {}),
-    ),
-    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning", "aime*"), ("math_dapo", {})),
-    "hiyouga/geometry3k": ("geo3k", {}),
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), ("code", {"tolerance": 1e-5})),  # as prime_code
-    "openai/openai_humaneval": ("code", {}),
-    "searchR1_*": ("search_qa", {}),
-    "google/IFEval": ("ifeval", {}),
-    **dict.fromkeys(("cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa"), ("multiple_choice", {})),
-    "nvidia/Nemotron-CrossThink": ("crossthinkqa", {}),
+# Function and options by data source.
+SOURCES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    source: next(iter(found.items())) for source, found in shipped_yaml("rewards/sources.yaml").items()
 }
 
 
