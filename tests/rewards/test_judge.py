@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from whet.cli.rewards import examples_of
 from whet.errors import ConfigError, RewardError
 from whet.metrics import Metrics
 from whet.registry import REWARDS
@@ -564,7 +565,7 @@ def test_the_examples_that_are_shown() -> None:
         return Reply(f"Verdict: {'yes' if 'It is 4.' in body['messages'][1]['content'] else 'no'}")
 
     with judging(knows) as judge:
-        for response, _, reward, fields in REWARDS["llm_judge"].marks["examples"]:
+        for response, _, reward, fields in examples_of(REWARDS["llm_judge"]):
             [outcome] = score(judge.address, response)
             assert isinstance(outcome, RewardResult) and outcome.reward == reward and set(fields) == {"prompt_str"}
 

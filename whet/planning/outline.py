@@ -338,11 +338,7 @@ class TensorBytes(TorchDispatchMode):
         self.peak: Counter[str] = Counter()  # bytes by kind at the time of the largest total
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operator and counts the storages that it created."""
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent call

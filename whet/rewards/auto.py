@@ -18,14 +18,7 @@ SOURCES: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-@register_reward(
-    "auto",
-    rows_checked_by="whet.rewards.auto:check_row",
-    examples=(
-        ("#### 7", "7", 1.0, {"data_source": "openai/gsm8k"}),
-        (r"So \boxed{8}", "7", 0.0, {"data_source": "lighteval/MATH"}),
-    ),
-)
+@register_reward("auto", rows_checked_by="whet.rewards.auto:check_row")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_str: str
 ) -> Any:
@@ -75,14 +68,7 @@ def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
     return name, options
 
 
-@register_reward(
-    "math_or_code",
-    checked_by="whet.rewards.code:check_options",
-    examples=(
-        (r"So \boxed{7}", "7", 1.0, {"data_source": "train-math-deepscaler"}),
-        ("```python\nprint(6)\n```", {"inputs": ["3"], "outputs": ["7"]}, 0.0, {"data_source": "train-code-taco"}),
-    ),
-)
+@register_reward("math_or_code", checked_by="whet.rewards.code:check_options")
 def score_math_or_code(
     data_source: str,
     solution_str: str,

@@ -49,14 +49,7 @@ _PYTEST = re.compile(r"^def test_|^import pytest|^class (?:Test|\w+\(.*TestCase\
 _SHOWN = 200  # characters of a message
 
 
-FENCED_AS = {
-    "py": "python",
-    "python3": "python",
-    "c++": "cpp",
-    "cc": "cpp",
-    "js": "javascript",
-    "sh": "bash",
-}
+FENCED_AS = {"py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "js": "javascript", "sh": "bash"}
 
 
 @dataclass(frozen=True)
@@ -73,16 +66,7 @@ class Suite:
     defines: str = ""  # the function or class of the prompt
 
 
-@register_reward(
-    "code",
-    checked_by="whet.rewards.code:check_options",
-    rows_checked_by="whet.rewards.code:check_row",
-    examples=(
-        ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
-        ("```python\ndef f(x):\n    return x * x\n```", ["assert abs(f(3) - 9) < 1e-6"], 1.0),
-        ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
-    ),
-)
+@register_reward("code", checked_by="whet.rewards.code:check_options", rows_checked_by="whet.rewards.code:check_row")
 def compute_score(
     solution_str: str,
     ground_truth: Any,

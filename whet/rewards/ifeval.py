@@ -40,22 +40,7 @@ _BETWEEN_WORDS = re.compile(
 )
 
 
-@register_reward(
-    "ifeval",
-    rows_checked_by="whet.rewards.ifeval:check_row",
-    examples=(
-        (
-            "The otter eats fish.",
-            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
-            1.0,
-        ),
-        (
-            "The heron eats fish.",
-            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
-            0.0,
-        ),
-    ),
-)
+@register_reward("ifeval", rows_checked_by="whet.rewards.ifeval:check_row")
 def compute_score(
     solution_str: str,
     ground_truth: Any,

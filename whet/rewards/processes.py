@@ -72,9 +72,7 @@ class _Task:
     start: int
     count: int
     content: bytes
-    is_alone: bool = (
-        False  # scored with no other: the process that scored it with others ended, or hung, by one of them
-    )
+    is_alone: bool = False  # scored with no other: a process that scored it with others ended or hung by one of them
 
     @property
     def shown(self) -> str:

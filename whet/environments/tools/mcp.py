@@ -18,6 +18,7 @@ from whet.data.media import image, images
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource
 from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
+from whet.processes.background import in_new_loop
 from whet.registry import load_target
 from whet.types import Prompt
 
@@ -39,7 +40,7 @@ class McpSource(ToolSource):
         except ImportError as error:
             raise ConfigError(f"{where} needs the package mcp; run {pip_install('mcp')}") from error
         self._open = _opener(server, where)
-        self._schemas = list(known) if known is not None else _in_new_loop(self._ask)
+        self._schemas = list(known) if known is not None else in_new_loop(self._ask)
 
     @property
     def schemas(self) -> Sequence[ToolSchema]:
@@ -205,26 +206,6 @@ def _part(content: Any) -> Part:
     except (DataError, ValueError) as error:
         raise BadCallError(f"the server gave an image that cannot be read: {error}") from error
     return found
-
-
-def _in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of a coroutine, also where a loop runs already in this thread."""
-    import threading
-
-    results: list[T | BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(asyncio.run(ask()))
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
 
 
 def _first(error: BaseException) -> BaseException:

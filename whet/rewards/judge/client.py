@@ -22,7 +22,7 @@ import httpx
 from whet.errors import RewardError
 from whet.keyed import key
 from whet.limits import REPLY_BYTES, read_json
-from whet.processes.background import Background
+from whet.processes.background import in_new_loop
 
 log = logging.getLogger(__name__)
 
@@ -280,10 +280,7 @@ def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[
         errors = [each if isinstance(each, Exception) else late for each in replies]
         return [each.text if isinstance(each, JudgeReply) else errors[i] for i, each in enumerate(replies)]
 
-    thread = Background("whet-judge")  # this thread may have an event loop of its own
-    future = thread.submit(lambda: asyncio.run(run()))
-    thread.close()
-    return future.result()
+    return in_new_loop(run)
 
 
 class Cache:

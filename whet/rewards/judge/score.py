@@ -17,14 +17,7 @@ from whet.rewards.judge.client import Client, JudgeReply, Settings, used
 from whet.rewards.judge.rubrics import load_rubric
 
 
-@register_reward(
-    "llm_judge",
-    checked_by="whet.rewards.judge.score:check_options",
-    examples=(
-        ("It is 4.", "4", 1.0, {"prompt_str": "What is 2 + 2?"}),
-        ("It is 5.", "4", 0.0, {"prompt_str": "What is 2 + 2?"}),
-    ),
-)
+@register_reward("llm_judge", checked_by="whet.rewards.judge.score:check_options")
 async def compute_score(
     solution_str: str,
     ground_truth: Any = None,
