@@ -225,10 +225,10 @@ def _given(fields: Any) -> Any:
 def _asserts(tests: Suite) -> bool:
     """Tells whether tests in Python can fail on purpose: what is run asserts something about a name, raises, or calls
     what does. Functions that nobody calls are not run by statements; tests that cannot be read fail anyway."""
-    try:
-        body = ast.parse("\n".join([tests.setup, *tests.cases])).body
-    except (SyntaxError, ValueError):
+    tree = parsed("\n".join([tests.setup, *tests.cases]))
+    if tree is None:
         return True
+    body = tree.body
     if tests.kind == "code":
         body = [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
         used = {each.id for node in body for each in ast.walk(node) if isinstance(each, ast.Name)}
@@ -249,11 +249,10 @@ def _asserts(tests: Suite) -> bool:
 def _helpers(prompt: str, name: str) -> str:
     """The imports and functions of a prompt of code that come with the function `name`. Tests may use them, and not
     those that the code puts in their place."""
-    try:
-        nodes = ast.parse(prompt).body if name else []
-    except (SyntaxError, ValueError):
-        return ""
-    kept = [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
+    tree = parsed(prompt if name else "")
+    kept = [
+        each for each in (tree.body if tree else ()) if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)
+    ]
     return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)
 
 
@@ -324,11 +323,8 @@ def _names(tests: Suite) -> tuple[list[str], list[str], str]:
 
     `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name;
     `assert abs(f(2)) < 1` is none of `abs`."""
-    try:
-        tree = ast.parse("\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else "")
-    except SyntaxError:
-        tree = ast.parse("")
-    nodes = [*ast.walk(tree)]
+    code = "\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else ""
+    nodes = [*ast.walk(tree)] if (tree := parsed(code)) else []
     imported = {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
     names = [each for each in nodes if isinstance(each, ast.Name)]
     bound = imported | {each.id for each in names if not isinstance(each.ctx, ast.Load)}
@@ -425,17 +421,17 @@ def _completed(source: str, tests: Suite) -> tuple[str, str]:
     if not name or not prompt or re.search(defined, source, re.MULTILINE):
         found = re.search(r"^(?:def|class) ", prompt, re.MULTILINE)
         head = prompt[: found.start()] if found and name else ""
-        return f"{imports}\n{head}" if _is_python(head) else imports, source
+        is_prose = parsed(head) is None
+        return imports if is_prose else f"{imports}\n{head}", source
     return imports, f"{prompt}{source}"
 
 
-def _is_python(text: str) -> bool:
-    """Tells prose before a function from its imports."""
+def parsed(code: str) -> ast.Module | None:
+    """The tree of code, None where it is no Python."""
     try:
-        ast.parse(text)
+        return ast.parse(code)
     except (SyntaxError, ValueError):
-        return False
-    return True
+        return None
 
 
 def _last(ran: Ran) -> str:

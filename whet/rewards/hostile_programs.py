@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from whet.files import shipped_yaml
-from whet.rewards.code import Suite, read_tests
+from whet.rewards.code import Suite, parsed, read_tests
 
 WRONG = -987654321  # returned where a function is tested
 PROGRAMS = shipped_yaml("rewards/probes.yaml")["programs"]
@@ -55,9 +55,6 @@ def _defined(tests: Suite, value: str) -> str:
 
 
 def _called(code: str) -> list[str]:
-    try:
-        nodes = [*ast.walk(ast.parse(code))]
-    except SyntaxError:
-        return []
+    nodes = [*ast.walk(tree)] if (tree := parsed(code)) else []
     calls = {each.func.id for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)}
     return sorted(calls - {*vars(builtins)})

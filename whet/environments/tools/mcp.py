@@ -40,11 +40,7 @@ class McpSource(ToolSource):
         except ImportError as error:
             raise ConfigError(f"{where} needs the package mcp; run {pip_install('mcp')}") from error
         self._open = _opener(server, where)
-        self._schemas = list(known) if known is not None else in_new_loop(self._ask)
-
-    @property
-    def schemas(self) -> Sequence[ToolSchema]:
-        return self._schemas
+        self.schemas = list(known) if known is not None else in_new_loop(self._ask)
 
     def session(self, prompt: Prompt) -> Session:
         return McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
