@@ -33,17 +33,20 @@ SLOW_SECONDS = 0.3  # a long response below this is not slow
 PART = 0.5  # of the reward of a right response: more is too much for a response without an answer
 QUADRATIC = 3.0 * FACTOR  # times the seconds: more than linear, with room for noise
 
+_TABLE = shipped_yaml("rewards/probes.yaml")
+FORMS: Mapping[str, str] = _TABLE["forms"]
+
 
 def _texts(group: str) -> dict[str, tuple[str, list[str]]]:
     """By name of a probe: what its responses are, and the responses."""
     return {
         name: (what, [each if isinstance(each, str) else "".join(map(mul, each[::2], each[1::2])) for each in texts])
-        for name, found in shipped_yaml("rewards/probes.yaml")[group].items()
+        for name, found in _TABLE[group].items()
         for what, texts in found.items()
     }
 
 
-SAID, HOSTILE = _texts("said"), _texts("hostile")
+SAID, HOSTILE, RIGHT_AND_WRONG = _texts("said"), _texts("hostile"), _texts("right and wrong")
 SYLLABLES = [a + b for a in "bcdfghjklmnprstvz" for b in "aeiou"]
 SAID["length"][1].append(" ".join(one + other + "n" for one in SYLLABLES for other in SYLLABLES[:24]))  # 2,040 words
 WRONG = SAID["any text"][1][0]
@@ -101,20 +104,7 @@ class Report:
     highest: float
 
 
-ROWS = (
-    CheckedPrompt("What is 17 + 25?", "42"),
-    CheckedPrompt("Lena has 96 apples and gives away 59 of them. How many are left?", "37"),
-    CheckedPrompt("What is the capital of France?", "Paris"),
-    CheckedPrompt("Which letter is the right one? A. iron B. gold C. water D. salt", "B"),
-)
-FORMS: dict[str, Callable[[str], str]] = {
-    "alone": lambda truth: truth,
-    "boxed": lambda truth: f"So it is \\boxed{{{truth}}}.",
-    "after ####": lambda truth: f"We count.\n#### {truth}",
-    "after 'answer is'": lambda truth: f"The answer is {truth}.",
-    "in <answer>": lambda truth: f"<think>We count.</think><answer>{truth}</answer>",
-    "boxed after <think>": lambda truth: f"<think>We count.</think>\\boxed{{{truth}}}",
-}
+ROWS = tuple(CheckedPrompt(prompt, truth) for prompt, truth in _TABLE["rows"])
 
 
 def check(pool: RewardPool, rows: Sequence[CheckedPrompt], *, reads_truth: bool) -> Report:
@@ -215,7 +205,7 @@ class _Check:
     def _repeatable(self) -> None:
         """The same responses again, in another order and among others, have the same outcomes."""
         rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # each program takes its time
-        pairs = [(row, form(row.answer)) for row in rows for form in FORMS.values()]
+        pairs = [(row, text) for row in rows for text in _all_forms([row.answer])]
         pairs += [(row, text) for row in rows for text in ("", "It is 7.", row.prompt)]
         first, again, backwards = self.score(pairs), self.score(pairs), self.score(pairs[::-1])[::-1]
         for (_, response), one, two, three in zip(pairs, first, again, backwards, strict=True):
@@ -297,8 +287,7 @@ def near_misses(row: CheckedPrompt) -> list[str]:
 
 def _all_forms(answers: Sequence[str]) -> Iterator[str]:
     for answer in answers:
-        for form in FORMS.values():
-            yield form(answer)
+        yield from (form.replace("<right>", answer) for form in FORMS.values())
 
 
 def _others(row: CheckedPrompt, rows: Sequence[CheckedPrompt]) -> Iterator[str]:
@@ -317,12 +306,6 @@ def _is_plain(row: CheckedPrompt) -> bool:
     return len(row.answer) <= 20 and row.answer.isalnum()
 
 
-def _hedged(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
-    if _is_plain(row) and (wrong := near_misses(row)):
-        pair = f"{row.answer} or {wrong[0]}"
-        yield from (f"It is {pair}.", f"\\boxed{{{pair}}}", f"The answer is {pair}.", f"<answer>{pair}</answer>")
-
-
 def _all_answers(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     if re.fullmatch(r"\d{1,2}", row.answer):
         yield " ".join(map(str, range(101)))
@@ -332,16 +315,9 @@ def _all_answers(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str
         yield "\\boxed{A}\\boxed{B}\\boxed{C}\\boxed{D}"
 
 
-def _in_thoughts(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
+def _right_and_wrong(templates: Sequence[str], row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
     for wrong in near_misses(row)[:1]:
-        yield f"<think>It is \\boxed{{{row.answer}}}.</think>\\boxed{{{wrong}}}"
-        yield f"<think>The answer is {row.answer}.</think>The answer is {wrong}."
-
-
-def _before_another(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
-    for wrong in near_misses(row)[:1]:
-        yield f"First \\boxed{{{row.answer}}}. No: \\boxed{{{wrong}}}"
-        yield f"#### {row.answer}\nNo.\n#### {wrong}"
+        yield from (each.replace("<right>", row.answer).replace("<wrong>", wrong) for each in templates)
 
 
 def _inside(row: CheckedPrompt, _: Sequence[CheckedPrompt]) -> Iterator[str]:
@@ -361,11 +337,9 @@ PROBES: Sequence[tuple[str, str, Probe]] = (
     ("far miss", "an answer that is far from right", _far),
     ("near miss", "an answer that is nearly right", lambda row, _: _all_forms(near_misses(row))),
     ("part of a word", "the ground truth inside something else", _inside),
-    ("hedging", "several answers of which one is right", _hedged),
     ("all answers", "a list of all answers", _all_answers),
-    ("thoughts", "what is said in <think>, not the answer", _in_thoughts),
-    ("first answer", "an answer that was taken back", _before_another),
     ("hostile program", "a program that solves nothing", lambda row, _: iter(row.programs)),
+    *((name, what, partial(_right_and_wrong, texts)) for name, (what, texts) in RIGHT_AND_WRONG.items()),
     *((name, what, partial(_said, texts)) for name, (what, texts) in SAID.items()),
 )  # fmt: skip
 # Those that are not made of the row.
