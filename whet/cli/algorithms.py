@@ -214,9 +214,8 @@ def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
         return "unbiased: the expected step is the gradient of the objective"
     if float(cosine) >= 0.9995:
         return f"unbiased but for its length, {length} of the gradient's: the learning rate makes up for it"
-    angle = (
-        f"the expected step is {math.degrees(math.acos(float(cosine))):.0f} degrees off the gradient of the objective"
-    )
+    degrees = math.degrees(math.acos(float(cosine)))
+    angle = f"the expected step is {degrees:.0f} degrees off the gradient of the objective"
     why = _texts()["bias"].get(kind, {}).get(name)
     return f"biased by design: {why}; {angle}" if why else f"biased: {angle}"
 

@@ -48,10 +48,10 @@ class Gymnasium:
             self.env = gymnasium.make(env_id, **options)
         except ModuleNotFoundError as error:
             absent = error.name or env_id.partition(":")[0]
-            what = (
-                f"environment.options.env_id={env_id} needs a package that is absent ({str(error).partition('. ')[0]}):"
-            )
-            raise ConfigError(f"{what} pip install {absent}, or put its folder on PYTHONPATH") from error
+            what = f"needs a package that is absent ({str(error).partition('. ')[0]}):"
+            raise ConfigError(
+                f"environment.options.env_id={env_id} {what} pip install {absent}, or put its folder on PYTHONPATH"
+            ) from error
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.options.env_id={env_id} is refused by gymnasium: {error}") from error
         except Exception as error:  # the constructor of the environment

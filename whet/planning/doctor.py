@@ -280,12 +280,10 @@ def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterat
         return
     yield Finding("resources", str(report.node))
     for name, wanted in here.items():
-        found = report.versions.get(name)
+        found, advice = report.versions.get(name), f"this machine has {wanted}: install the same version"
         if found is None:
-            yield Finding(name, "not installed", f"install {name} {wanted}, as on this machine", is_problem=True)
-        else:
-            advice = "" if found == wanted else f"this machine has {wanted}: install the same version"
-            yield Finding(name, found, advice, is_problem=True)
+            found, advice = "not installed", f"install {name} {wanted}, as on this machine"
+        yield Finding(name, found, "" if found == wanted else advice, is_problem=True)
     folder, free = report.temporary
     advice = "free disk space" if free < LITTLE_DISK else ""
     yield Finding("disk", f"{folder}, {size(free)} free", advice, is_problem=True)

@@ -123,11 +123,9 @@ def forecast(
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
-    advised = (
-        []
-        if room.fits
-        else changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
-    )
+    advised = list[Change]()
+    if not room.fits:
+        advised = changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
     measured, response, unlike = _earlier_run(run_dir, config)
     if unlike:
         notes.append(f"times of the earlier run in {run_dir} are not used: it has another {', '.join(unlike)}")
@@ -248,9 +246,8 @@ def model_lines(setup: Setup) -> Iterator[str]:
     """Yields a line for each model: size, trained fraction, dtype, processes and their device."""
     config = setup.config
     dtype = "float32" if config.model.dtype == "float32" else f"{config.model.dtype} over float32 weights"
-    device = (
-        f"the CPU with {plural(torch.get_num_threads(), 'thread')}" if setup.device is None else "one accelerator each"
-    )
+    threads = plural(torch.get_num_threads(), "thread")
+    device = f"the CPU with {threads}" if setup.device is None else "one accelerator each"
     for role, model in setup.outlines.items():
         share = model.trained_share if role in setup.objectives else 0.0
         trained = "not trained" if share == 0 else "all trained" if share == 1 else f"{share:.2%} trained"
@@ -262,9 +259,9 @@ def model_lines(setup: Setup) -> Iterator[str]:
 def data_line(setup: Setup, counts: Counts) -> str:
     """A line with the size of the data, and the steps."""
     config = setup.config
-    what, each = (
-        ("examples", "") if isinstance(config, ExamplesConfig) else ("prompts", f" x {config.rollout.n} responses")
-    )
+    what, each = "examples", ""
+    if isinstance(config, TrainConfig):
+        what, each = "prompts", f" x {config.rollout.n} responses"
     held_out = f", {counts.val:,} to validate on" if counts.val else ""
     done = f", {counts.first_step} done" if counts.first_step else ""
     most = "at most " if counts.likely else ""

@@ -103,12 +103,10 @@ def _control_groups() -> Iterator[FreeMemory]:
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
-        root = CGROUPS if controllers == "" else CGROUPS / "memory"
-        names = (
-            ("memory.max", "memory.current", "inactive_file")
-            if controllers == ""
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
+        root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        if controllers:  # version 1
+            root = CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         folder = root / group.strip("/")
         for each in (folder, *folder.parents):
             if root not in (each, *each.parents):

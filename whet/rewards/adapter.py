@@ -215,13 +215,8 @@ def _trajectory(item: RewardItem) -> dict[str, Any]:
 
 
 _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
-    "data_source": attrgetter("data_source"),
-    "solution_str": attrgetter("solution_str"),
-    "ground_truth": attrgetter("ground_truth"),
-    "extra_info": attrgetter("extra_info"),
-    "prompt_str": attrgetter("prompt_str"),
-    "predict": attrgetter("solution_str"),
-    "predict_str": attrgetter("solution_str"),
+    **{name: attrgetter(name) for name in ("data_source", "solution_str", "ground_truth", "extra_info", "prompt_str")},
+    **dict.fromkeys(("predict", "predict_str"), attrgetter("solution_str")),
     "trajectory": _trajectory,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field

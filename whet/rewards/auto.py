@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from whet.errors import RewardError, did_you_mean
 from whet.files import shipped_yaml
-from whet.registry import REWARDS, register_reward
+from whet.registry import REWARDS, Entry, register_reward
 
 # Function and options by data source.
 SOURCES: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -33,25 +33,18 @@ def compute_score(
         "extra_info": extra_info,
         "prompt_str": prompt_str,
     }
-    names, function = find(data_source)
-    return function(**{name: fields[name] for name in names})
+    entry, options = find(data_source)
+    return entry.make(fields, options)
 
 
 def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
     """Raises: RewardError for an unknown data source, and what the function for it raises for the ground truth."""
-    REWARDS[_entry(data_source)[0]].check_row(truth, extra_info, data_source)
+    find(data_source)[0].check_row(truth, extra_info, data_source)
 
 
 @cache
-def find(data_source: str) -> tuple[tuple[str, ...], Callable[..., Any]]:
-    """The parameters and the function for a data source.  Raises: RewardError."""
-    name, options = _entry(data_source)
-    entry = REWARDS[name]
-    return entry.parameters, partial(entry.load(), **options)
-
-
-def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
-    """The name of the function for a data source, and its options.  Raises: RewardError."""
+def find(data_source: str) -> tuple[Entry, Mapping[str, Any]]:
+    """The function for a data source, and its options.  Raises: RewardError."""
     found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
     if found is None:
         hint = did_you_mean(data_source, SOURCES)
@@ -65,7 +58,7 @@ def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
             f"data_source={data_source!r} needs the function {name!r}, which is not registered; expected one of "
             f"{', '.join(REWARDS.names())}; name one of them, or your own, in reward.function"
         )
-    return name, options
+    return REWARDS[name], options
 
 
 @register_reward("math_or_code", checked_by="whet.rewards.code:check_options")

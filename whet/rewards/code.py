@@ -233,9 +233,7 @@ def _asserts(tests: Suite) -> bool:
         body = [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
         used = {each.id for node in body for each in ast.walk(node) if isinstance(each, ast.Name)}
         used |= {"check"} if tests.entry else set()
-        body = [
-            each for each in body if not (isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name not in used)
-        ]
+        body = [each for each in body if not isinstance(each, ast.FunctionDef | ast.ClassDef) or each.name in used]
     nodes = [each for node in body for each in ast.walk(node)]
     called = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
     asserted = [part for each in nodes if isinstance(each, ast.Assert) for part in ast.walk(each.test)]
@@ -249,10 +247,8 @@ def _asserts(tests: Suite) -> bool:
 def _helpers(prompt: str, name: str) -> str:
     """The imports and functions of a prompt of code that come with the function `name`. Tests may use them, and not
     those that the code puts in their place."""
-    tree = parsed(prompt if name else "")
-    kept = [
-        each for each in (tree.body if tree else ()) if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)
-    ]
+    body = tree.body if (tree := parsed(prompt)) and name else []
+    kept = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
     return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)
 
 

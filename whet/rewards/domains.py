@@ -50,9 +50,8 @@ class DomainRewards:
             outcomes = {name: iter(each) for name, each in zip(names, found, strict=True)}
             return [self._weigh(name, next(outcomes[name])) for name, _ in own]
 
-        return Combined(
-            [self._domains[name].pool.submit_batch([item for of, item in own if of == name]) for name in names], combine
-        )
+        asked = {name: [item for of, item in own if of == name] for name in names}
+        return Combined([self._domains[name].pool.submit_batch(each) for name, each in asked.items()], combine)
 
     def close(self) -> None:
         for domain in self._domains.values():

@@ -97,9 +97,8 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
             f"{len(names)} instructions have {len(arguments)} kwargs; expected one dict of arguments for each; add "
             "{} for an instruction without arguments"
         )
-    return [
-        _bind(name, given if isinstance(given, Mapping) else {}) for name, given in zip(names, arguments, strict=True)
-    ]
+    pairs = zip(names, arguments, strict=True)
+    return [_bind(name, given if isinstance(given, Mapping) else {}) for name, given in pairs]
 
 
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:

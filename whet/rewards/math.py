@@ -273,9 +273,8 @@ _CALCULATED = re.compile(  # "2 + 2 = " of "2 + 2 = 4", but not "4 = " of "4 = x
     r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)(?!.*(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z]))"
 )
 _LINKS, _DETERMINERS = _TEXT["links"].split(), _TEXT["determiners"].split()
-_IN_WORDS = re.compile(
-    rf"(?:{'|'.join(_TEXT['arithmetic'])})(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$".replace("<number>", _TEXT["number"])
-)
+_ARITHMETIC = "|".join(_TEXT["arithmetic"]).replace("<number>", _TEXT["number"])
+_IN_WORDS = re.compile(rf"(?:{_ARITHMETIC})(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$")
 _OF_KNOWN = re.compile(  # the text before "a third of 9" in "3 is a third of 9"
     r"\d(?:\s(?!(?:it|this|that|which)\s)[a-zA-Z]+){0,3}\s(?:is|are|was|were)(?:\s(?:an?|one|two|three|only|just))*\s*$"
 )

@@ -66,9 +66,8 @@ class RewardPool:
         manager: str | None = None,
         tokenizer: tuple[str, bool] | None = None,
     ) -> None:
-        spec = WorkerSpec(
-            *_named(function, kwargs or {}), correct_threshold, timeout_seconds, concurrency, manager, tokenizer
-        )
+        named, options = _named(function, kwargs or {})
+        spec = WorkerSpec(named, options, correct_threshold, timeout_seconds, concurrency, manager, tokenizer)
         self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
         self.scores_alone = self._scorer.scores_alone  # one item a call, outside of the calling thread
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends

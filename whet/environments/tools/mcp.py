@@ -145,9 +145,8 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
     match dict(server):
         case {"command": [command, *rest], **more} if not {*more} - {"env", "cwd"}:
             environment = {**os.environ, **{name: str(value) for name, value in (more.get("env") or {}).items()}}
-            given = StdioServerParameters(
-                command=str(command), args=[str(each) for each in rest], env=environment, cwd=more.get("cwd")
-            )
+            words = [str(each) for each in rest]
+            given = StdioServerParameters(command=str(command), args=words, env=environment, cwd=more.get("cwd"))
             return lambda: mcp.Client(stdio_client(given))
         case {"url": str(url), **more} if not more:
             return lambda: mcp.Client(url)

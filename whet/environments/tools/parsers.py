@@ -270,10 +270,8 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
         broken += not end
         if end:
             is_known = not schemas or _name_in(value) in schemas or not text[:position].strip()
-            is_meant, said = (
-                is_known and _name_in(value) is not None,
-                f"the call is not in the format of calls; {expected}",
-            )
+            is_meant = is_known and _name_in(value) is not None
+            said = f"the call is not in the format of calls; {expected}"
         else:
             end, is_meant = len(text), position < last and _BROKEN.match(text, position) is not None
             said = f"the call is not valid JSON; {expected}"

@@ -100,9 +100,8 @@ class Client:
         Raises: RewardError, with the reason of the last attempt.
         """
         body = {"model": self.settings.model, "messages": list(messages), **dict(self.settings.sampling)}
-        digest = hashlib.blake2b(
-            json.dumps([self.settings.endpoint, body, sample], sort_keys=True).encode(), digest_size=20
-        ).hexdigest()
+        asked = json.dumps([self.settings.endpoint, body, sample], sort_keys=True)
+        digest = hashlib.blake2b(asked.encode(), digest_size=20).hexdigest()
         text = None if self._cache is None else self._cache.get(digest)
         if text is not None and (value := text if read is None else read(text)) is not None:
             return JudgeReply(text, value, is_cached=True)
