@@ -198,10 +198,8 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
         if numbers := shipped().get((kind, entry.name)):
             title = "certificate" if kind == entry.kind else f"certificate, {kind}"
             shown = ", ".join(f"{name} {cell}" for name, cell in zip(legend(), numbers, strict=True) if cell)
-            found += [
-                ("verdict" + title.removeprefix("certificate"), verdict(kind, entry.name, numbers)),
-                (title, shown),
-            ]
+            said = verdict(kind, entry.name, numbers)
+            found += [("verdict" + title.removeprefix("certificate"), said), (title, shown)]
     if not found and not entry.target.startswith("whet.") and entry.kind in {kind for kind, _ in shipped()}:
         return [("verdict", f"not known: `whet algorithms certify {entry.name}` computes a certificate")]
     return found

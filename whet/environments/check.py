@@ -357,13 +357,10 @@ async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int])
     first = played[0]
     return {
         "transcripts": [each.transcript for each in played],
-        "faults": first.faults,
         "turns": len(first.transcript) - 1,
         "seconds": time.perf_counter() - start,
-        "characters": first.characters,
-        "media_bytes": first.media_bytes,
-        "rewards": first.rewards,
         "is_prompt_changed": first.prompt != plan.prompt,
+        **{name: vars(first)[name] for name in ("faults", "characters", "media_bytes", "rewards")},
     }
 
 

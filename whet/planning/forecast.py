@@ -115,7 +115,7 @@ def forecast(
         )
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
-    device, host = stated(device_gib, host_gib)
+    device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
     config = with_dtypes(config, elsewhere=device is not None)
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
@@ -138,18 +138,10 @@ def forecast(
     if lengths:
         steps = run_steps(config.trainer, len(lengths), config.data.train_batch_size)
         counts = Counts(len(lengths), _num_val(config), steps)
-    return Forecast(
-        setup=setup,
-        plans={name: plan_memory(setup, name) for name in config.cluster.pools},
-        rooms=found,
-        changes=tuple(advised),
-        run_dir=run_dir,
-        free_disk_bytes=free_disk(run_dir) if host is None else None,
-        speed=plan_speed(setup, response, num_val=0 if counts is None else counts.val),
-        counts=counts,
-        measured=measured,
-        notes=tuple(notes),
-    )
+    plans = {name: plan_memory(setup, name) for name in config.cluster.pools}
+    disk = free_disk(run_dir) if host is None else None
+    speed = plan_speed(setup, response, num_val=0 if counts is None else counts.val)
+    return Forecast(setup, plans, found, tuple(advised), run_dir, disk, speed, counts, measured, tuple(notes))
 
 
 def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, float]:

@@ -55,14 +55,10 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     return FreeMemory(min(torch.accelerator.get_memory_info(index)[0] for index in used), "each accelerator")
 
 
-def stated(device_gib: float | None, host_gib: float | None) -> tuple[FreeMemory | None, FreeMemory | None]:
-    """The memory of an accelerator and of a node, as a user states them; None for what is not stated.
+def stated(gib: float | None, name: str) -> FreeMemory | None:
+    """The memory of "an accelerator" or "a node", as a user states it; None where it is not stated.
 
     Raises: ConfigError."""
-    return _stated(device_gib, "an accelerator"), _stated(host_gib, "a node")
-
-
-def _stated(gib: float | None, name: str) -> FreeMemory | None:
     if gib is None:
         return None
     if not 0 < gib < math.inf:

@@ -127,9 +127,7 @@ class _Check:
     def run(self, *, reads_truth: bool) -> Report:
         """Returns the report."""
         forms = self._right() if reads_truth else []
-        parts: list[Callable[[], None]] = []
-        if forms or self.full:
-            parts = [partial(self._probe, *probe) for probe in PROBES]
+        parts: list[Callable[[], None]] = [partial(self._probe, *each) for each in PROBES if forms or self.full]
         for part in counting([*parts, self._repeatable, self._hostile, self._speed]):
             part()
         low, high = (min(self.rewards), max(self.rewards)) if self.rewards else (math.nan, math.nan)
@@ -272,13 +270,7 @@ def near_misses(row: CheckedPrompt) -> list[str]:
     truth = row.answer
     if re.fullmatch(r"-?\d+", truth):
         number = int(truth)
-        return [
-            f"{number + 1}",
-            f"{-number}" if number else "1",
-            f"{10 * number or 7}",
-            f"1{abs(number)}",
-            f"{number}.5",
-        ]
+        return [str(each) for each in (number + 1, -number or 1, 10 * number or 7, f"1{abs(number)}", f"{number}.5")]
     if len(truth) == 1 and truth.isalpha():
         return [letter for letter in "ABCD" if letter != truth.upper()]
     return [f"{truth}x", truth[:-1]] if truth.isalnum() else []

@@ -65,12 +65,8 @@ def compute_score(
         tries += [text.replace("*", "") for text in tries]
     checks = read_instructions(ground_truth, extra_info or {})
     followed = [any(bool(text.strip()) and check(text) for text in tries) for check in checks]
-    share = sum(followed) / len(followed)
-    return {
-        "reward": share if score == "fraction" else float(all(followed)),
-        "accuracy": float(all(followed)),
-        "followed": share,
-    }
+    share, whole = sum(followed) / len(followed), float(all(followed))
+    return {"reward": share if score == "fraction" else whole, "accuracy": whole, "followed": share}
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any], *_: object) -> None:

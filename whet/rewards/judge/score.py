@@ -73,11 +73,8 @@ async def compute_score(
     if combine == "third" and disagreement > tolerance:
         third = asyncio.gather(judges[0].complete(messages, sample=2, read=asked.read), return_exceptions=True)
         answers = _together([*answers, *await third])
-    return {
-        "reward": median(answer.value for answer in answers),  # of two: the mean
-        **used(answers),
-        "disagreement": disagreement,
-    }
+    parts = {**used(answers), "disagreement": disagreement}
+    return {"reward": median(answer.value for answer in answers), **parts}  # of two: the mean
 
 
 def _together(found: Sequence[JudgeReply | BaseException]) -> list[JudgeReply]:
