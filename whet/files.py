@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes of files, removal, links that lead out of a folder, and tables that ship beside a module."""
+"""Atomic writes of files, removal, links that lead out of a folder, and YAML that ships with whet."""
 
 from __future__ import annotations
 
