@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from whet.cli.algorithms import LEGEND, TITLES, chosen_by, facts, notation, summary
+from whet.cli.algorithms import chosen_by, facts, legend, notation, summary
 from whet.registry import KINDS, Registry
 
 HEAD = """\
@@ -38,21 +38,21 @@ A bias is not an error by itself: many algorithms accept it for lower variance, 
 
 def page(certified: Sequence[Sequence[str]]) -> str:
     """The whole page."""
-    legend = "\n".join(f"- {title}: {meaning}." for title, meaning in LEGEND.items())
-    explained = CERTIFICATES.format(legend=legend)
+    meanings = "\n".join(f"- {title}: {meaning}." for title, meaning in legend().items())
+    explained = CERTIFICATES.format(legend=meanings)
     return "\n".join([HEAD, *(part for kind in KINDS for part in _section(kind)), explained, table(certified)])
 
 
 def file(certified: Sequence[Sequence[str]]) -> str:
     """The certificates as whet ships them."""
     written = io.StringIO()
-    csv.writer(written, lineterminator="\n").writerows([["kind", "name", *TITLES], *certified])
+    csv.writer(written, lineterminator="\n").writerows([["kind", "name", *legend()], *certified])
     return written.getvalue()
 
 
 def table(certified: Sequence[Sequence[str]]) -> str:
     """The certificates as a Markdown table."""
-    lines = [("", "", *TITLES), ["---"] * (2 + len(TITLES)), *certified]
+    lines = [("", "", *legend()), ["---"] * (2 + len(legend())), *certified]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

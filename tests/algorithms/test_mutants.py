@@ -117,7 +117,7 @@ MUTANTS = [
     ("policy_losses", "ratio.clamp(max=1.0 + high)", "ratio.clamp(min=1.0 + high)"),
     ("policy_losses", "ratio < 1.0 - low, (ratio", "ratio > 1.0 - low, (ratio"),
     ("policy_losses", "(advantages < 0) & (ratio > clip_ratio_c)", "(advantages > 0) & (ratio > clip_ratio_c)"),
-    ("policy_losses", "return -advantages * bounded, clipped", "return advantages * bounded, clipped"),
+    ("policy_losses", "return -advantages * bounded, {", "return advantages * bounded, {"),
     (
         "policy_losses",
         "means.clamp(max=10.0).exp() * (log_probs - log_probs.detach()).exp()",

@@ -9,7 +9,7 @@ import yaml
 
 import whet
 from whet.cli import algorithms as command
-from whet.cli.algorithms import LEGEND, certificate, chosen_by, elsewhere, facts, notation, number, summary
+from whet.cli.algorithms import certificate, chosen_by, elsewhere, facts, legend, notation, number, summary
 from whet.cli.app import main
 from whet.config.keys import is_known
 from whet.config.schema import TrainConfig
@@ -59,9 +59,9 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
 def test_certificates_are_printed_with_the_meaning_of_each_of_their_columns(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "certify_all", lambda _: [["policy loss", "gspo", *("0.00" for _ in LEGEND)]])
+    monkeypatch.setattr(command, "certify_all", lambda _: [["policy loss", "gspo", *("0.00" for _ in legend())]])
     lines = [line.rstrip() for line in printed(capsys, *words).splitlines()]
-    assert len(LEGEND) == 8 and all(f"{title:14}{text}" in lines for title, text in LEGEND.items())
+    assert len(legend()) == 8 and all(f"{title:14}{text}" in lines for title, text in legend().items())
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from whet.cli.app import main
-from whet.cli.rewards import examples
+from whet.cli.rewards import examples, examples_of
 from whet.registry import REQUIRED, REWARDS, Entry
 from whet.rewards.adapter import adapt
 from whet.types import RewardItem, RewardResult
@@ -62,7 +62,7 @@ SHIPPED = [e for e in REWARDS if e.target.startswith("whet.") and REQUIRED not i
 
 @pytest.mark.parametrize("entry", SHIPPED, ids=lambda entry: entry.name)
 def test_every_example_is_true(entry: Entry) -> None:
-    shown = entry.marks["examples"]
+    shown = examples_of(entry)
     assert len({reward for _, _, reward, *_ in shown}) > 1, "examples need a good and a bad response"
     assert [reward for reward, _ in examples(entry)] == [reward for _, _, reward, *_ in shown]
     for response, truth, reward, *more in shown:

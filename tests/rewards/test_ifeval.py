@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import sys
@@ -242,7 +243,7 @@ def arguments_of(name, draw, text):
         "num_paragraphs": number,
     }
     values |= dict.fromkeys(("relation", "let_relation", "capital_relation"), draw.choice(["less than", "at least"]))
-    needed = CHECKS[name][0].split()
+    needed = [*inspect.signature(CHECKS[name]).parameters][1:]
     return {"num_words": None, **{each: values.get(each, draw.randint(1, 3)) for each in needed}}
 
 

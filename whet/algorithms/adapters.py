@@ -124,24 +124,17 @@ def policy_loss(
     diagnostics = {
         name: value.detach() for name, value in reported.items() if isinstance(value, Tensor) and value.shape == shape
     }
-    metrics = {name: value for name, value in reported.items() if name not in diagnostics}
-    per_token = loss.shape == shape
-    return PolicyLoss(
-        per_token=loss if per_token else None,
-        aggregated=None if per_token else loss,
-        diagnostics=diagnostics,
-        metrics=_scalars(entry, metrics),
-    )
+    metrics = _scalars(entry, {name: value for name, value in reported.items() if name not in diagnostics})
+    per_token, aggregated = (loss, None) if loss.shape == shape else (None, loss)
+    return PolicyLoss(per_token, aggregated, diagnostics, metrics)
 
 
 def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None:
     """Layout of the trajectories; None where every row is a whole trajectory."""
-    if "trajectory_uid" not in columns:
+    uid = columns.get("trajectory_uid")
+    if uid is None or len(torch.unique(uid)) == len(uid):
         return None
-    trajectory_uid = columns["trajectory_uid"]
-    if len(torch.unique(trajectory_uid)) == len(trajectory_uid):
-        return None
-    return TrajectoryLayout(trajectory_uid, columns["response_mask"])
+    return TrajectoryLayout(uid, columns["response_mask"])
 
 
 def _refuse_batch(entry: Entry) -> None:

@@ -153,17 +153,14 @@ def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor)
     x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)
     weight = x.clamp(-LARGEST, LARGEST).exp().masked_fill(~sampled, 0.0)
     count = sampled.sum().clamp(min=1)
-    perplexities = {
-        "rollout_perplexity": (-masked_mean(rollout_log_probs, response_mask)).exp(),
-        "trainer_perplexity": (-masked_mean(old_log_probs, response_mask)).exp(),
-    }
     return {
         "abs_mean": masked_mean(x.abs(), response_mask),
         "abs_max": x.abs().max() if x.numel() else x.sum(),
         "kl": masked_mean(x.clamp(-LARGEST, LARGEST).expm1() - x, response_mask),
         "effective_sample_size": weight.sum().square() / (count * weight.square().sum()).clamp(min=1e-8),
         "chi2": masked_mean(weight.square(), response_mask) - 1.0,
-        **perplexities,
+        "rollout_perplexity": (-masked_mean(rollout_log_probs, response_mask)).exp(),
+        "trainer_perplexity": (-masked_mean(old_log_probs, response_mask)).exp(),
         "perplexity_ratio": (-masked_mean(x, response_mask)).exp(),
     }
 

@@ -38,8 +38,7 @@ def ppo_clip(
     different low and high: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
-    loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    diagnostics = {"pg_clipfrac": clipped}
+    loss, diagnostics = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if clip_ratio_c is not None:
         diagnostics["pg_clipfrac_lower"] = (advantages < 0) & (ratio > clip_ratio_c)
     return loss, diagnostics
@@ -66,8 +65,7 @@ def gspo(
     moved = (log_probs - old_log_probs).detach()
     means = row_means(moved, response_mask)[:, None] if level == "sequence" else segment_means(moved, response_mask)
     ratio = means.clamp(max=10.0).exp() * (log_probs - log_probs.detach()).exp()
-    loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return loss, {"pg_clipfrac": clipped}
+    return _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
 
 
 @register_policy_loss("delta", unbiased=True)
@@ -106,8 +104,7 @@ def luspo(
     https://arxiv.org/abs/2602.05261.
     """
     ratio = row_means(log_probs - old_log_probs, response_mask).clamp(max=10.0).exp()[:, None]
-    loss, clipped = _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return loss, {"pg_clipfrac": clipped}
+    return _clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
 
 
 @register_policy_loss("cispo", unbiased=True)
@@ -198,12 +195,12 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
 
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, largest: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest where A < 0; and a mask of clipped tokens.
+) -> Loss:
+    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest where A < 0; and the clipped tokens.
 
     Computed as -A times the ratio, bounded above where A is positive and below where A is negative.
     """
     is_negative = advantages < 0
     bounded = torch.where(is_negative, ratio.clamp(1.0 - low, largest), ratio.clamp(max=1.0 + high))
     clipped = torch.where(is_negative, ratio < 1.0 - low, (ratio > 1.0 + high) & (advantages > 0))
-    return -advantages * bounded, clipped
+    return -advantages * bounded, {"pg_clipfrac": clipped}

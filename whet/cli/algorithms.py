@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -20,24 +20,13 @@ from rich.text import Text
 from whet.cli.arguments import Command
 from whet.cli.tables import table
 from whet.errors import RegistryError, did_you_mean
+from whet.files import shipped_yaml
 from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, TOOLS, WRAPPERS, Entry, Registry, load_target
 
 if TYPE_CHECKING:
     from whet.trainers.certify import Certified
 
-LEGEND = {  # the columns of a certificate
-    "exact": "yes: a test requires an on-policy error below 1e-8",
-    "error": "|g - t| / |t|, g the expected gradient and t the gradient of the objective E[R] - beta KL(pi || ref)",
-    "cosine": "cosine of the angle between g and t: 1 if g has the direction of t, whatever its length",
-    "length": "|g| / |t|",
-    "variance": "variance of the gradient of one group of two trajectories, in units of |t|^2",
-    "stale error": "the error on samples of a policy whose logits differ by noise of standard deviation 0.3",
-    "stale cosine": "the cosine on the same stale samples",
-    "stale KL": "for a KL term in the loss: relative error of its gradient on stale samples; the reference is the "
-    "gradient of each token's KL with the states of the samples held fixed",
-}
-TITLES = tuple(LEGEND)
 UNLIMITED = 10_000  # console width where the output is no terminal, so that no line is wrapped
 
 
@@ -106,7 +95,7 @@ def show(
         print_pairs(output, properties)
         if certified:
             output.print("\nIn certificates:", style="dim")
-            print_pairs(output, list(LEGEND.items()))
+            print_pairs(output, list(legend().items()))
         output.print()
 
 
@@ -141,10 +130,10 @@ def certify(
     output = console()
     with long_phase("certificates"):
         found = certify_all(name)
-    output.print(table(("", "", *TITLES), found, left=(0, 1, 2)))
+    output.print(table(("", "", *legend()), found, left=(0, 1, 2)))
     if name is not None:
         print_pairs(output, [(kind, verdict(kind, each, cells)) for kind, each, *cells in found])
-    print_pairs(output, list(LEGEND.items()))
+    print_pairs(output, list(legend().items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
 
 
@@ -174,7 +163,7 @@ def certify_all(name: str | None = None) -> list[list[str]]:
 
 
 def cells(row: Certified) -> list[str]:
-    """The certificates of one row as text, in the order of `TITLES`."""
+    """The certificates of one row as text, in the order of `legend`."""
     from whet.trainers.certify import certificates
 
     own, stale = certificates(row)
@@ -208,11 +197,9 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
     for kind in (entry.kind, "KL in the reward", "KL in the loss"):
         if numbers := shipped().get((kind, entry.name)):
             title = "certificate" if kind == entry.kind else f"certificate, {kind}"
-            shown = ", ".join(f"{name} {cell}" for name, cell in zip(TITLES, numbers, strict=True) if cell)
-            found += [
-                ("verdict" + title.removeprefix("certificate"), verdict(kind, entry.name, numbers)),
-                (title, shown),
-            ]
+            shown = ", ".join(f"{name} {cell}" for name, cell in zip(legend(), numbers, strict=True) if cell)
+            said = verdict(kind, entry.name, numbers)
+            found += [("verdict" + title.removeprefix("certificate"), said), (title, shown)]
     if not found and not entry.target.startswith("whet.") and entry.kind in {kind for kind, _ in shipped()}:
         return [("verdict", f"not known: `whet algorithms certify {entry.name}` computes a certificate")]
     return found
@@ -225,9 +212,8 @@ def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
         return "unbiased: the expected step is the gradient of the objective"
     if float(cosine) >= 0.9995:
         return f"unbiased but for its length, {length} of the gradient's: the learning rate makes up for it"
-    angle = (
-        f"the expected step is {math.degrees(math.acos(float(cosine))):.0f} degrees off the gradient of the objective"
-    )
+    degrees = math.degrees(math.acos(float(cosine)))
+    angle = f"the expected step is {degrees:.0f} degrees off the gradient of the objective"
     why = _texts()["bias"].get(kind, {}).get(name)
     return f"biased by design: {why}; {angle}" if why else f"biased: {angle}"
 
@@ -263,13 +249,14 @@ def notation(kind: str) -> str:
 
 
 @cache
-def _texts() -> dict[str, dict[str, Any]]:
-    import yaml
-
-    found: dict[str, dict[str, Any]] = yaml.safe_load(
-        resources.files("whet.algorithms").joinpath("names.yaml").read_text(encoding="utf-8")
-    )
+def _texts() -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = shipped_yaml("algorithms/names.yaml")
     return found
+
+
+def legend() -> Mapping[str, str]:
+    """The columns of a certificate, with their meaning."""
+    return _texts()["certificate"]
 
 
 MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.text import Text
 from whet.cli.algorithms import console, facts, print_kind, print_pairs
 from whet.cli.arguments import Command
 from whet.cli.serve import read_options
+from whet.files import shipped_yaml
 from whet.registry import REWARDS, Entry
 from whet.rewards.peers import stand_ins
 
@@ -47,15 +49,26 @@ def show(
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
     output.print(Text(f"{entry.doc}\n"))
     print_pairs(output, [("reads" if title == "columns" else title, text) for title, text in facts(entry)])
-    if "examples" in entry.marks:
+    if shown := examples(entry):
         output.print("\nExamples:", style="dim")
-        print_pairs(output, [(f"{reward:g}", text) for reward, text in examples(entry)])
+        print_pairs(output, [(f"{reward:g}", text) for reward, text in shown])
+
+
+@cache
+def _table() -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = shipped_yaml("rewards/examples.yaml")
+    return found
+
+
+def examples_of(entry: Entry) -> list[Any]:
+    """The examples of a shipped function: response, ground truth, reward, and, in some, a dict of other fields."""
+    return _table().get(entry.alias_of or entry.name, [])
 
 
 def examples(entry: Entry) -> list[tuple[float, str]]:
-    """Reward and call of each example in the mark `examples`: (response, ground truth, reward[, other fields])."""
+    """Reward and call of each example."""
     found: list[tuple[float, str]] = []
-    for response, truth, reward, *more in entry.marks["examples"]:
+    for response, truth, reward, *more in examples_of(entry):
         fields: Mapping[str, Any] = {"solution_str": response, "ground_truth": truth, **(more[0] if more else {})}
         found.append((reward, ", ".join(f"{name}={value!r}" for name, value in fields.items())))
     return found
@@ -105,7 +118,7 @@ def example_rows(entry: Entry) -> list[CheckedPrompt]:
     """The examples that are paid most, as rows with a right response."""
     from whet.rewards.check import CheckedPrompt
 
-    given = entry.marks.get("examples", ())
+    given = examples_of(entry)
     best = max((reward for _, _, reward, *_ in given), default=0.0)
     rows = []
     for response, truth, reward, *more in given:

@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import mul
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from whet.environments.protocol import Answer, Closes, Observation, Result, unpaid
 from whet.environments.running import EnvironmentSpec, Running
 from whet.errors import describe
+from whet.files import shipped_yaml
 from whet.keyed import key
 from whet.processes.children import Callee, Children, Reply
 from whet.processes.template import Caller, Serve
@@ -37,34 +39,14 @@ START_SECONDS = 120.0  # to load the environment
 MAX_MEDIA_BYTES = 16 * 2**20  # of the images and videos of an observation
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Found = dict[str, Any]  # what a probe returns
+Probe = Callable[..., Coroutine[Any, Any, Found]]  # gets a function that makes the environment, and the plan
 Parts = dict[str, str]  # what an observation says, by the names of its fields
 WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
 STRANGE: Mapping[str, str] = {
-    "empty": "",
-    "a space": " ",
-    "a line break": "\n",
-    "a null byte": "\x00",
-    "half a tag": "<answer>",
-    "an empty tag": "<answer></answer>",
-    "tags the wrong way round": "</answer>Up<answer>",
-    "a tag in a tag": "<answer><answer>Up</answer></answer>",
-    "half a tool call": '<tool_call>{"name": "step", "argum',
-    "JSON of another form": '{"action": null, "x": [1e999]}',
-    "another alphabet": "上 вверх أعلى 🎮",
-    "digits of another alphabet": "٣²½",
-    "a large number": "9" * 6000,
-    "not a number": "nan",
-    "a negative number": "-1",
-    "code": "__import__('os').abort()",
-    "brackets": "(" * 3000,
-    "format fields": "{0} {x!r} %s %(x)d",
-    "random characters": "".join(random.Random(0).choices([chr(code) for code in range(1, 0x2FF)], k=500)),
-    "a million characters": "Up " * 333_333,
-    "a million spaces": " " * 1_000_000 + ".",
-    "100,000 tags": "<answer>" * 100_000,
-    "100,000 calls": "<calc>" * 100_000,
-}
+    name: text if isinstance(text, str) else "".join(map(mul, text[::2], text[1::2]))
+    for name, text in shipped_yaml("environments/strange_answers.yaml").items()
+} | {"random characters": "".join(random.Random(0).choices([chr(code) for code in range(1, 0x2FF)], k=500))}
 
 
 @dataclass(frozen=True)
@@ -111,23 +93,23 @@ def check(environment: str, options: Mapping[str, Any], plan: Plan) -> Iterator[
 
 
 class _Children:
-    """Children of one template; `ask` runs a probe in a new one, or in one that is kept."""
+    """Children of one template; `ask` runs a probe, a function of this module, in a new one or in one that is kept."""
 
     def __init__(self, code: bytes, plan: Plan) -> None:
         self._children = Children("whet.environments.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
         self._seconds = plan.seconds
 
     def __enter__(self) -> _Children:
-        self.ask("load", seconds=START_SECONDS)
+        self.ask(_load, seconds=START_SECONDS)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._children.close()
 
-    def ask(self, probe: str, *arguments: Any, child: Callee | None = None, seconds: float | None = None) -> Found:
+    def ask(self, probe: Probe, *arguments: Any, child: Callee | None = None, seconds: float | None = None) -> Found:
         """The result of a probe; `ended` in it is why the process ended without one."""
         used, seconds = child or self._children.start(), seconds or self._seconds
-        self._children.call(used, probe, pickle.dumps((probe, arguments)), seconds)
+        self._children.call(used, None, pickle.dumps((probe, arguments)), seconds)
         while True:
             for event in self._children.poll(seconds):
                 if event.child is used:
@@ -150,18 +132,15 @@ class _Check:
     def run(self) -> Iterator[Finding]:
         """Yields the results. An environment that does not get through an episode is not checked further."""
         seed = self.plan.seed
-        alone = self.first.ask("play", [seed])
+        alone = self.first.ask(_play, [seed])
         if "ended" in alone:
             hangs = "for an episode: reset, a step or close hangs; --seconds allows more"
             name, what = ("deadline", f"{alone['ended']} {hangs}") if alone["is_late"] else ("starts", alone["ended"])
             yield Finding(name, False, what)
             return
         faults: dict[str, str] = alone["faults"]
-        yield self._of(
-            "starts",
-            faults,
-            f"{alone['turns']} turn{'s' * (alone['turns'] != 1)}" if alone["rewards"] else "reset returns",
-        )
+        turns = f"{alone['turns']} turn{'s' * (alone['turns'] != 1)}"
+        yield self._of("starts", faults, turns if alone["rewards"] else "reset returns")
         if "starts" in faults:
             return
         if not alone["rewards"]:  # what reset gave cannot be used
@@ -171,16 +150,16 @@ class _Check:
         yield self._of("observations", faults, f"up to {alone['characters']:,} characters")
         yield self._of("rewards", faults, f"{min(alone['rewards']):g} to {max(alone['rewards']):g}")
         yield self._size(alone["characters"], alone["media_bytes"])
-        yield self._same("same seed", alone, self.second.ask("play", [seed]), "in another process")
-        beside = self.first.ask("play", [seed, seed + 1])
+        yield self._same("same seed", alone, self.second.ask(_play, [seed]), "in another process")
+        beside = self.first.ask(_play, [seed, seed + 1])
         yield self._same("beside another", alone, beside, "while another one runs: it shares state or a generator")
         yield self._other_seeds()
         changed = alone["is_prompt_changed"]
         yield Finding("prompt", not changed, "it changes its prompt; copy it" if changed else "unchanged")
-        for name in ("after the end", "restores", "close"):
-            yield self._simple(name, self.first.ask(name.replace(" ", "_")))
+        for name, probe in {"after the end": _after_the_end, "restores": _restores, "close": _close}.items():
+            yield self._simple(name, probe)
         yield self._answers()
-        yield self._simple("speed", self.first.ask("speed"))
+        yield self._simple("speed", _speed)
 
     def _of(self, name: str, faults: Mapping[str, str], good: str) -> Finding:
         return Finding(name, name not in faults, faults.get(name, good))
@@ -205,7 +184,7 @@ class _Check:
     def _other_seeds(self) -> Finding:
         firsts = set()
         for seed in range(self.plan.seed, self.plan.seed + NUM_SEEDS):
-            found = self.first.ask("play", [seed])
+            found = self.first.ask(_play, [seed])
             if why := found.get("ended") or found["faults"].get("starts"):
                 return Finding("another seed", False, f"seed {seed}: {why}")
             firsts.add(repr(found["transcripts"][0]))
@@ -213,15 +192,14 @@ class _Check:
             return Finding("another seed", None, f"{NUM_SEEDS} seeds give the same episode: it is not random")
         return Finding("another seed", True, f"{len(firsts)} different episodes of {NUM_SEEDS} seeds")
 
-    def _simple(self, name: str, found: Found) -> Finding:
-        if "ended" in found:
-            return Finding(name, False, found["ended"])
-        return Finding(name, found["is_ok"], found["what"])
+    def _simple(self, name: str, probe: Probe) -> Finding:
+        found = self.first.ask(probe)
+        return Finding(name, False, found["ended"]) if "ended" in found else Finding(name, **found)
 
     def _answers(self) -> Finding:
         child, bad = self.first.start(), []
         for name, text in STRANGE.items():
-            found = self.first.ask("answer", text, child=child)
+            found = self.first.ask(_answer, text, child=child)
             if "ended" in found:
                 child = self.first.start()
             if what := found.get("ended") or found["fault"]:
@@ -252,21 +230,11 @@ def prepare(argument: bytes) -> Serve:
 
 
 async def _serve(caller: Caller, make: Callable[[Prompt], Any], plan: Plan) -> None:
-    probes: dict[str, Callable[..., Coroutine[Any, Any, Found]]]
-    probes = {
-        "load": _load,
-        "play": _play,
-        "after_the_end": _after_the_end,
-        "restores": _restores,
-        "close": _close,
-        "answer": _answer,
-        "speed": _speed,
-    }
     while True:
         number, content = caller.receive()
-        name, arguments = pickle.loads(content)
+        probe, arguments = pickle.loads(content)
         random.seed(0)
-        caller.send(number, pickle.dumps(await probes[name](make, plan, *arguments)))
+        caller.send(number, pickle.dumps(await probe(make, plan, *arguments)))
 
 
 @dataclass
@@ -389,13 +357,10 @@ async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int])
     first = played[0]
     return {
         "transcripts": [each.transcript for each in played],
-        "faults": first.faults,
         "turns": len(first.transcript) - 1,
         "seconds": time.perf_counter() - start,
-        "characters": first.characters,
-        "media_bytes": first.media_bytes,
-        "rewards": first.rewards,
         "is_prompt_changed": first.prompt != plan.prompt,
+        **{name: vars(first)[name] for name in ("faults", "characters", "media_bytes", "rewards")},
     }
 
 
@@ -405,12 +370,8 @@ async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
     for _ in range(plan.max_turns):
         await played.turn()
     if played.faults or not played.is_over:
-        why = (
-            "an episode failed"
-            if played.faults
-            else f"no episode ended within {plan.max_turns} turns; --answer gives one that ends it"
-        )
-        return {"is_ok": None, "what": f"not checked: {why}"}
+        late = f"no episode ended within {plan.max_turns} turns; --answer gives one that ends it"
+        return {"is_ok": None, "what": f"not checked: {'an episode failed' if played.faults else late}"}
     for _ in range(2):
         outcome = await played.call("answers", "step", Answer(ORDINARY[0]))
         if isinstance(outcome, Observation) and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 from whet.environments.protocol import Answer, Observation
@@ -47,10 +48,10 @@ class Gymnasium:
             self.env = gymnasium.make(env_id, **options)
         except ModuleNotFoundError as error:
             absent = error.name or env_id.partition(":")[0]
-            what = (
-                f"environment.options.env_id={env_id} needs a package that is absent ({str(error).partition('. ')[0]}):"
-            )
-            raise ConfigError(f"{what} pip install {absent}, or put its folder on PYTHONPATH") from error
+            what = f"needs a package that is absent ({str(error).partition('. ')[0]}):"
+            raise ConfigError(
+                f"environment.options.env_id={env_id} {what} pip install {absent}, or put its folder on PYTHONPATH"
+            ) from error
         except gymnasium.error.Error as error:
             raise ConfigError(f"environment.options.env_id={env_id} is refused by gymnasium: {error}") from error
         except Exception as error:  # the constructor of the environment
@@ -73,7 +74,7 @@ class Gymnasium:
         self.invalid_text = invalid_text.replace("{actions}", ", ".join(words))
         self.invalid_reward, self.role, self.is_over = invalid_reward, role, False
         self.success_reward, self.pays_before_the_end = success_reward, False
-        self.render = load_target(render) if isinstance(render, str) else _rendered if render else None
+        self.render = load_target(render) if isinstance(render, str) else methodcaller("render") if render else None
         longest_first = sorted(map(re.escape, words), key=len, reverse=True)
         self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)" if actions else NUMBER, re.IGNORECASE)
 
@@ -115,7 +116,3 @@ class Gymnasium:
     def _shown(self, seen: Any) -> dict[str, Any]:
         text = str(self.render(self.env) if self.render else seen)
         return {"messages": (Message(self.role, text),), "state_key": text}
-
-
-def _rendered(env: Any) -> Any:
-    return env.render()

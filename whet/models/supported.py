@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,49 +87,38 @@ class _EnoughError(Exception):
     """Ends a pass that has called attention often enough."""
 
 
-class _Recorder:
-    """Keeps the shapes of the first calls of attention."""
+def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
+    """Runs a token through the model, as shapes without numbers, and checks that its calls of attention fit a cache."""
+    calls, is_counted = list[tuple[int, torch.Size, torch.Size, torch.Size]](), False
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, torch.Size, torch.Size, torch.Size]] = []
-
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        """Implements `PagedContext.attend`, without a cache."""
-        self.calls.append((module.layer_idx, query.shape[1:], key.shape[1:], value.shape[1:]))
-        if len(self.calls) == ENOUGH:
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Scores) -> torch.Tensor:
+        calls.append((module.layer_idx, query.shape[1:], key.shape[1:], value.shape[1:]))
+        if len(calls) == ENOUGH:
             raise _EnoughError
         return torch.zeros_like(query)
 
-
-def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
-    """Runs a token through the model, as shapes without numbers, and checks that its calls of attention fit a cache."""
-    recorder, mode = _Recorder(), FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+    tensors, mode = [*decoder.named_parameters(), *decoder.named_buffers()], FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), mode, torch.device("cpu"), _silent(logging.getLogger("torch._subclasses.fake_tensor")):
         fakes: dict[str, torch.Tensor] = {
-            name: FakeTensor(mode, torch.empty_like(each, device="meta"), torch.device("cpu"))
-            for name, each in tensors.items()
+            name: FakeTensor(mode, torch.empty_like(each, device="meta"), torch.device("cpu")) for name, each in tensors
         }
-        at = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "position_ids": torch.zeros(1, 1, dtype=torch.long)}
+        at = {name: torch.zeros(1, 1, dtype=torch.long) for name in ("input_ids", "position_ids")}
+        paged = SimpleNamespace(attend=attend)  # a `PagedContext` without a cache
         try:
-            functional_call(decoder, fakes, kwargs={**at, "use_cache": False, "paged": recorder})
-            is_counted = True
-        except _EnoughError:
+            with suppress(_EnoughError):
+                functional_call(decoder, fakes, kwargs={**at, "use_cache": False, "paged": paged})
             is_counted = True
         except Exception as error:  # a model's own code
-            is_counted = False
             log.debug("the calls of attention could not be counted: %r", error)
     cached = torch.Size([key_value_heads(config), head_size(config)])
-    for layer, query, key, value in recorder.calls:
+    for layer, query, key, value in calls:
         if not (key == value == cached and query[1:] == cached[1:]):
             shapes = [" x ".join(map(str, each)) for each in (query, key, value, cached)]
             yield (
                 f"queries of {shapes[0]}, keys of {shapes[1]} and values of {shapes[2]} numbers (heads x size) in "
                 f"layer {layer}, where its config announces keys and values of {shapes[3]}"
             )
-    called = [each[0] for each in recorder.calls]
+    called = [each[0] for each in calls]
     if is_counted and called != list(range(min(config.num_hidden_layers, ENOUGH))):
         found = f"in the layers {', '.join(map(str, called))}" if called else "nowhere"
         yield f"calls of whet's attention {found}, where each of its {config.num_hidden_layers} layers must make one"

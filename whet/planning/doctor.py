@@ -221,24 +221,19 @@ def _limits() -> Iterator[Finding]:
 def _places(run_dir: Path) -> Iterator[Finding]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     places = {
-        "runs": run_dir,
-        "Hugging Face cache": Path(os.environ.get("HF_HOME") or cache / "huggingface"),
-        "whet's cache": Path(os.environ.get("WHET_CACHE") or cache) / "whet",
-        "temporary files": Path(tempfile.gettempdir()),
+        "runs": ("trainer.run_dir", run_dir),
+        "Hugging Face cache": ("HF_HOME", Path(os.environ.get("HF_HOME") or cache / "huggingface")),
+        "whet's cache": ("WHET_CACHE", Path(os.environ.get("WHET_CACHE") or cache) / "whet"),
+        "temporary files": ("TMPDIR", Path(tempfile.gettempdir())),
     }
-    for what, path in places.items():
-        path = path.expanduser().absolute()
+    for what, (key, path) in places.items():
+        path, elsewhere = path.expanduser().absolute(), f"set {key} to another folder"
         if _writable(existing(path)):
             free = free_disk(path)
-            advice = f"free disk space, or {_elsewhere(what)}" if free < LITTLE_DISK else ""
+            advice = f"free disk space, or {elsewhere}" if free < LITTLE_DISK else ""
             yield Finding(what, f"{path}, {size(free)} free", advice, is_problem=True)
         else:
-            yield Finding(what, f"{path} is not writable", _elsewhere(what), is_problem=True)
-
-
-def _elsewhere(what: str) -> str:
-    keys = {"runs": "trainer.run_dir", "Hugging Face cache": "HF_HOME", "whet's cache": "WHET_CACHE"}
-    return f"set {keys.get(what, 'TMPDIR')} to another folder"
+            yield Finding(what, f"{path} is not writable", elsewhere, is_problem=True)
 
 
 def _writable(folder: Path) -> bool:
@@ -285,12 +280,10 @@ def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterat
         return
     yield Finding("resources", str(report.node))
     for name, wanted in here.items():
-        found = report.versions.get(name)
+        found, advice = report.versions.get(name), f"this machine has {wanted}: install the same version"
         if found is None:
-            yield Finding(name, "not installed", f"install {name} {wanted}, as on this machine", is_problem=True)
-        else:
-            advice = "" if found == wanted else f"this machine has {wanted}: install the same version"
-            yield Finding(name, found, advice, is_problem=True)
+            found, advice = "not installed", f"install {name} {wanted}, as on this machine"
+        yield Finding(name, found, "" if found == wanted else advice, is_problem=True)
     folder, free = report.temporary
     advice = "free disk space" if free < LITTLE_DISK else ""
     yield Finding("disk", f"{folder}, {size(free)} free", advice, is_problem=True)

@@ -30,9 +30,8 @@ def with_dtypes(config: C, kept: Mapping[str, Dtype] | None = None, *, elsewhere
     if "rollout" in wanted:  # the sampler's probabilities are nearest to those of training in the same dtype
         is_same = wanted["rollout"] in ("auto", named["model"])
         named["rollout"] = named["model"] if is_same else choose(wanted["rollout"], "rollout.dtype", cluster, elsewhere)
-    return config.model_copy(
-        update={name: config[name].model_copy(update={"dtype": dtype}) for name, dtype in named.items()}
-    )
+    sections = {name: config[name].model_copy(update={"dtype": dtype}) for name, dtype in named.items()}
+    return config.model_copy(update=sections)
 
 
 def choose(

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,8 @@ def first_answer(
     card = next((each for each in CARDS if bytes_of(config, shape, True) <= each * 2**30), None)
     where = "a node" if gib is None else "each accelerator"
     fits = "" if free is None else f" of {free:.3g} GiB: {'it fits' if needed <= free * 2**30 else 'it does not fit'}"
-    smallest = (
-        f"the smallest accelerator for it has {card} GiB" if card else f"it needs more than {CARDS[-1]} GiB on one"
-    )
+    more = f"it needs more than {CARDS[-1]} GiB on one"
+    smallest = f"the smallest accelerator for it has {card} GiB" if card else more
     yield f"by formulas, to a fifth: about {size(needed)} on {where}{fits}; {smallest}"
     less = {each: bytes_of(changed(config, dict([each])), shape, gib is not None) * count for each in _settings(config)}
     helpful = sorted((each for each in less if less[each] < 0.98 * needed), key=lambda each: less[each])
@@ -86,9 +87,8 @@ def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any
         width = own.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS["accelerator" if on_device else "cpu"]
         width = min(width, _tokens(config, role))
         kept, logits = item * width * shape["kept"], own.engine.logits_chunk_tokens * shape["vocabulary"] * LOGIT_BYTES
-        kept = (
-            item * width * layers * shape["hidden"] + 2 * kept if config.model.gradient_checkpointing else layers * kept
-        )
+        recomputed = item * width * layers * shape["hidden"] + 2 * kept
+        kept = recomputed if config.model.gradient_checkpointing else layers * kept
         if lora is None:
             master, gradients = 2 if own.optim.weight_rounding == "stochastic" else 4, 4 * weights / shards
             held += weights * (master + MOMENTS[own.optim.state_dtype]) / shards + gradients
@@ -113,13 +113,13 @@ def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any
 
 def _tokens(config: TrainConfig | ExamplesConfig, role: str) -> int:
     """The tokens of a mini-batch in one process, with all rows at their limit."""
-    data, processes = config.data, config.cluster.processes_of(role)
+    processes = config.cluster.processes_of(role)
     if isinstance(config, ExamplesConfig):
-        return -(-data.train_batch_size * config.rows_an_example // processes) * config.data.max_length
+        return -(-config.data.train_batch_size * config.rows_an_example // processes) * config.data.max_length
+    data = config.data
     prompts = config[role].mini_batch_size or data.train_batch_size
-    return -(-prompts * config.rollout.n // processes) * (
-        config.data.max_prompt_length + config.data.max_response_length
-    )
+    longest = data.max_prompt_length + data.max_response_length
+    return -(-prompts * config.rollout.n // processes) * longest
 
 
 def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:
@@ -127,10 +127,7 @@ def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> 
     tree = config.model_dump()
     for key, value in values.items():
         *sections, name = key.split(".")
-        section = tree
-        for each in sections:
-            section = section[each]
-        section[name] = value
+        reduce(getitem, sections, tree)[name] = value
     return type(config).model_validate(tree)
 
 

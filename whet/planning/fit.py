@@ -132,9 +132,8 @@ def upper_bound(setup: Setup) -> int:
         ranks = estimate.spread_of(setup, name).row_ranks
         rows = estimate.mini_batch(config, name, setup.lengths, ranks) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
-        tokens = min(
-            max(setup.roles[name].micro_batch_tokens(model.device_type), longest), sum(row.tokens for row in rows)
-        )
+        allowed = max(setup.roles[name].micro_batch_tokens(model.device_type), longest)
+        tokens = min(allowed, sum(row.tokens for row in rows))
         states = 30 * shape.hidden_size + 10 * estimate.inner_size(shape) + 3 * shape.num_attention_heads * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)

@@ -115,7 +115,7 @@ def forecast(
         )
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
-    device, host = stated(device_gib, host_gib)
+    device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
     config = with_dtypes(config, elsewhere=device is not None)
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
@@ -123,11 +123,9 @@ def forecast(
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
-    advised = (
-        []
-        if room.fits
-        else changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
-    )
+    advised = list[Change]()
+    if not room.fits:
+        advised = changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
     measured, response, unlike = _earlier_run(run_dir, config)
     if unlike:
         notes.append(f"times of the earlier run in {run_dir} are not used: it has another {', '.join(unlike)}")
@@ -140,18 +138,10 @@ def forecast(
     if lengths:
         steps = run_steps(config.trainer, len(lengths), config.data.train_batch_size)
         counts = Counts(len(lengths), _num_val(config), steps)
-    return Forecast(
-        setup=setup,
-        plans={name: plan_memory(setup, name) for name in config.cluster.pools},
-        rooms=found,
-        changes=tuple(advised),
-        run_dir=run_dir,
-        free_disk_bytes=free_disk(run_dir) if host is None else None,
-        speed=plan_speed(setup, response, num_val=0 if counts is None else counts.val),
-        counts=counts,
-        measured=measured,
-        notes=tuple(notes),
-    )
+    plans = {name: plan_memory(setup, name) for name in config.cluster.pools}
+    disk = free_disk(run_dir) if host is None else None
+    speed = plan_speed(setup, response, num_val=0 if counts is None else counts.val)
+    return Forecast(setup, plans, found, tuple(advised), run_dir, disk, speed, counts, measured, tuple(notes))
 
 
 def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, float]:
@@ -248,9 +238,8 @@ def model_lines(setup: Setup) -> Iterator[str]:
     """Yields a line for each model: size, trained fraction, dtype, processes and their device."""
     config = setup.config
     dtype = "float32" if config.model.dtype == "float32" else f"{config.model.dtype} over float32 weights"
-    device = (
-        f"the CPU with {plural(torch.get_num_threads(), 'thread')}" if setup.device is None else "one accelerator each"
-    )
+    threads = plural(torch.get_num_threads(), "thread")
+    device = f"the CPU with {threads}" if setup.device is None else "one accelerator each"
     for role, model in setup.outlines.items():
         share = model.trained_share if role in setup.objectives else 0.0
         trained = "not trained" if share == 0 else "all trained" if share == 1 else f"{share:.2%} trained"
@@ -262,9 +251,9 @@ def model_lines(setup: Setup) -> Iterator[str]:
 def data_line(setup: Setup, counts: Counts) -> str:
     """A line with the size of the data, and the steps."""
     config = setup.config
-    what, each = (
-        ("examples", "") if isinstance(config, ExamplesConfig) else ("prompts", f" x {config.rollout.n} responses")
-    )
+    what, each = "examples", ""
+    if isinstance(config, TrainConfig):
+        what, each = "prompts", f" x {config.rollout.n} responses"
     held_out = f", {counts.val:,} to validate on" if counts.val else ""
     done = f", {counts.first_step} done" if counts.first_step else ""
     most = "at most " if counts.likely else ""

@@ -55,14 +55,10 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     return FreeMemory(min(torch.accelerator.get_memory_info(index)[0] for index in used), "each accelerator")
 
 
-def stated(device_gib: float | None, host_gib: float | None) -> tuple[FreeMemory | None, FreeMemory | None]:
-    """The memory of an accelerator and of a node, as a user states them; None for what is not stated.
+def stated(gib: float | None, name: str) -> FreeMemory | None:
+    """The memory of "an accelerator" or "a node", as a user states it; None where it is not stated.
 
     Raises: ConfigError."""
-    return _stated(device_gib, "an accelerator"), _stated(host_gib, "a node")
-
-
-def _stated(gib: float | None, name: str) -> FreeMemory | None:
     if gib is None:
         return None
     if not 0 < gib < math.inf:
@@ -103,12 +99,10 @@ def _control_groups() -> Iterator[FreeMemory]:
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
-        root = CGROUPS if controllers == "" else CGROUPS / "memory"
-        names = (
-            ("memory.max", "memory.current", "inactive_file")
-            if controllers == ""
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
+        root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        if controllers:  # version 1
+            root = CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         folder = root / group.strip("/")
         for each in (folder, *folder.parents):
             if root not in (each, *each.parents):

@@ -284,9 +284,8 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
     engine = entry.load()
     if not isinstance(engine, PlansMemory):
         return RolloutBytes(0, 0, False, rows, 0)
-    return engine.planned_bytes(
-        decoding, entry.resolve_options(config.rollout.engine.options, "rollout.engine.options")
-    )
+    options = entry.resolve_options(config.rollout.engine.options, "rollout.engine.options")
+    return engine.planned_bytes(decoding, options)
 
 
 def inner_size(model: Any) -> int:

@@ -107,11 +107,8 @@ class Outline:
     @property
     def head_weights(self) -> int:
         """The number of weights of the output head; about 0 in a value or reward model."""
-        return (
-            0
-            if self.role.is_value_model or self.role.is_reward_model
-            else int(self.config.vocab_size * self.config.hidden_size)
-        )
+        has_head = not self.role.is_value_model and not self.role.is_reward_model
+        return int(self.config.vocab_size * self.config.hidden_size) if has_head else 0
 
     @property
     def layer_weights(self) -> int:
@@ -261,9 +258,8 @@ class Outline:
     def _without_numbers(self, where: Layout) -> Layout:
         def shapes_of(grid: Any) -> Any:
             tensors = {each.name: getattr(grid, each.name) for each in fields(grid)}
-            return replace(
-                grid, **{k: self._mode.from_tensor(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-            )
+            shapes = {k: self._mode.from_tensor(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+            return replace(grid, **shapes)
 
         bunches = []
         for bunch in where.bunches:
@@ -338,11 +334,7 @@ class TensorBytes(TorchDispatchMode):
         self.peak: Counter[str] = Counter()  # bytes by kind at the time of the largest total
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operator and counts the storages that it created."""
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent call

@@ -5,7 +5,7 @@ while they still run."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -45,6 +45,16 @@ class Background:
                     future.set_result(call())
                 except BaseException as error:  # a library may call sys.exit
                     future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+def in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Returns the result of a coroutine, which runs in a thread of its own: this one may have an event loop already."""
+    import asyncio
+
+    thread = Background("whet-loop")
+    future = thread.submit(lambda: asyncio.run(ask()))
+    thread.close()
+    return future.result()
 
 
 def within(seconds: float, call: Callable[[], T], late: str) -> T:

@@ -12,10 +12,11 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, SandboxError, describe, last_line
@@ -27,20 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMS = """\
-  one response:   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict
-                  compute_score(predict, ground_truth) -> float | dict
-                  compute_score(reward_input: dict[str, Any]) -> float | dict
-  all responses:  compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list
-                  compute_score(reward_inputs: list[dict[str, Any]]) -> list
-                  compute_score(data: DataProto) -> tensor [B] or [B, R] | dict of columns | DataProto
-                  compute_score(completions, prompts, completion_ids, COLUMN, ...) -> list, as in TRL
-  manager:        class Manager(tokenizer, num_examine, compute_score, ...) with __call__(data, return_dict), or with
-                  run_single(data); class Manager(config, tokenizer) with compute_reward(data)
-Where several names are shown, all are optional except the response (solution_str, predict, completions, or trajectory:
-the turns of an environment). Dicts have the keys response, response_length, ground_truth, prompt, data_source,
-extra_info, trajectory. Any form may be async.
-Further parameters are options, given in reward.kwargs."""
+FORMS = Path(__file__).with_name("forms.txt").read_text(encoding="utf-8")  # for errors
 
 
 class RewardFunction:
@@ -176,7 +164,7 @@ def adapt(
             f"{show(function)} takes {found}, and reward.manager={manager} expects a function of {wanted}; unset "
             f"reward.manager, then the signature decides, or use this form:\n{FORMS}"
         )
-    check_options(function, parameters, {*form.values, *form.columns, *form.logs}, kwargs)
+    check_options(function, parameters, {*form.values, *form.whole, *form.columns, *form.logs}, kwargs)
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
 
@@ -189,8 +177,9 @@ def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Seque
 class _Form:
     """The form of a function: which parameters each call passes, and how to get their values from the items."""
 
-    values: Mapping[str, Callable[[Sequence[RewardItem]], Any]]  # by parameter
+    values: Mapping[str, Callable[[RewardItem], Any]]  # by parameter; a list of them where the function takes a batch
     takes_batch: bool
+    whole: Mapping[str, Callable[[Sequence[RewardItem]], Any]] = field(default_factory=dict)  # of all items together
     split_rows: Callable[[object, int], list[object]] = split_rows
     columns: Collection[str] = ()  # required parameters that are fields of the rows
     more_columns: Collection[str] | None = ()  # passed where a row has such a field; None: all fields
@@ -206,7 +195,9 @@ class _Form:
                 "parameter, or set reward.kwargs.NAME"
             )
         columns = {name: [_row(item).get(name) for item in items] for name in [*self.columns, *more]}
-        return {**columns, **{name: value(items) for name, value in self.values.items()}}
+        own = {name: [get(item) for item in items] for name, get in self.values.items()}
+        own = own if self.takes_batch else {name: value for name, (value,) in own.items()}
+        return {**columns, **own, **{name: get(items) for name, get in self.whole.items()}}
 
 
 def _log_extra(logged: Sequence[dict[str, Any]], column: str, values: Any) -> None:
@@ -224,13 +215,8 @@ def _trajectory(item: RewardItem) -> dict[str, Any]:
 
 
 _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
-    "data_source": attrgetter("data_source"),
-    "solution_str": attrgetter("solution_str"),
-    "ground_truth": attrgetter("ground_truth"),
-    "extra_info": attrgetter("extra_info"),
-    "prompt_str": attrgetter("prompt_str"),
-    "predict": attrgetter("solution_str"),
-    "predict_str": attrgetter("solution_str"),
+    **{name: attrgetter(name) for name in ("data_source", "solution_str", "ground_truth", "extra_info", "prompt_str")},
+    **dict.fromkeys(("predict", "predict_str"), attrgetter("solution_str")),
     "trajectory": _trajectory,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
@@ -272,10 +258,10 @@ def _recognise(
     of_batch = {_plural(name) for name in _RESPONSE_FIELDS}
     if names & of_batch or (takes_batch and common and not names & _RESPONSE_FIELDS):
         passed = names & columns.keys() | {_plural(name) for name in common}
-        return _Form({name: partial(_column, columns[name]) for name in passed}, takes_batch=True)
+        return _Form({name: columns[name] for name in passed}, takes_batch=True)
     if names & _RESPONSE_FIELDS or common:
         passed = names & _FIELDS.keys() | common
-        return _Form({name: partial(_first, _FIELDS[name]) for name in passed}, takes_batch=False)
+        return _Form({name: _FIELDS[name] for name in passed}, takes_batch=False)
     return None
 
 
@@ -286,10 +272,8 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
         from whet.rewards.data_proto import make_batch, split_batch_rows
 
         asks = {"return_dict": lambda items: True} if "return_dict" in names else {}  # of verl's managers
-        return _Form({name: make_batch, **asks}, True, split_batch_rows)
-    if form == "reward_inputs":
-        return _Form({name: partial(_column, _as_dict)}, takes_batch=True)
-    return _Form({name: partial(_first, _as_dict)}, takes_batch=False) if form == "reward_input" else None
+        return _Form({}, True, {name: make_batch, **asks}, split_batch_rows)
+    return _Form({name: _as_dict}, form == "reward_inputs") if form in ("reward_input", "reward_inputs") else None
 
 
 def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, options: Collection[str]) -> _Form:
@@ -316,8 +300,8 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
     others = [p for p in named if p.name not in {*fields, *options, *_OF_TRAINER}]
     required = [p.name for p in others if p.default is p.empty]
     optional = [p.name for p in others if p.default is not p.empty]
-    values = {name: partial(_column, get) for name, get in fields.items() if has_keywords or name in names}
-    return _Form(values, True, _split_scored, required, None if has_keywords else optional, names & {*_LOGS})
+    values = {name: get for name, get in fields.items() if has_keywords or name in names}
+    return _Form(values, True, {}, _split_scored, required, None if has_keywords else optional, names & {*_LOGS})
 
 
 def _split_scored(raw: object, count: int) -> list[object]:
@@ -334,14 +318,6 @@ def _row(item: RewardItem) -> dict[str, Any]:
 def _plural(name: str) -> str:
     """The parameter of the values of all responses, from that of one."""
     return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
-
-
-def _column(get: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> list[Any]:
-    return [get(item) for item in items]
-
-
-def _first(get: Callable[[RewardItem], Any], items: Sequence[RewardItem]) -> Any:
-    return get(items[0])
 
 
 def _as_dict(item: RewardItem) -> dict[str, Any]:

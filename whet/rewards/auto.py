@@ -3,47 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from whet.errors import RewardError, did_you_mean
-from whet.registry import REWARDS, register_reward
+from whet.files import shipped_yaml
+from whet.registry import REWARDS, Entry, register_reward
 
-# Function, and the options that differ from its defaults, by data source; `*` stands for any text.
-SOURCES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "openai/gsm8k": ("gsm8k", {"method": "strict"}),
-    **dict.fromkeys(
-        (
-            "lighteval/MATH",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "HuggingFaceH4/MATH-500",
-            "zwhe99/DeepMath-103K",
-            "agentica-org/DeepScaleR-Preview-Dataset",
-            "numina_*",
-        ),
-        ("math", {}),
-    ),
-    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning", "aime*"), ("math_dapo", {})),
-    "hiyouga/geometry3k": ("geo3k", {}),
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), ("code", {"tolerance": 1e-5})),  # as prime_code
-    "openai/openai_humaneval": ("code", {}),
-    "searchR1_*": ("search_qa", {}),
-    "google/IFEval": ("ifeval", {}),
-    **dict.fromkeys(("cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa"), ("multiple_choice", {})),
-    "nvidia/Nemotron-CrossThink": ("crossthinkqa", {}),
+# Function and options by data source.
+SOURCES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    source: next(iter(found.items())) for source, found in shipped_yaml("rewards/sources.yaml").items()
 }
 
 
-@register_reward(
-    "auto",
-    rows_checked_by="whet.rewards.auto:check_row",
-    examples=(
-        ("#### 7", "7", 1.0, {"data_source": "openai/gsm8k"}),
-        (r"So \boxed{8}", "7", 0.0, {"data_source": "lighteval/MATH"}),
-    ),
-)
+@register_reward("auto", rows_checked_by="whet.rewards.auto:check_row")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_str: str
 ) -> Any:
@@ -58,25 +33,18 @@ def compute_score(
         "extra_info": extra_info,
         "prompt_str": prompt_str,
     }
-    names, function = find(data_source)
-    return function(**{name: fields[name] for name in names})
+    entry, options = find(data_source)
+    return entry.make(fields, options)
 
 
 def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
     """Raises: RewardError for an unknown data source, and what the function for it raises for the ground truth."""
-    REWARDS[_entry(data_source)[0]].check_row(truth, extra_info, data_source)
+    find(data_source)[0].check_row(truth, extra_info, data_source)
 
 
 @cache
-def find(data_source: str) -> tuple[tuple[str, ...], Callable[..., Any]]:
-    """The parameters and the function for a data source.  Raises: RewardError."""
-    name, options = _entry(data_source)
-    entry = REWARDS[name]
-    return entry.parameters, partial(entry.load(), **options)
-
-
-def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
-    """The name of the function for a data source, and its options.  Raises: RewardError."""
+def find(data_source: str) -> tuple[Entry, Mapping[str, Any]]:
+    """The function for a data source, and its options.  Raises: RewardError."""
     found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
     if found is None:
         hint = did_you_mean(data_source, SOURCES)
@@ -90,17 +58,10 @@ def _entry(data_source: str) -> tuple[str, Mapping[str, Any]]:
             f"data_source={data_source!r} needs the function {name!r}, which is not registered; expected one of "
             f"{', '.join(REWARDS.names())}; name one of them, or your own, in reward.function"
         )
-    return name, options
+    return REWARDS[name], options
 
 
-@register_reward(
-    "math_or_code",
-    checked_by="whet.rewards.code:check_options",
-    examples=(
-        (r"So \boxed{7}", "7", 1.0, {"data_source": "train-math-deepscaler"}),
-        ("```python\nprint(6)\n```", {"inputs": ["3"], "outputs": ["7"]}, 0.0, {"data_source": "train-code-taco"}),
-    ),
-)
+@register_reward("math_or_code", checked_by="whet.rewards.code:check_options")
 def score_math_or_code(
     data_source: str,
     solution_str: str,

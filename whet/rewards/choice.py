@@ -29,11 +29,7 @@ _LONE = re.compile(rf"(?<![\w'\u2019.-]){_LETTER}")
 TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
 
 
-@register_reward(
-    "multiple_choice",
-    rows_checked_by="whet.rewards.choice:read_truth",
-    examples=((r"It is \boxed{B}.", "B", 1.0), ("The answer is (C).", "C", 1.0), ("A or B", "B", 0.0)),
-)
+@register_reward("multiple_choice", rows_checked_by="whet.rewards.choice:read_truth")
 def compute_score(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
     """1 where the letter of the answer is that of the ground truth, else 0.
 
@@ -47,11 +43,7 @@ def compute_score(solution_str: str, ground_truth: str, *, lone: bool = False) -
     return {"reward": float(letter == read_truth(ground_truth)), "pred": letter}
 
 
-@register_reward(
-    "crossthinkqa",
-    rows_checked_by="whet.rewards.choice:read_truth",
-    examples=((r"It is \boxed{B}.", "B", 1.0), ("It is C.", "B", -1.0)),
-)
+@register_reward("crossthinkqa", rows_checked_by="whet.rewards.choice:read_truth")
 def crossthinkqa(
     solution_str: str,
     ground_truth: str,

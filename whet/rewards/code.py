@@ -49,14 +49,7 @@ _PYTEST = re.compile(r"^def test_|^import pytest|^class (?:Test|\w+\(.*TestCase\
 _SHOWN = 200  # characters of a message
 
 
-FENCED_AS = {
-    "py": "python",
-    "python3": "python",
-    "c++": "cpp",
-    "cc": "cpp",
-    "js": "javascript",
-    "sh": "bash",
-}
+FENCED_AS = {"py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "js": "javascript", "sh": "bash"}
 
 
 @dataclass(frozen=True)
@@ -73,16 +66,7 @@ class Suite:
     defines: str = ""  # the function or class of the prompt
 
 
-@register_reward(
-    "code",
-    checked_by="whet.rewards.code:check_options",
-    rows_checked_by="whet.rewards.code:check_row",
-    examples=(
-        ("```python\nprint(2 * int(input()))\n```", {"inputs": ["3"], "outputs": ["6"]}, 1.0),
-        ("```python\ndef f(x):\n    return x * x\n```", ["assert abs(f(3) - 9) < 1e-6"], 1.0),
-        ("```python\nprint(6)\n```", {"inputs": ["3", "4"], "outputs": ["6", "8"]}, 0.0),
-    ),
-)
+@register_reward("code", checked_by="whet.rewards.code:check_options", rows_checked_by="whet.rewards.code:check_row")
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -241,17 +225,15 @@ def _given(fields: Any) -> Any:
 def _asserts(tests: Suite) -> bool:
     """Tells whether tests in Python can fail on purpose: what is run asserts something about a name, raises, or calls
     what does. Functions that nobody calls are not run by statements; tests that cannot be read fail anyway."""
-    try:
-        body = ast.parse("\n".join([tests.setup, *tests.cases])).body
-    except (SyntaxError, ValueError):
+    tree = parsed("\n".join([tests.setup, *tests.cases]))
+    if tree is None:
         return True
+    body = tree.body
     if tests.kind == "code":
         body = [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
         used = {each.id for node in body for each in ast.walk(node) if isinstance(each, ast.Name)}
         used |= {"check"} if tests.entry else set()
-        body = [
-            each for each in body if not (isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name not in used)
-        ]
+        body = [each for each in body if not isinstance(each, ast.FunctionDef | ast.ClassDef) or each.name in used]
     nodes = [each for node in body for each in ast.walk(node)]
     called = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
     asserted = [part for each in nodes if isinstance(each, ast.Assert) for part in ast.walk(each.test)]
@@ -265,11 +247,8 @@ def _asserts(tests: Suite) -> bool:
 def _helpers(prompt: str, name: str) -> str:
     """The imports and functions of a prompt of code that come with the function `name`. Tests may use them, and not
     those that the code puts in their place."""
-    try:
-        nodes = ast.parse(prompt).body if name else []
-    except (SyntaxError, ValueError):
-        return ""
-    kept = [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
+    body = tree.body if (tree := parsed(prompt)) and name else []
+    kept = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
     return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)
 
 
@@ -340,11 +319,8 @@ def _names(tests: Suite) -> tuple[list[str], list[str], str]:
 
     `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name;
     `assert abs(f(2)) < 1` is none of `abs`."""
-    try:
-        tree = ast.parse("\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else "")
-    except SyntaxError:
-        tree = ast.parse("")
-    nodes = [*ast.walk(tree)]
+    code = "\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else ""
+    nodes = [*ast.walk(tree)] if (tree := parsed(code)) else []
     imported = {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
     names = [each for each in nodes if isinstance(each, ast.Name)]
     bound = imported | {each.id for each in names if not isinstance(each.ctx, ast.Load)}
@@ -441,17 +417,17 @@ def _completed(source: str, tests: Suite) -> tuple[str, str]:
     if not name or not prompt or re.search(defined, source, re.MULTILINE):
         found = re.search(r"^(?:def|class) ", prompt, re.MULTILINE)
         head = prompt[: found.start()] if found and name else ""
-        return f"{imports}\n{head}" if _is_python(head) else imports, source
+        is_prose = parsed(head) is None
+        return imports if is_prose else f"{imports}\n{head}", source
     return imports, f"{prompt}{source}"
 
 
-def _is_python(text: str) -> bool:
-    """Tells prose before a function from its imports."""
+def parsed(code: str) -> ast.Module | None:
+    """The tree of code, None where it is no Python."""
     try:
-        ast.parse(text)
+        return ast.parse(code)
     except (SyntaxError, ValueError):
-        return False
-    return True
+        return None
 
 
 def _last(ran: Ran) -> str:

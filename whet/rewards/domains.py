@@ -18,22 +18,17 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class Routed:
-    """Pending outcomes of several domains."""
+class Combined:
+    """A pending result that is made of the outcomes of several pools."""
 
-    count: int
-    pending: Mapping[str, tuple[Sequence[int], Outcomes]]  # by domain, with the places of its items
-    weigh: Callable[[str, Outcome], Outcome]
+    pending: Sequence[Outcomes]  # by pool
+    combine: Callable[[Sequence[list[Outcome]]], list[Outcome]]
 
     def result(self) -> list[Outcome]:
-        outcomes: list[Outcome] = [Failure("reward", "not scored")] * self.count
-        for name, (places, pending) in self.pending.items():
-            for place, outcome in zip(places, pending.result(), strict=True):
-                outcomes[place] = self.weigh(name, outcome)
-        return outcomes
+        return self.combine([each.result() for each in self.pending])
 
     def done(self) -> bool:
-        return all(pending.done() for _, pending in self.pending.values())
+        return all(each.done() for each in self.pending)
 
 
 class DomainRewards:
@@ -46,16 +41,17 @@ class DomainRewards:
         self._of, self._domains = of, domains
         self.scores_alone = all(domain.pool.scores_alone for domain in domains.values())
 
-    def submit_batch(self, items: Sequence[RewardItem]) -> Routed:
+    def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
         """Starts all domains on their items.  Raises: DataError for an item of no domain."""
-        places: dict[str, list[int]] = {}
-        for place, item in enumerate(items):
-            places.setdefault(self._of(item), []).append(place)
-        pending = {
-            name: (chosen, self._domains[name].pool.submit_batch([items[place] for place in chosen]))
-            for name, chosen in places.items()
-        }
-        return Routed(len(items), pending, self._weigh)
+        own = [(self._of(item), item) for item in items]
+        names = dict.fromkeys(name for name, _ in own)
+
+        def combine(found: Sequence[list[Outcome]]) -> list[Outcome]:
+            outcomes = {name: iter(each) for name, each in zip(names, found, strict=True)}
+            return [self._weigh(name, next(outcomes[name])) for name, _ in own]
+
+        asked = {name: [item for of, item in own if of == name] for name in names}
+        return Combined([self._domains[name].pool.submit_batch(each) for name, each in asked.items()], combine)
 
     def close(self) -> None:
         for domain in self._domains.values():

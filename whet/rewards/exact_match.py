@@ -14,7 +14,7 @@ from whet.registry import register_reward
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.IGNORECASE)
 
 
-@register_reward("exact_match", examples=(("Paris", ["Paris", "paris"], 1.0), ("Paris.", "Paris", 0.0)))
+@register_reward("exact_match")
 def compute_score(
     solution_str: str,
     ground_truth: Any,

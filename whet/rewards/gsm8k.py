@@ -22,11 +22,7 @@ _PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\
 _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
 
-@register_reward(
-    "gsm8k",
-    rows_checked_by="whet.rewards.gsm8k:read_truth",
-    examples=(("5 + 2 = 7", "#### 7", 1.0), ("7 or 8", "7", 0.0)),
-)
+@register_reward("gsm8k", rows_checked_by="whet.rewards.gsm8k:read_truth")
 def compute_score(
     solution_str: str,
     ground_truth: str | int | float,

@@ -7,6 +7,7 @@ regular expressions. Sentences and words are split by rules of this file instead
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -39,22 +40,7 @@ _BETWEEN_WORDS = re.compile(
 )
 
 
-@register_reward(
-    "ifeval",
-    rows_checked_by="whet.rewards.ifeval:check_row",
-    examples=(
-        (
-            "The otter eats fish.",
-            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
-            1.0,
-        ),
-        (
-            "The heron eats fish.",
-            {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["otter"]}]},
-            0.0,
-        ),
-    ),
-)
+@register_reward("ifeval", rows_checked_by="whet.rewards.ifeval:check_row")
 def compute_score(
     solution_str: str,
     ground_truth: Any,
@@ -79,12 +65,8 @@ def compute_score(
         tries += [text.replace("*", "") for text in tries]
     checks = read_instructions(ground_truth, extra_info or {})
     followed = [any(bool(text.strip()) and check(text) for text in tries) for check in checks]
-    share = sum(followed) / len(followed)
-    return {
-        "reward": share if score == "fraction" else float(all(followed)),
-        "accuracy": float(all(followed)),
-        "followed": share,
-    }
+    share, whole = sum(followed) / len(followed), float(all(followed))
+    return {"reward": share if score == "fraction" else whole, "accuracy": whole, "followed": share}
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any], *_: object) -> None:
@@ -111,9 +93,8 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
             f"{len(names)} instructions have {len(arguments)} kwargs; expected one dict of arguments for each; add "
             "{} for an instruction without arguments"
         )
-    return [
-        _bind(name, given if isinstance(given, Mapping) else {}) for name, given in zip(names, arguments, strict=True)
-    ]
+    pairs = zip(names, arguments, strict=True)
+    return [_bind(name, given if isinstance(given, Mapping) else {}) for name, given in pairs]
 
 
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -124,9 +105,8 @@ def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
         )
     if name.startswith(("language:", "change_case:english_")):
         _find_langdetect(name)
-    needed, check = CHECKS[name]
-    values = []
-    for argument in needed.split():
+    check, values = CHECKS[name], []
+    for argument in [*inspect.signature(check).parameters][1:]:
         value, takes = given.get(argument), TYPES.get(argument, Number)
         if takes is Number and isinstance(value, float) and value.is_integer():  # a table with gaps holds floats
             value = int(value)
@@ -197,24 +177,24 @@ def _find(pattern: str, text: str, flags: int = re.IGNORECASE) -> list[str]:
         ) from error
 
 
-def _paragraphs(text: str, count: int) -> bool:
+def _paragraphs(text: str, num_paragraphs: int) -> bool:
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
-    return all(parts[1:-1]) and sum(map(bool, parts)) == count
+    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
-def _nth_paragraph(text: str, count: int, position: int, word: str) -> bool:
+def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     parts = text.split("\n\n")
     filled = sum(bool(part.strip()) for part in parts)
-    if not (filled == count and 1 <= position <= filled and parts[position - 1].strip()):
+    if not (filled == num_paragraphs and 1 <= nth_paragraph <= filled and parts[nth_paragraph - 1].strip()):
         return False
-    first = re.split(r"[.,?!'\"]", parts[position - 1].split()[0].lstrip("'").lstrip('"'))[0]
-    return first.lower() == word.lower()
+    first = re.split(r"[.,?!'\"]", parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"'))[0]
+    return first.lower() == first_word.lower()
 
 
-def _highlights(text: str, count: int) -> bool:
+def _highlights(text: str, num_highlights: int) -> bool:
     single = [each for each in _find(r"\*[^\n*]*\*", text) if each.strip("*").strip()]
     double = [each for each in _find(r"\*\*[^\n*]*\*\*", text) if each[2:-2].strip()]
-    return len(single) + len(double) >= count
+    return len(single) + len(double) >= num_highlights
 
 
 def _two_responses(text: str) -> bool:
@@ -231,8 +211,8 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _postscript(text: str, marker: str) -> bool:
-    return bool(_find(_POSTSCRIPTS.get(marker, marker.lower()), text.lower()))
+def _postscript(text: str, postscript_marker: str) -> bool:
+    return bool(_find(_POSTSCRIPTS.get(postscript_marker, postscript_marker.lower()), text.lower()))
 
 
 def _has_title(text: str) -> bool:
@@ -253,66 +233,53 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("postscript_marker", "section_spliter", "prompt_to_repeat"), str),
 }
 
-# Names of the arguments in `kwargs`, and the check, which gets the text and the arguments in that order.
-CHECKS: Mapping[str, tuple[str, Callable[..., bool]]] = {
-    "keywords:existence": ("keywords", lambda text, keys: all(_find(key, text) for key in keys)),
-    "keywords:frequency": (
-        "keyword relation frequency",
-        lambda text, key, relation, limit: _compare(len(_find(key.strip(), text)), relation, limit),
+# Each check gets the text, and the arguments of `kwargs` that its parameters name.
+CHECKS: Mapping[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(_find(key, text) for key in keywords),
+    "keywords:frequency": lambda text, keyword, relation, frequency: _compare(
+        len(_find(keyword.strip(), text)), relation, frequency
     ),
-    "keywords:forbidden_words": (
-        "forbidden_words",
-        lambda text, keys: not any(_find(rf"\b{key}\b", text) for key in keys),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_find(rf"\b{key}\b", text) for key in forbidden_words)
     ),
-    "keywords:letter_frequency": (
-        "letter let_relation let_frequency",
-        lambda text, letter, *limit: _compare(text.lower().count(letter.strip().lower()), *limit),
+    "keywords:letter_frequency": lambda text, letter, let_relation, let_frequency: _compare(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
     ),
-    "language:response_language": ("language", lambda text, language: _is_in(language, text)),
-    "length_constraints:number_sentences": (
-        "relation num_sentences",
-        lambda text, *limit: _compare(count_sentences(text), *limit),
+    "language:response_language": lambda text, language: _is_in(language, text),
+    "length_constraints:number_sentences": lambda text, relation, num_sentences: _compare(
+        count_sentences(text), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": ("num_paragraphs", _paragraphs),
-    "length_constraints:number_words": (
-        "relation num_words",
-        lambda text, *limit: _compare(len(re.findall(r"\w+", text)), *limit),
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": lambda text, relation, num_words: _compare(
+        len(re.findall(r"\w+", text)), relation, num_words
     ),
-    "length_constraints:nth_paragraph_first_word": ("num_paragraphs nth_paragraph first_word", _nth_paragraph),
-    "detectable_content:number_placeholders": (
-        "num_placeholders",
-        lambda text, count: sum("[" in part for line in text.split("\n") for part in line.split("]")[:-1]) >= count,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        sum("[" in part for line in text.split("\n") for part in line.split("]")[:-1]) >= num_placeholders
     ),
-    "detectable_content:postscript": ("postscript_marker", _postscript),
-    "detectable_format:number_bullet_lists": (
-        "num_bullets",
-        lambda text, count: (
-            sum(len(_find(rf"^[^\S\n]*{mark}", text, re.MULTILINE)) for mark in (r"\*[^*].*$", "-.*$")) == count
-        ),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        sum(len(_find(rf"^[^\S\n]*{mark}", text, re.MULTILINE)) for mark in (r"\*[^*].*$", "-.*$")) == num_bullets
     ),
-    "detectable_format:constrained_response": ("", lambda text: any(option in text for option in _OPTIONS)),
-    "detectable_format:number_highlighted_sections": ("num_highlights", _highlights),
-    "detectable_format:multiple_sections": (
-        "section_spliter num_sections",
-        lambda text, mark, count: len(_find(rf"{mark}\s?\d+", text, 0)) >= count,
+    "detectable_format:constrained_response": lambda text: any(option in text for option in _OPTIONS),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(_find(rf"{section_spliter}\s?\d+", text, 0)) >= num_sections
     ),
-    "detectable_format:json_format": ("", _is_json),
-    "detectable_format:title": ("", _has_title),
-    "combination:two_responses": ("", _two_responses),
-    "combination:repeat_prompt": (
-        "prompt_to_repeat",
-        lambda text, prompt: text.strip().lower().startswith(prompt.strip().lower()),
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _has_title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
     ),
-    "startend:end_checker": (
-        "end_phrase",
-        lambda text, phrase: text.strip().strip('"').lower().endswith(phrase.strip().lower()),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
-    "startend:quotation": ("", _quoted),
-    "change_case:capital_word_frequency": (
-        "capital_relation capital_frequency",
-        lambda text, *limit: _compare(count_capital_words(text), *limit),
+    "startend:quotation": _quoted,
+    "change_case:capital_word_frequency": lambda text, capital_relation, capital_frequency: _compare(
+        count_capital_words(text), capital_relation, capital_frequency
     ),
-    "change_case:english_capital": ("", lambda text: text.isupper() and _is_in("en", text)),
-    "change_case:english_lowercase": ("", lambda text: text.islower() and _is_in("en", text)),
-    "punctuation:no_comma": ("", lambda text: "," not in text),
+    "change_case:english_capital": lambda text: text.isupper() and _is_in("en", text),
+    "change_case:english_lowercase": lambda text: text.islower() and _is_in("en", text),
+    "punctuation:no_comma": lambda text: "," not in text,
 }

@@ -64,12 +64,10 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
     named = {each.name for each in parameters}
     if "tokenizer" not in named and any(each.kind is each.VAR_KEYWORD for each in parameters):
         named |= VERL_ARGUMENTS  # it hands them on to its base
-    given = {
-        name: OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value for name, value in kwargs.items()
-    }
-    config = OmegaConf.create({**EASYR1_CONFIG, **kwargs.get("config", {})})
-    given |= {"compute_score": _score_function(kwargs.get("compute_score") or "auto"), "config": config}
-    given = {"num_examine": 0, "reward_fn_key": "data_source", **given}
+    mappings = {name: OmegaConf.create(dict(each)) for name, each in kwargs.items() if isinstance(each, Mapping)}
+    given = {"num_examine": 0, "reward_fn_key": "data_source", **kwargs, **mappings}
+    given["config"] = OmegaConf.create({**EASYR1_CONFIG, **kwargs.get("config", {})})
+    given["compute_score"] = _score_function(kwargs.get("compute_score") or "auto")
     own = {name: value for name, value in given.items() if name in named or name in kwargs}
     check_options(cls, parameters, ({*own} - {*kwargs}) | {"tokenizer"}, kwargs)
     if "tokenizer" not in named:

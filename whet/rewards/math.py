@@ -22,6 +22,7 @@ from math_verify import LatexExtractionConfig, parse
 from whet.registry import register_reward
 from whet.rewards.math_compare import as_interval, differs, verify
 from whet.rewards.math_read import MAX_CHARS, NORMALISATIONS as NORMALISATIONS, key_of, normalise, number, read, renamed
+from whet.rewards.math_tex import WORDS
 from whet.rewards.math_units import unit_after
 from whet.rewards.result import after_thought, is_repeated
 
@@ -50,10 +51,7 @@ _SIDES = re.compile(r"(?<![<>!])=")
 _INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
 
 
-@register_reward(
-    "math",
-    examples=((r"So \boxed{\frac12}.", "0.5", 1.0), ("The answer is 2/3.", "3", 0.0)),
-)
+@register_reward("math")
 def compute_score(
     solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
 ) -> dict[str, float | str | None]:
@@ -263,33 +261,10 @@ def _is_several(text: str) -> bool:
 
 # -- expressions in running text ---------------------------------------------------------------------------------------
 
-_WHOLE = (  # parts of an expression that may hold words, line ends and full stops
-    r"\$\$.{1,1000}?\$\$",
-    r"\\\[.{1,1000}?\\\]",
-    r"\\\(.{1,500}?\\\)",
-    r"(?<![\\$])\$(?!\s)(?:\\\$|[^$\n]){1,500}?(?<!\s)\$(?!\d)",
-    r"\\[a-zA-Z]+\s*\{[^{}\n]{0,200}\}",
-    r"(?<!\w)(?:and|or|sqrt|sin|cos|tan|cot|log|ln|exp|pi|infinity|percent)(?!\w)",
-    r"(?<!\w)(?:minus|negative|not|twice|double|triple|(?:root|half|log|base \d+) of)(?=\s[-\d$\\(])",
-    r"(?:(?<=[\d)}$]\s)|(?<=\s\w\s))(?:plus|times|over|out of|mod|choose|base|remainder|(?:divided|multiplied) by"
-    r"|(?:raised )?to the(?: power of)?)(?=\s[-\d$\\(])",
-    r"(?<=[\d)}$]\s)(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)(?!\w)",
-)
-# Two letters that are in neither list are a product. A word next to an operator belongs to the expression.
-_SHORT = r"(?i:is|it|we|to|of|in|so|as|at|by|an|be|he|me|my|no|on|up|us|do|go|if|am|[cdkm]m|kg|ft|hr)(?!\w)"
-_LONG = r"(?![a-zA-Z]{2}(?!\w))[^\W\d_²³]{2,}|[^\W\d_](?=['\u2019]\w)"
-_ARTICLE = r"(?<![-=*/<>]\s)[aAI](?=\s(?:[\d$\\(]|(?!and\b|or\b)[a-z]{2}))"
-_GAPS = (  # the text between two expressions: line ends, bullets, stops, arrows, tags, words, "5, 2 + 3 = 5"
-    r"\n(?<![\d\s)}][/^+×÷·]\n)(?<![=+/×÷·(,]-\n)(?<![=+/×÷·(,]\s-\n)(?!(?<=[,(\[{]\n)[^()\[\]{}]{0,60}[)\]}])\s*(?:[-*+•>]\s)?",
-    r"(?<!\d\s)[.?:](?=[\s*_\"”')]|$)|—|\s–\s|=>|->|→|⇒|⟹|<<|>>|##+|</?[a-zA-Z]+/?>",
-    r"\\(?:implies|Rightarrow|rightarrow|quad|qquad)(?![a-zA-Z])",
-    r"(?<=\d\s)(?:[cdkm]m|in|ft|yd|mi|units?)\^\{?[23]\}?(?!\w)",
-    r"(?<![\w\\{+×÷·^])(?<![+×÷·^]\s)(?<!\s\*\s)(?<![\w)}]\*)"
-    rf"(?:{_SHORT}|{_LONG}|{_ARTICLE})(?:['\u2019]\w+)*(?!\w|\^|\s?[+×÷·]|\s\*\s|\((?!e?s\)))",
-    r"[\u2e80-\u9fff\uac00-\ud7af\uff01-\uff1f]",
-    r",\s(?=[^,=\n)]{0,60}?(?<![\w{])\d[^,=\n)]{0,60}=)",
-)
-_TOKEN = re.compile(f"(?P<run>(?:{'|'.join(_WHOLE)}|(?!{'|'.join(_GAPS)}).)+)|{'|'.join(_GAPS)}", re.DOTALL)
+_TEXT = WORDS["expressions"]
+_WHOLE = "|".join(_TEXT["whole"])
+_GAPS = "|".join(_TEXT["gaps"]).replace("<word>", "|".join(_TEXT["word"]))
+_TOKEN = re.compile(f"(?P<run>(?:{_WHOLE}|(?!{_GAPS}).)+)|{_GAPS}", re.DOTALL)
 _MATHS = re.compile(
     r"\d|\\[a-zA-Z(\[]|\$.+\$|[^\W\d_]\s*[-+*/^=<>][-\s]*[^\W\d_]|\w\(|[^\W\d_]!|=\s*\w|[π∞∅²³]", re.DOTALL
 )
@@ -297,20 +272,9 @@ _AROUND = re.compile(r"^(?:[\s*,;=#)\]]|(?:and|or)\b)+|(?:[\s*,;=+/–-]|(?<!\\)
 _CALCULATED = re.compile(  # "2 + 2 = " of "2 + 2 = 4", but not "4 = " of "4 = x"
     r"^[^,;a-zA-Z]*\d[^,;a-zA-Z]*(?<![<>!])=\s*(?=\S)(?!.*(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z]))"
 )
-# Arithmetic in words, up to its last number: "a third of", "10% of the", "from 3 to", "the odds are 1 to".
-_LINKS = {"of", "to", "in", "than", "as", "per", "every", "from", "by", "with"}
-_DETERMINERS = {"the", "all", "his", "her", "its", "their", "my", "our", "these", "those"}
-_ONE = r"(?<![\w.,/])\\?\$?-?\d[\d.,]*"
-_IN_WORDS = re.compile(
-    r"(?:(?:(?<!the\s)(?<!\w)(?:hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred)ths?)"
-    r"|\$?(?<![\w.,/])(?:[\d.,]*\d\s?(?:\\?%|percent)|\d+\s?/\s?\d+|\\[dt]?frac\{\w+\}\{\w+\})\$?)\sof"
-    rf"|{_ONE}(?:\s(?!was|has)[a-z]{{2,}}s)?\s(?:(?:more|less|fewer|greater|larger|smaller|higher|lower)\sthan"
-    r"|times\sas\s[a-z]+\sas|per|(?:in|to|for|of|out\sof)\severy)"
-    rf"|(?<!\w)(?:twice|half)\sas\s[a-z]+\sas|(?<!\w)from\s{_ONE}(?:\s?\\?%)?(?:\s[a-z]+)?\sto"
-    r"|(?<!\w)(?:ratio|odds|proportion|scale|range|chances?|probability)(?:(?=\s\d)|:|[^.?!\n\d]{0,60}\s(?:is|are|was|of))"
-    rf"\s\d[\d.,]*\s(?:to|in)|(?i:(?<!\w)(?:add|subtract|multipl|divid)[a-z]*)\s{_ONE}\s(?:to|from|by|with))"
-    rf"(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$"
-)
+_LINKS, _DETERMINERS = _TEXT["links"].split(), _TEXT["determiners"].split()
+_ARITHMETIC = "|".join(_TEXT["arithmetic"]).replace("<number>", _TEXT["number"])
+_IN_WORDS = re.compile(rf"(?:{_ARITHMETIC})(?:\s(?:{'|'.join(_DETERMINERS)}))*\s+$")
 _OF_KNOWN = re.compile(  # the text before "a third of 9" in "3 is a third of 9"
     r"\d(?:\s(?!(?:it|this|that|which)\s)[a-zA-Z]+){0,3}\s(?:is|are|was|were)(?:\s(?:an?|one|two|three|only|just))*\s*$"
 )

@@ -14,14 +14,10 @@ from whet.registry import register_reward
 from whet.rewards import math
 from whet.rewards.shaping import has_format
 
-math_verify.grader.TIMEOUT_WARNING_SHOWN = (
-    True  # outside the main thread it has no deadline of its own, and would say so
-)
+math_verify.grader.TIMEOUT_WARNING_SHOWN = True  # it has no deadline outside the main thread, and would say so
 
 
-@register_reward(
-    "math_verify", examples=((r"So \boxed{\frac12}.", "0.5", 1.0), (r"So \boxed{5 \text{ m}}", r"5 \text{ km}", 1.0))
-)
+@register_reward("math_verify")
 def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
     """1 where math-verify by itself, called as verl's `math_verify` calls it, finds the answer in a response equal to
     the ground truth, else 0: the boxed truth read as LaTeX, the response as an expression or LaTeX, six places.
@@ -36,7 +32,7 @@ def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[s
     return {"reward": float(correct), "pred": answer and math.vote(answer)}
 
 
-@register_reward("math_dapo", aliases=("aime",), examples=((r"So \boxed{7}", "7", 1.0), ("Answer: 8", "7", -1.0)))
+@register_reward("math_dapo", aliases=("aime",))
 def math_dapo(
     solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
 ) -> dict[str, float | str | None]:
@@ -49,11 +45,7 @@ def math_dapo(
     return {"reward": 2 * correct - 1, "acc": correct, "pred": found["pred"]}
 
 
-@register_reward(
-    "geo3k",
-    aliases={"r1v": {"format_weight": 0.5, "style": "answer"}},
-    examples=((r"<think>3 + 4</think><answer>\boxed{7}</answer>", "7", 1.0), ("It is 8.", "7", 0.0)),
-)
+@register_reward("geo3k", aliases={"r1v": {"format_weight": 0.5, "style": "answer"}})
 def geo3k(
     solution_str: str,
     ground_truth: str | int | float,

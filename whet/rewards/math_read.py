@@ -10,33 +10,12 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import NamedTuple
 
-from whet.rewards.math_tex import clean
+from whet.rewards.math_tex import WORDS, clean
 from whet.rewards.math_units import UNITS, Amount, split_unit
 from whet.rewards.result import number_text
 
 MAX_CHARS = 500  # of an expression; a longer one is no answer
-_TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)"
-_GROUP = r"(?:\\[,;:! ]|[ ~])(\d{3})"  # of thousands
-# Notations of plain text, and spaces; math_tex reads those of TeX. docs/rewards.md has an example of each.
-NORMALISATIONS = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in {
-        r"(?<!\\)\\[()\[\]]|\\?\$|(?<![\w}])[€£¥₹](?=\s?[\d.])|(?<=\d)\s?[€£¥₹]": "",
-        r"^[\s*_`\"“”,;:=~≈]+|(?:(?<!\\)[\s*_`\"“”.,;:])+$": "",
-        r"(?<=\d),\s?\\!\s?(?=\d{3}(?!\d))": ",",
-        r"^(?![a-zA-Z]\s?=)([^=<>]*[^=<>,!\s])\s?=\s?([a-zA-Z])$": r"\2 = \1",
-        r"^[a-zA-Z]\s?=\s?(?=-?\d{1,3}(?:,\d{3})+$)": "",
-        rf"(?<![\w.,^{{\\])(\d{{1,3}}){_GROUP}(?:{_GROUP})?(?:{_GROUP})?(?![\w,])": r"\1\2\3\4",
-        r"(?<!\\)\\[,;: ]|~": " ",
-        r"(?<![\w.,)}^_/])(\d+)\s(\d+)\s?/\s?(\d+)(?![\w.,/^!])": r"\1\\frac{\2}{\3}",
-        r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]\+?(-?\d+)(?![\w.])": r"\1 \\times 10^{\2}",
-        r"(?<=\d)\s?x\s?(?=10\s?\^)": r" \\times ",
-        r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|log|ln|exp|pi)(?![a-zA-Z])": r"\\\1",
-        rf"({_TRIGONOMETRIC}(?:\s?\^\s?\{{?\d\}}?)?\s?(?:\\left)?[({{]?\s?)(-?[\d.]+)\s?\^\s?\{{?\\circ\}}?": (
-            r"\1\\frac{\2\\pi}{180}"
-        ),
-    }.items()
-)
+NORMALISATIONS = tuple((re.compile(pattern), written) for pattern, written in WORDS["normalisations"].items())
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\!|\\quad|(?<!\w)(?<!\d,)\s|\s(?!\w)|(?<=\d,)\s(?!\d{3}(?!\d))"

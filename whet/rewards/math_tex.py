@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-import yaml
+from whet.files import shipped_yaml
 
 MAX_DEPTH = 10  # of braces; with deeper ones, reading or comparing may never end
 _TOKEN = re.compile(r"\\(?:[a-zA-Z]+\*?|.)|.", re.DOTALL)
-WORDS: Any = yaml.safe_load(Path(__file__).with_name("math_words.yaml").read_text(encoding="utf-8"))
+WORDS: Any = shipped_yaml("rewards/math_words.yaml")
 _FUNCTIONS = WORDS["functions"].split()
 _KINDS = {name: kind for kind, names in WORDS["commands"].items() for name in names.split()}
 _NAMES: dict[str, str] = {name: written for written, names in WORDS["names"].items() for name in names.split()}

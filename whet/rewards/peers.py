@@ -10,28 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from whet.registry import load_target
 
 C = TypeVar("C", bound=type)
-REWARD_LOOP = "verl.experimental.reward_loop.reward_manager"
 
 # What each name stands for; loaded when it is imported, so that a file which needs no torch loads none.
-OFFERED = {
-    **dict.fromkeys(("verl.DataProto", "verl.protocol.DataProto"), "whet.protocol:DataProto"),
-    "verl.utils.ray_utils.get_event_loop": "asyncio:get_event_loop",
-    "verl.utils.reward_score.default_compute_score": "whet.rewards.managers:score_by_source",
-    "verl.workers.reward_manager.register": f"{__name__}:register",
-    "verl.workers.reward_manager.abstract.AbstractRewardManager": f"{__name__}:AbstractRewardManager",
-    "verl.workers.reward_manager.abstract.RawRewardFn": "typing:Any",
-    **dict.fromkeys((f"{REWARD_LOOP}.register", f"{REWARD_LOOP}.registry.register"), f"{__name__}:register"),
-    f"{REWARD_LOOP}.base.RewardManagerBase": f"{__name__}:RewardManagerBase",
-    "verl.workers.reward.FunctionRewardManager": f"{__name__}:FunctionRewardManager",  # this and the next are EasyR1's
-    "verl.workers.reward.function.FunctionRewardManager": f"{__name__}:FunctionRewardManager",
-    **dict.fromkeys(("verl.workers.reward.RewardConfig", "verl.workers.reward.config.RewardConfig"), "typing:Any"),
-}
+_LINES = Path(__file__).with_name("offered.txt").read_text(encoding="utf-8").splitlines()
+OFFERED = dict(line.split() for line in _LINES)
 
 
 class _Module(ModuleType):

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, split_calls
-from whet.rewards.domains import Domain, DomainRewards
+from whet.rewards.domains import Combined, Domain, DomainRewards
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import CLOSED, NOT_SCORED, failure
 from whet.rewards.worker import WorkerSpec
@@ -66,10 +66,8 @@ class RewardPool:
         manager: str | None = None,
         tokenizer: tuple[str, bool] | None = None,
     ) -> None:
-        spec = _make_spec(function, kwargs or {}, correct_threshold)
-        spec = replace(
-            spec, timeout_seconds=timeout_seconds, concurrency=concurrency, manager=manager, tokenizer=tokenizer
-        )
+        named, options = _named(function, kwargs or {})
+        spec = WorkerSpec(named, options, correct_threshold, timeout_seconds, concurrency, manager, tokenizer)
         self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
         self.scores_alone = self._scorer.scores_alone  # one item a call, outside of the calling thread
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
@@ -92,21 +90,6 @@ class RewardPool:
         self.close()
 
 
-@dataclass(frozen=True)
-class Combined:
-    """A pending result that combines the outcomes of several functions."""
-
-    pending: Sequence[Future[list[Outcome]]]  # by function
-    combine: Callable[[Sequence[Outcome]], Outcome]
-
-    def result(self) -> list[Outcome]:
-        by_function = [future.result() for future in self.pending]
-        return [self.combine(outcomes) for outcomes in zip(*by_function, strict=True)]
-
-    def done(self) -> bool:
-        return all(future.done() for future in self.pending)
-
-
 class WeightedRewards:
     """Weighted sum of several score functions: reward = sum_i weight_i * reward_i.
 
@@ -120,7 +103,8 @@ class WeightedRewards:
         self.scores_alone = all(pool.scores_alone for _, pool, _ in pools)
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        return Combined([pool.submit_batch(items) for _, pool, _ in self._pools], self._combine)
+        pending = [pool.submit_batch(items) for _, pool, _ in self._pools]
+        return Combined(pending, lambda found: [self._combine(outcomes) for outcomes in zip(*found, strict=True)])
 
     def close(self) -> None:
         for _, pool, _ in self._pools:
@@ -179,16 +163,17 @@ def _make_scorer(
     )
 
 
-def _make_spec(function: str | Callable[..., Any], kwargs: Mapping[str, Any], correct_threshold: float) -> WorkerSpec:
-    """A spec that names the function where other processes can import it, else holds it. An alias adds its options."""
+def _named(
+    function: str | Callable[..., Any], kwargs: Mapping[str, Any]
+) -> tuple[str | Callable[..., Any], dict[str, Any]]:
+    """The name of a function where other processes can import it, else the function; an alias adds its options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
         if entry.alias_of is not None:
             defaults = REWARDS[entry.alias_of].options
-            presets = {name: value for name, value in entry.options.items() if value != defaults.get(name)}
-            kwargs = {**presets, **kwargs}
+            kwargs = {name: value for name, value in entry.options.items() if value != defaults.get(name)} | {**kwargs}
         function = entry.function or function
-    return WorkerSpec(function, dict(kwargs), correct_threshold)
+    return function, dict(kwargs)
 
 
 class InlineScorer:

@@ -72,9 +72,7 @@ class _Task:
     start: int
     count: int
     content: bytes
-    is_alone: bool = (
-        False  # scored with no other: the process that scored it with others ended, or hung, by one of them
-    )
+    is_alone: bool = False  # scored with no other: a process that scored it with others ended or hung by one of them
 
     @property
     def shown(self) -> str:
@@ -320,9 +318,8 @@ class ProcessScorer:
             used_mb = memory_below(state.guard, self._memory_limit_mb * 2**20) / 2**20
             if used_mb <= self._memory_limit_mb:
                 continue
-            why = (
-                f"the reward process used {used_mb:.0f} MB, more than reward.memory_limit_mb={self._memory_limit_mb:g}"
-            )
+            limit = f"reward.memory_limit_mb={self._memory_limit_mb:g}"
+            why = f"the reward process used {used_mb:.0f} MB, more than {limit}"
             tasks = [call.task for call in worker.calls.values()]
             self._children.kill(worker)
             del self._ready[worker]

@@ -111,11 +111,9 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
         )
     reward, token_rewards = _read_reward(f"{reward_key!r}", raw[reward_key], num_response_tokens)
     accuracy_key = next((key for key in ACCURACY_KEYS if key in raw), None)
-    accuracy = (
-        float(reaches(reward, correct_threshold))
-        if accuracy_key is None
-        else finite(f"{accuracy_key!r}", raw[accuracy_key])
-    )
+    accuracy = float(reaches(reward, correct_threshold))
+    if accuracy_key is not None:
+        accuracy = finite(f"{accuracy_key!r}", raw[accuracy_key])
     others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key, EXTRACTED_KEY)}
     parts = {key: finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}
     extracted = raw.get(EXTRACTED_KEY)

@@ -18,14 +18,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 @register_reward(
-    "search_qa",
-    rows_checked_by="whet.rewards.search_qa:read_truths",
-    aliases={"search_qa_f1": {"metric": "f1"}},
-    examples=(
-        ("<think>Hm.</think><answer>The Eiffel Tower.</answer>", ["Eiffel tower"], 1.0),
-        ("<answer>Big Ben</answer>", ["Eiffel tower"], 0.0),
-        ("Eiffel tower", ["Eiffel tower"], 0.0),
-    ),
+    "search_qa", rows_checked_by="whet.rewards.search_qa:read_truths", aliases={"search_qa_f1": {"metric": "f1"}}
 )
 def compute_score(
     solution_str: str, ground_truth: Any, *, metric: Literal["exact", "f1"] = "exact", needs_tag: bool = True

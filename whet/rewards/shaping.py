@@ -18,7 +18,7 @@ _MARKUP = re.compile(r"\\[a-zA-Z]+|</?\w{1,20}>")
 _NAMES = {"LATIN": {"LATIN", "FULLWIDTH"}, "HAN": {"CJK"}, "JAPANESE": {"CJK", "HIRAGANA", "KATAKANA"}}
 
 
-@register_reward("ngram_repetition", examples=(("a b c d e", "", 0.0), ("a a a a a a a", "", -0.8)))
+@register_reward("ngram_repetition")
 def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
     """Minus the share of n-grams of words that repeat an earlier one; 0 where there are fewer than n words.
 
@@ -29,7 +29,7 @@ def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
     return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
 
-@register_reward("length", examples=(("It is 5.", "", 0.0), ("It is 5.", "", -0.5, {"longest": 2})))
+@register_reward("length")
 def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count = 1024) -> float:
     """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to it, at least -1."""
     tokens = int(reward_input["response_length"])
@@ -38,19 +38,9 @@ def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count
     return -min(1.0, max(0, tokens - longest) / longest)
 
 
-@register_reward(
-    "format",
-    examples=(
-        ("<think>2 + 3</think> <answer>5</answer>", "", 1.0),
-        ("<answer>5</answer>", "", 0.0),
-    ),
-)
+@register_reward("format")
 def format_score(
-    solution_str: str,
-    *,
-    style: Literal["answer", "boxed"] = "answer",
-    opened: bool = False,
-    pattern: str | None = None,
+    solution_str: str, *, style: Literal["answer", "boxed"] = "answer", opened: bool = False, pattern: str | None = None
 ) -> float:
     """1 where the response has the format, else 0.
 
@@ -67,7 +57,7 @@ def format_score(
         raise ValueError(f"pattern={pattern!r} ({error}); expected a regular expression; correct the option") from error
 
 
-@register_reward("language", examples=(("All words are English.", "", 1.0), ("Да.", "", 0.0), ("", "", 0.0)))
+@register_reward("language")
 def language(
     solution_str: str,
     *,

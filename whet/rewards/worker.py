@@ -59,11 +59,7 @@ class WorkerSpec:
 
             (function, runner), kwargs = open_manager(function, self.kwargs, self.tokenizer), {}
         return adapt(
-            function,
-            kwargs=kwargs,
-            correct_threshold=self.correct_threshold,
-            manager=self.manager,
-            runner=runner,
+            function, kwargs=kwargs, correct_threshold=self.correct_threshold, manager=self.manager, runner=runner
         )
 
 

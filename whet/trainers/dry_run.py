@@ -38,7 +38,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     Raises: WhetError for everything that a user can mend."""
     if config.trainer.loop:
         load_target(config.trainer.loop)
-    device, host = stated(device_gib, host_gib)
+    device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
     config = with_dtypes(config, elsewhere=device is not None)
     begun = begin(config)
 

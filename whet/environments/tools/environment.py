@@ -146,9 +146,8 @@ class ToolEnvironment:
         if len(text) <= most:
             return text
         self._counts["cut"] += 1
-        return (
-            f"{text[: int(most)]}\n[cut: the result has {len(text)} characters, of which the first {most:g} are shown]"
-        )
+        cut = f"[cut: the result has {len(text)} characters, of which the first {most:g} are shown]"
+        return f"{text[: int(most)]}\n{cut}"
 
     def _messages(self, calls: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Part]]) -> tuple[Message, ...]:
         if self._role == "user":  # one message, since many templates want user and assistant in turns

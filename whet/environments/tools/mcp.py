@@ -18,6 +18,7 @@ from whet.data.media import image, images
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource
 from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
+from whet.processes.background import in_new_loop
 from whet.registry import load_target
 from whet.types import Prompt
 
@@ -39,11 +40,7 @@ class McpSource(ToolSource):
         except ImportError as error:
             raise ConfigError(f"{where} needs the package mcp; run {pip_install('mcp')}") from error
         self._open = _opener(server, where)
-        self._schemas = list(known) if known is not None else _in_new_loop(self._ask)
-
-    @property
-    def schemas(self) -> Sequence[ToolSchema]:
-        return self._schemas
+        self.schemas = list(known) if known is not None else in_new_loop(self._ask)
 
     def session(self, prompt: Prompt) -> Session:
         return McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
@@ -148,9 +145,8 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
     match dict(server):
         case {"command": [command, *rest], **more} if not {*more} - {"env", "cwd"}:
             environment = {**os.environ, **{name: str(value) for name, value in (more.get("env") or {}).items()}}
-            given = StdioServerParameters(
-                command=str(command), args=[str(each) for each in rest], env=environment, cwd=more.get("cwd")
-            )
+            words = [str(each) for each in rest]
+            given = StdioServerParameters(command=str(command), args=words, env=environment, cwd=more.get("cwd"))
             return lambda: mcp.Client(stdio_client(given))
         case {"url": str(url), **more} if not more:
             return lambda: mcp.Client(url)
@@ -205,26 +201,6 @@ def _part(content: Any) -> Part:
     except (DataError, ValueError) as error:
         raise BadCallError(f"the server gave an image that cannot be read: {error}") from error
     return found
-
-
-def _in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of a coroutine, also where a loop runs already in this thread."""
-    import threading
-
-    results: list[T | BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(asyncio.run(ask()))
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
 
 
 def _first(error: BaseException) -> BaseException:

@@ -20,20 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from whet.files import shipped_yaml
 from whet.registry import TOOL_PARSERS, register_tool_parser
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the arguments, by name of the tool
-# Text of a chat template that tells the format of its calls, the first that it has.
-SIGNS: tuple[tuple[str, str | None], ...] = (
-    ("<arg_key>", None),  # GLM, which has the tags of Hermes
-    ("<function=", "qwen3_coder"),
-    ("<|channel|>", "gpt-oss"),
-    ("<|/tool|>", "phi"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
-    ("ipython", "llama3_json"),
-)
+_FORMATS = shipped_yaml("environments/tools/formats.yaml")
+SIGNS: Mapping[str, str | None] = _FORMATS["signs"]
+FORMS: Mapping[str, str] = _FORMATS["forms"]
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
 CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
 _THOUGHT = r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)"
@@ -46,15 +39,6 @@ _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
 _PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # one begins behind the end of another
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-FORMS = {  # of calls, for a model that writes them in another way
-    "hermes": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
-    "llama3_json": '{"name": ..., "parameters": {...}} at the start of a line',
-    "mistral": '[TOOL_CALLS] [{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}',
-    "phi": '<|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>',
-    "qwen3_coder": "<tool_call><function=name><parameter=key>value</parameter></function></tool_call>",
-    "gpt-oss": "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>",
-    "python_tag": "<|python_tag|>name(key=value)",
-}
 
 
 @dataclass(frozen=True)
@@ -130,7 +114,7 @@ def _of_json(part: str | Call) -> str | Call:
 
 def parser_of(template: str) -> str | None:
     """The name of the parser for the calls that a chat template writes; None if the template shows no known format."""
-    return next((name for sign, name in SIGNS if sign in template), None)
+    return next((name for sign, name in SIGNS.items() if sign in template), None)
 
 
 @register_tool_parser(
@@ -286,10 +270,8 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
         broken += not end
         if end:
             is_known = not schemas or _name_in(value) in schemas or not text[:position].strip()
-            is_meant, said = (
-                is_known and _name_in(value) is not None,
-                f"the call is not in the format of calls; {expected}",
-            )
+            is_meant = is_known and _name_in(value) is not None
+            said = f"the call is not in the format of calls; {expected}"
         else:
             end, is_meant = len(text), position < last and _BROKEN.match(text, position) is not None
             said = f"the call is not valid JSON; {expected}"

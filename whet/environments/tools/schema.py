@@ -65,9 +65,8 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
         named = Field(default, alias=each.name, description=described.get(each.name))
         fields[f"p_{each.name}"] = (hints[each.name], named)
     try:
-        model: type[BaseModel] = create_model(
-            name, __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields
-        )
+        strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+        model: type[BaseModel] = create_model(name, __config__=strict, **fields)
         parameters = _without_titles(model.model_json_schema())
         parameters.pop("additionalProperties", None)  # the check says so, where a model gives more
     except Exception as error:  # pydantic's errors of unsupported types have several classes

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -49,10 +50,7 @@ class Session(ABC):
 class ToolSource(ABC):
     """An entry of `environment.tools`."""
 
-    @property
-    @abstractmethod
-    def schemas(self) -> Sequence[ToolSchema]:
-        """The schemas of its tools."""
+    schemas: Sequence[ToolSchema]  # of its tools
 
     @abstractmethod
     def session(self, prompt: Prompt) -> Session:
@@ -82,11 +80,7 @@ class FunctionSource(ToolSource):
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
         schema, model = schema_of(function, function.__name__, where)
-        self._schema, self._tool = schema, {schema.name: (_with(function, options), model)}
-
-    @property
-    def schemas(self) -> Sequence[ToolSchema]:
-        return [self._schema]
+        self.schemas, self._tool = [schema], {schema.name: (partial(function, **options), model)}
 
     def session(self, prompt: Prompt) -> Session:
         return PythonSession(self._tool)
@@ -112,12 +106,8 @@ class ClassSource(ToolSource):
                 said = str(error) if isinstance(error, ConfigError) else describe(error)
                 raise ConfigError(f"{where}: {kind.__name__}.prepare: {said}") from error
         found = {name: schema_of(inspect.getattr_static(kind, name), name, where) for name in names}
-        self._schemas = [schema for schema, _ in found.values()]
+        self.schemas = [schema for schema, _ in found.values()]
         self._models = {name: model for name, (_, model) in found.items()}
-
-    @property
-    def schemas(self) -> Sequence[ToolSchema]:
-        return self._schemas
 
     def session(self, prompt: Prompt) -> Session:
         takes_prompt = "prompt" in inspect.signature(self._kind).parameters
@@ -152,16 +142,6 @@ class PythonSession(Session):
             await _run(self._close, is_async=inspect.iscoroutinefunction(self._close))
 
 
-def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        async def bound(**given: Any) -> Any:
-            return await function(**given, **options)
-
-        return bound
-    return lambda **given: function(**given, **options)
-
-
 async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
     """The result of a call, which other calls and the deadline do not wait for: a thread that hangs is left alone until
     the process of the episode ends."""
@@ -173,9 +153,7 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
     def work() -> None:
         try:
             result = call()
-        except (
-            BaseException
-        ) as error:  # code of the user may raise anything; SystemExit would end the thread in silence
+        except BaseException as error:  # code of the user; SystemExit would end the thread in silence
             done.set_exception(RuntimeError(describe(error)) if not isinstance(error, Exception) else error)
         else:
             done.set_result(result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of OpenAI-compatible chat endpoints, with retries, limits, counts and a cache on disk."""
+"""A client of OpenAI-compatible chat endpoints, with retries, limits and a cache on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import httpx
 from whet.errors import RewardError
 from whet.keyed import key
 from whet.limits import REPLY_BYTES, read_json
-from whet.processes.background import Background
+from whet.processes.background import in_new_loop
 
 log = logging.getLogger(__name__)
 
@@ -69,18 +69,6 @@ class JudgeReply:
     is_cut: bool = False  # at max_tokens
 
 
-@dataclass
-class Counts:
-    """Sums over a client's life."""
-
-    requests: int = 0
-    retries: int = 0
-    cached: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cost: float = 0.0
-
-
 class _AgainError(Exception):
     """A failed attempt that may succeed later, at the earliest after `seconds`."""
 
@@ -89,14 +77,11 @@ class _AgainError(Exception):
         self.seconds = seconds
 
 
-@dataclass
 class Client:
     """Asks one model. An object serves one event loop at a time."""
 
-    settings: Settings
-    counts: Counts = field(default_factory=Counts)
-
-    def __post_init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         if not self.settings.endpoint.startswith(("http://", "https://")):
             raise RewardError(
                 f"endpoint={self.settings.endpoint!r} is no address; expected one such as http://127.0.0.1:8000/v1"
@@ -115,12 +100,10 @@ class Client:
         Raises: RewardError, with the reason of the last attempt.
         """
         body = {"model": self.settings.model, "messages": list(messages), **dict(self.settings.sampling)}
-        digest = hashlib.blake2b(
-            json.dumps([self.settings.endpoint, body, sample], sort_keys=True).encode(), digest_size=20
-        ).hexdigest()
+        asked = json.dumps([self.settings.endpoint, body, sample], sort_keys=True)
+        digest = hashlib.blake2b(asked.encode(), digest_size=20).hexdigest()
         text = None if self._cache is None else self._cache.get(digest)
         if text is not None and (value := text if read is None else read(text)) is not None:
-            self.counts.cached += 1
             return JudgeReply(text, value, is_cached=True)
         answer = await self._insist(body, digest, sample, read)
         if self._cache is not None:
@@ -141,7 +124,6 @@ class Client:
         why, spent = "", JudgeReply("")
         for attempt in range(self.settings.retries + 1):
             seed = sample * 1000 + attempt
-            self.counts.retries += attempt > 0
             wait = 0.0
             try:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
@@ -177,7 +159,6 @@ class Client:
         async with self._slots:
             estimate = len(json.dumps(body["messages"])) / CHARACTERS_PER_TOKEN + body.get("max_tokens", 0)
             await self._wait_for_limits(estimate)
-            self.counts.requests += 1
             secret = os.environ.get(self.settings.key_variable)
             headers = {"Authorization": f"Bearer {secret}"} if secret else {}
             address = f"{self.settings.endpoint.rstrip('/')}/chat/completions"
@@ -234,9 +215,6 @@ class Client:
         if not isinstance(text, str):
             raise _AgainError(f"its reply has no text: {shown}")
         cost = (read * self.settings.input_price + written * self.settings.output_price) / 1e6
-        self.counts.input_tokens += read
-        self.counts.output_tokens += written
-        self.counts.cost += cost
         return JudgeReply(text, None, read, written, cost, is_cut=is_cut)
 
     def _open(self) -> None:
@@ -280,10 +258,7 @@ def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[
         errors = [each if isinstance(each, Exception) else late for each in replies]
         return [each.text if isinstance(each, JudgeReply) else errors[i] for i, each in enumerate(replies)]
 
-    thread = Background("whet-judge")  # this thread may have an event loop of its own
-    future = thread.submit(lambda: asyncio.run(run()))
-    thread.close()
-    return future.result()
+    return in_new_loop(run)
 
 
 class Cache:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -24,11 +23,18 @@ import jinja2.meta
 import yaml
 
 from whet.errors import ConfigError
+from whet.files import shipped_yaml
+from whet.options import Finite, fits
 from whet.rewards.result import after_thought
 
 # The first character of a control token of Qwen, Llama, DeepSeek, Gemma or Mistral.
 _CONTROL = re.compile(r"<(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>|[be]os>|</?SYS>)|\[(?=/?INST\])", re.IGNORECASE)
 _THOUGHT = re.compile(r"^\s*<think>", re.MULTILINE)
+# Types of the fields of a file that are no text, and their names in errors.
+_TAKES: Mapping[str, tuple[Any, str]] = {
+    **dict.fromkeys(("low", "high"), (Finite, "a number")),
+    "weights": (dict, "numbers by JSON field"),
+}
 MAX_JSON = 10_000  # characters of a reply in which an object may begin
 TEXTS = ("prompt", "response", "ground_truth")  # the names that a template may use
 _GUARD = (
@@ -197,36 +203,19 @@ def load_rubric(reference: str) -> Rubric:
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"rubric {reference} cannot be read ({error}); expected a YAML or JSON file") from error
-    types = {each.name: str(each.type) for each in fields(Rubric)}
+    names = [each.name for each in fields(Rubric)]
     given = {"name": path.stem, **found} if isinstance(found, dict) else {}
     if missing := [name for name in ("template", "parser") if name not in given]:
         raise ConfigError(
-            f"rubric {reference} has no {missing[0]!r}; expected a mapping with {', '.join(types)}; add it"
+            f"rubric {reference} has no {missing[0]!r}; expected a mapping with {', '.join(names)}; add it"
         )
     for name, value in given.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        is_right = is_number if types.get(name) == "float" else isinstance(value, dict if name == "weights" else str)
-        if name == "weights" and is_right:
-            is_right = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in value.values())
-        if name not in types or not is_right:
-            kind = {"str": "text", "float": "a number", types["weights"]: "numbers by JSON field"}.get(
-                types.get(name, ""), f"one of {', '.join(types)}"
-            )
+        takes, kind = _TAKES.get(name, (str, "text")) if name in names else (None, f"one of {', '.join(names)}")
+        weights = value.values() if takes is dict and isinstance(value, dict) else ()
+        if takes is None or not fits(value, takes) or not all(fits(weight, Finite) for weight in weights):
             raise ConfigError(f"rubric {reference}: {name}={value!r}; expected {kind}; correct the file")
     return Rubric(**given)
 
 
-_SHOWN = "The problem:{{ prompt }}\nThe reference answer:{{ ground_truth }}\nThe response to be judged:{{ response }}\n"
-_GRADE = f"{_SHOWN}How good is the response, from 0 (useless or wrong) to 10 (correct and complete)? End with one line"
-for _rubric in (
-    Rubric("yes_no", f"{_SHOWN}Is the response correct? End with one line, `Verdict: yes` or `Verdict: no`.", "yes_no"),
-    Rubric("scale", f"{_GRADE}, `Score: N`.", "scale"),
-    Rubric("json", f'{_GRADE} of JSON: {{"score": N}}', "json"),
-    Rubric(
-        "pairwise",
-        "The problem:{{ prompt }}\nResponse A:{{ response }}\nResponse B:{{ ground_truth }}\nWhich response is better? "
-        "End with one line, `Better: A`, `Better: B` or `Better: tie`.",
-        "pairwise",
-    ),
-):
-    register_rubric(_rubric)
+for _name, _fields in shipped_yaml("rewards/judge/rubrics.yaml").items():
+    register_rubric(Rubric(_name, **_fields))

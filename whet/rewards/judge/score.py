@@ -17,14 +17,7 @@ from whet.rewards.judge.client import Client, JudgeReply, Settings, used
 from whet.rewards.judge.rubrics import load_rubric
 
 
-@register_reward(
-    "llm_judge",
-    checked_by="whet.rewards.judge.score:check_options",
-    examples=(
-        ("It is 4.", "4", 1.0, {"prompt_str": "What is 2 + 2?"}),
-        ("It is 5.", "4", 0.0, {"prompt_str": "What is 2 + 2?"}),
-    ),
-)
+@register_reward("llm_judge", checked_by="whet.rewards.judge.score:check_options")
 async def compute_score(
     solution_str: str,
     ground_truth: Any = None,
@@ -80,11 +73,8 @@ async def compute_score(
     if combine == "third" and disagreement > tolerance:
         third = asyncio.gather(judges[0].complete(messages, sample=2, read=asked.read), return_exceptions=True)
         answers = _together([*answers, *await third])
-    return {
-        "reward": median(answer.value for answer in answers),  # of two: the mean
-        **used(answers),
-        "disagreement": disagreement,
-    }
+    parts = {**used(answers), "disagreement": disagreement}
+    return {"reward": median(answer.value for answer in answers), **parts}  # of two: the mean
 
 
 def _together(found: Sequence[JudgeReply | BaseException]) -> list[JudgeReply]:
