@@ -130,9 +130,7 @@ class LocalSandbox:
         """Runs a command or Python code to its end.  Raises: SandboxError."""
         for name in (*job.files, *job.collect):
             if name.startswith("/") or not {"", ".."}.isdisjoint(name.split("/")) or "\0" in name:
-                raise SandboxError(
-                    f"{name!r} is no file of the scratch folder; expected a relative path without '..': correct it"
-                )
+                raise SandboxError(f"{name!r} is no file of the scratch folder; name a relative path without '..'")
         for _ in range(2):  # a process that died is replaced
             ours, theirs = socket.socketpair()
             with ours:
