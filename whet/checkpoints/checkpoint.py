@@ -278,9 +278,8 @@ def _write_error(target: Path, error: Exception) -> CheckpointError:
 
 def _write_manifest(folder: Path) -> None:
     written = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written
-    }
+    sizes = {path: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
+    entries = {str(path.relative_to(folder)): each for path, each in sizes.items()}
     _sync(written)
     files.write(folder / MANIFEST, json.dumps(entries, indent=1), synced=True)
     _sync([folder])

@@ -75,9 +75,7 @@ def _export(
     saved = checkpoint.saved(folder)
     name = dtype or saved.get("dtype") or "float32"
     if name not in ("float32", "bfloat16"):
-        raise CheckpointError(
-            f"{folder}: the dtype for its weights is {name!r}; expected float32 or bfloat16: set --dtype"
-        )
+        raise CheckpointError(f"{folder}: the dtype of weights is {name!r}; expected float32 or bfloat16: set --dtype")
     if origin is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if origin is not None:
@@ -109,12 +107,10 @@ def _export(
 def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
     """The weights that training started from, by their names in the files; none where they are not here."""
     with suppress(Exception):  # they are only compared with
-        found = (
-            Path(str(path))
-            if Path(str(path)).is_dir()
-            else Path(str(try_to_load_from_cache(str(path), "config.json"))).parent
-        )
-        return MergedShards(found, "")
+        folder = Path(str(path))
+        if not folder.is_dir():
+            folder = Path(str(try_to_load_from_cache(str(path), "config.json"))).parent
+        return MergedShards(folder, "")
     return {}
 
 

@@ -209,9 +209,7 @@ def check(
     seed: Seed = 0,
     prompt: PromptText = "",
     ground_truth: Truth = "",
-    answer: Annotated[
-        list[str] | None, typer.Option(help="answer to play, in place of general ones; may be repeated")
-    ] = None,
+    answer: Annotated[list[str] | None, typer.Option(help="answer to play, not general ones; may be repeated")] = None,
     turns: Annotated[int, typer.Option(min=1, help="most turns of an episode")] = 50,
     seconds: Annotated[float, typer.Option(min=0.1, help="deadline of each probe, such as an episode")] = 10.0,
     max_characters: Annotated[int, typer.Option(min=1, help="most characters of an observation")] = 100_000,

@@ -24,7 +24,7 @@ from whet.cli.runs import runs_table
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whet.config import ExamplesConfig, TrainConfig
+    from whet.config.schema import RunConfig
     from whet.tracking.runs import RunFolder
 
 MAX_NAME = 100  # characters of a folder's name
@@ -68,9 +68,7 @@ def members(words: Sequence[str]) -> list[Member]:
     return made
 
 
-def sweep(
-    schema: type[TrainConfig | ExamplesConfig], recipe: str | None, words: Sequence[str], *, dry_run: bool = False
-) -> None:
+def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, dry_run: bool = False) -> None:
     """Starts the runs of a sweep that are not finished, and prints a table of all of them. The exit status is 0 if all
     are finished, 1 if not, 130 after Ctrl-C.
 

@@ -29,7 +29,6 @@ class Transport(Protocol):
         method; after it all open calls fail and the processes are ended. Only the loss of a replica (`is_replica` of
         Worker) fails the calls of this rank alone.
         """
-        ...
 
     ended: threading.Event  # set once all processes end
 
@@ -43,11 +42,9 @@ class Transport(Protocol):
 
     def abort(self, error: WhetError) -> None:
         """Ends all processes now and fails the open calls with `error`."""
-        ...
 
     def close(self) -> None:
         """Closes the workers and ends their processes. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,9 +133,8 @@ class WorkerGroup:
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
-        return self._send(
-            method, plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
-        )
+        plan = plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
+        return self._send(method, plan)
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""

@@ -136,9 +136,8 @@ def _load(
 ) -> Loaded[T]:
     """Loads all entries. `build` makes the items of one entry: from the data section with the entry's own keys, its
     rows, and the number of its first row, counted over all entries."""
-    sources = (
-        [None] if rows is not None else read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
-    )
+    named = data.train_files if key == TRAIN else data.val_files
+    sources = [None] if rows is not None else read_sources(key, named, data)
     weights = read_weights(list(filter(None, sources)), data.weights) if key == TRAIN and rows is None else None
     supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
     items: list[T] = []

@@ -272,9 +272,8 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
         ) from error
     announced, length = _announced_bytes(file), file.seek(0, io.SEEK_END)
     if announced > length:
-        raise _unreadable(
-            f"it is cut off, with {length:,} of the {announced:,} bytes that its header announces", "video"
-        )
+        found = f"it is cut off, with {length:,} of the {announced:,} bytes that its header announces"
+        raise _unreadable(found, "video")
     file.seek(0)
     try:
         with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
@@ -325,7 +324,5 @@ def _ebml_size(content: bytes, place: int) -> tuple[int, int]:
 
 
 def _unreadable(error: Exception | str, kind: str = "image") -> DataError:
-    found = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-    return DataError(
-        f"it cannot be read as {'an' if kind == 'image' else 'a'} {kind}: {found}; replace it, or drop the row"
-    )
+    found, article = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__, "n" * (kind == "image")
+    return DataError(f"it cannot be read as a{article} {kind}: {found}; replace it, or drop the row")

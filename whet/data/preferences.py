@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from whet.config.schema import PreferenceDataConfig
 from whet.data.chat import encode_texts, roles
-from whet.data.prompts import PromptFormat, at_row, find_field, read_messages
+from whet.data.prompts import PromptFormat, Row, at_row, find_field, read_messages
 from whet.data.supervised import encode_conversation, encode_response
 from whet.errors import DataError
 
@@ -41,7 +40,7 @@ class PreferencePair:
 
 
 def build_pairs(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     prompt_format: PromptFormat,
     data: PreferenceDataConfig,
     *,
@@ -60,9 +59,7 @@ def build_pairs(
         noted = len(prompt_format.lost)
         with at_row(index):
             prompt_format.refuse_media(row, reason=_NO_MEDIA)
-            fields = [
-                find_field(row, data[name], f"data.{name}", COMMON[name]) for name in ("chosen_key", "rejected_key")
-            ]
+            fields = [find_field(row, data[name], f"data.{name}", common) for name, common in COMMON.items()]
             chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
             pair = PreferencePair(chosen, rejected, _margin(row, data.margin_key))
         del prompt_format.lost[noted + 1 :]  # one of a row
@@ -93,9 +90,7 @@ COMMON = {
 }
 
 
-def _encode(
-    row: Mapping[str, Any], field: str, prompt_format: PromptFormat, data: PreferenceDataConfig
-) -> tuple[int, ...]:
+def _encode(row: Row, field: str, prompt_format: PromptFormat, data: PreferenceDataConfig) -> tuple[int, ...]:
     """The ids of a prompt and a response, up to the token that ends it: the last that a policy would sample."""
     response, has_prompt = row[field], row.get(data.prompt_key) is not None
     prompt = prompt_format.messages(row, data.prompt_key) if has_prompt else ()
@@ -124,7 +119,7 @@ def _encode(
     return (*ids, int(prompt_format.tokenizer.eos_token_id))  # type: ignore[arg-type]
 
 
-def _margin(row: Mapping[str, Any], field: str) -> float:
+def _margin(row: Row, field: str) -> float:
     value = row.get(field)
     if value is None:
         return 0.0

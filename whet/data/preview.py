@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import files
-from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
+from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RunConfig
 from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, loader_of
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
@@ -63,7 +63,7 @@ class Preview:
 
 
 def preview(
-    config: TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig,
+    config: RunConfig | EvalConfig | GenerateConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_rows: int,
@@ -96,7 +96,7 @@ def preview(
         chosen = [(number, item) for number, item in chosen if number == index]
         if not chosen:
             raise DataError(f"there is no {what} {index}; expected --index from 0 to {last}")
-    if drawn and isinstance(config, TrainConfig | ExamplesConfig):
+    if drawn and isinstance(config, RunConfig):
         chosen = _drawn(config, loaded(), seed, num_rows)
     prompts = [item for item in whole.items if isinstance(item, Prompt)]
     over = config.data["overlong" if is_supervised else "overlong_prompts"]
@@ -169,7 +169,7 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, in
     return [(low + i * width, low + (i + 1) * width - 1, counts[i]) for i in range(-(-(high - low + 1) // width))]
 
 
-def _drawn(config: TrainConfig | ExamplesConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
+def _drawn(config: RunConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
     """The first `count` items in the order of the run, each with its number."""
     if isinstance(config, ExamplesConfig):
         order = order_of(loaded, seed=seed, shuffle=config.data.shuffle)

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
 from whet.data.media import KINDS
 from whet.data.placeholders import expanded, num_whole
-from whet.data.prompts import PromptFormat, at_row, find_field, from_row, read_messages
+from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
 from whet.data.written import end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
@@ -36,7 +35,7 @@ class SupervisedExample:
 
 
 def build_examples(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     prompt_format: PromptFormat,
     data: SupervisedDataConfig,
     *,
@@ -85,9 +84,7 @@ def build_examples(
     return tuple(examples)
 
 
-def _examples(
-    row: Mapping[str, Any], prompt_format: PromptFormat, data: SupervisedDataConfig
-) -> list[SupervisedExample]:
+def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig) -> list[SupervisedExample]:
     """Returns one example, or one of each turn where the chat template leaves text out and the config says so."""
     if row.get(data.messages_key) is None:
         if prompt_format.reader is None:

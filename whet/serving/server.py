@@ -162,7 +162,8 @@ def _source(settings: Settings) -> str:
     is_run = found != settings.model and Path(found) != run
     if (settings.follow or settings.best) and not is_run:
         option = "--follow" if settings.follow else "--best"
-        raise ConfigError(f"{option} is set and {settings.model} is no run's folder; name one, or leave {option} out")
+        found = f"{option} is set and {settings.model} is no folder of a run"
+        raise ConfigError(f"{found}; name one, or leave {option} out")
     if settings.follow and settings.best:
         raise ConfigError("--follow and --best are both set; --follow serves the newest checkpoint: leave one out")
     if not settings.best:

@@ -111,9 +111,8 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def _draw(axes: Axes, series: Series, colour: str) -> None:
     if series.markers or len(series.y) < SMOOTH_FROM:
-        axes.plot(
-            series.x, series.y, color=colour, linewidth=2, marker="o" if series.markers else "", label=series.label
-        )
+        marker = "o" if series.markers else ""
+        axes.plot(series.x, series.y, color=colour, linewidth=2, marker=marker, label=series.label)
         return
     axes.plot(series.x, series.y, color=colour, linewidth=0.8, alpha=0.3)
     smooth = running_mean(series.y, max(1, len(series.y) // 30))

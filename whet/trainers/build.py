@@ -244,9 +244,8 @@ def _prompts(
     loaded = replace(loaded, items=checked(loaded, config.reward, reward))
     held_out = tuple[Prompt, ...]()
     if files.val_files or val_data is not None:
-        given = load_prompts(
-            files, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=media_folder
-        )
+        own: dict[str, Any] = {"rows": val_data, "argument": "val_data", "seed": seed, "media_folder": media_folder}
+        given = load_prompts(files, tokenizer, VAL, **own)
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
@@ -270,9 +269,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     model, ref, critic = config.model, config.ref, config.critic
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
-        return workers.settings_trained(
-            config, role, steps * updates_per_step(role, config.data.train_batch_size), path
-        )
+        updates = steps * updates_per_step(role, config.data.train_batch_size)
+        return workers.settings_trained(config, role, updates, path)
 
     actor_steps = max(1, total_steps - (critic.warmup_steps if "critic" in columns.roles else 0))
     actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze))
@@ -315,16 +313,15 @@ def _rollouts(
     tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    kind = BackgroundCollector if is_continuous(config) else Collector
+    kind, folder = Collector, run_folder(config.trainer) / MEDIA
     make: Callable[..., Rollouts] = Rollouts
     if is_continuous(config):
         staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
+        kind = BackgroundCollector
         make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=begun.total_steps)
     made = make(
         begun.loader,
-        build_collector(
-            config, tokenizer, engine, config.trainer.seed, kind, hosts, run_folder(config.trainer) / MEDIA
-        ),
+        build_collector(config, tokenizer, engine, config.trainer.seed, kind, hosts, folder),
         scorer,
         tokenizer,
         n=config.rollout.n,
@@ -377,9 +374,8 @@ def _group_filter(config: TrainConfig) -> Filter | None:
     general = made(config.algorithm.filter, "algorithm")
     if general is None and not of_domain:
         return None
-    return replace(
-        general or Filter(keep_all, {}), max_refills=config.algorithm.filter.max_refills, of_domain=of_domain
-    )
+    refills = config.algorithm.filter.max_refills
+    return replace(general or Filter(keep_all, {}), max_refills=refills, of_domain=of_domain)
 
 
 def show_batch(

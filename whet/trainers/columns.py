@@ -338,9 +338,8 @@ def reward_baselines(batch: DataProto, sources: Sources) -> torch.Tensor:
     """The score of the greedy response to each row's prompt; 0 where that failed.   [B]"""
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
-    groups = sources.rollouts.sample(
-        prompts, 1, greedy, step=sources.step, metrics=Metrics(), purpose="reward_baselines"
-    )
+    step = sources.step
+    groups = sources.rollouts.sample(prompts, 1, greedy, step=step, metrics=Metrics(), purpose="reward_baselines")
     return torch.tensor([group.trajectories[0].score for group in groups])[batch["uid"]]
 
 

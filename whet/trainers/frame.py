@@ -21,7 +21,14 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.hub import Uploads
 from whet.config.checks import check
-from whet.config.schema import Dtype, ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
+from whet.config.schema import (
+    Dtype,
+    RewardTrainingConfig,
+    RunConfig,
+    SFTConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics
@@ -57,7 +64,7 @@ class Frame:
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
     default_best_metric: ClassVar[str] = "val/accuracy"
 
-    config: TrainConfig | ExamplesConfig
+    config: RunConfig
     opened: RunDir
     services: Trackers
     tokenizer: PreTrainedTokenizerBase
@@ -324,7 +331,7 @@ class Frame:
 
 @contextmanager
 def opened_for(
-    config: TrainConfig | ExamplesConfig,
+    config: RunConfig,
     setup: Callable[[Any, Sequence[int]], Setup],
     lengths: Sequence[int],
     inputs: Mapping[str, str],
@@ -345,9 +352,8 @@ def opened_for(
         return
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config, inputs)))
-        opened = replace(
-            opened, path=run_dir.absolute(), checkpoint_bytes=needed
-        )  # user code may change the working folder
+        # User code may change the working folder.
+        opened = replace(opened, path=run_dir.absolute(), checkpoint_bytes=needed)
         tracked = TrackedRun(
             folder=opened.path,
             project=trainer.project_name,
@@ -402,7 +408,7 @@ def with_named_dtypes(config: C) -> C:
     return named
 
 
-def _dtypes_before(config: TrainConfig | ExamplesConfig, run: Path) -> dict[str, Dtype]:
+def _dtypes_before(config: RunConfig, run: Path) -> dict[str, Dtype]:
     """The dtypes of the run in a folder, by key; empty where there is none."""
     with suppress(ConfigError):  # damaged, or of another command: `open_run_dir` says so
         before = noted(run, config)

@@ -200,9 +200,8 @@ def judge(
     with its retries and cache, or that of `complete`, a function of messages that returns text, as
     `path/file.py:function`. One that raises gives no hint, nor do those without a result `timeout_seconds` after
     the first was asked, all prompts together; both are logged."""
-    asked = [
-        [{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)] for group in groups
-    ]
+    system = {"role": "system", "content": instruction}
+    asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:
         function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
         threads = Background("whet-judge", parallel)

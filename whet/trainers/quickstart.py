@@ -163,11 +163,7 @@ def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) 
     """SFT until the correct response's mean probability on some training problems is `warm_enough`."""
     lesson = lesson or ADDITION
     imitated = [{**row, "response": row["answer"]} for row in rows]
-    overrides = {
-        "model.path": str(run_dir / "model"),
-        "trainer.run_dir": str(run_dir / "sft"),
-        "trainer.seed": seed,
-    }
+    overrides = {"model.path": str(run_dir / "model"), "trainer.run_dir": str(run_dir / "sft"), "trainer.seed": seed}
     config = load_config(SFTConfig, lesson.warm_up, overrides, given={"data"}).config
     warm = stop_when_warm(config, imitated[:NUM_CHECKED], lesson.warm_enough, lesson.warm_steps)
     return train_sft(config, data=imitated, callbacks=[warm])

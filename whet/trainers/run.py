@@ -259,13 +259,11 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
     lengths = batch["attention_mask"][:, -shape[1] :].sum(1).tolist()
     for row, length in enumerate(lengths):
         ids = batch["responses"][row, :length].tolist()
-        numbers = {
-            name: [round(value, 6) for value in column[row, :length].tolist()] for name, column in columns.items()
-        }
+        found = {name: column[row, :length].tolist() for name, column in columns.items()}
         yield {
             "uid": batch["trajectory_uid_name"][row],
             **({"agent": agent} if (agent := batch["agent"][row]) else {}),
             "tokens": [tokenizer.decode([token]) for token in ids],
             **{name: batch[name][row, :length].tolist() for name in TOKEN_MARKS if name in batch},
-            **numbers,
+            **{name: [round(value, 6) for value in values] for name, values in found.items()},
         }

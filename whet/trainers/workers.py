@@ -21,6 +21,7 @@ from whet.config.schema import (
     ModelConfig,
     RefConfig,
     RewardModelConfig,
+    RunConfig,
     TrainConfig,
 )
 from whet.controller.dispatch import Dispatch, register
@@ -230,7 +231,7 @@ def settings_of(
 
 
 def settings_trained(
-    config: TrainConfig | ExamplesConfig, role: ActorConfig | ExamplesConfig, total_steps: int, path: str | None = None
+    config: RunConfig, role: ActorConfig | ExamplesConfig, total_steps: int, path: str | None = None
 ) -> RoleSettings:
     """The settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
     model = config.model
@@ -245,7 +246,7 @@ def settings_trained(
     )
 
 
-def tokenizer_of(config: TrainConfig | ExamplesConfig, *others: str | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of the policy, which has to be that of the models at `others` too.
 
     Raises: ModelError; ConfigError where the model's context is too short."""
@@ -256,7 +257,7 @@ def tokenizer_of(config: TrainConfig | ExamplesConfig, *others: str | None) -> P
     return tokenizer
 
 
-def check_no_token_shares(config: TrainConfig | ExamplesConfig, media: Mapping[str, Sequence[Media]]) -> None:
+def check_no_token_shares(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None:
     """Checks that no engine splits rows over ranks by tokens where one has images; `media` are those of a
     row, by its name.  Raises: ConfigError."""
     names = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
@@ -264,10 +265,9 @@ def check_no_token_shares(config: TrainConfig | ExamplesConfig, media: Mapping[s
     for name in names if row is not None else ():
         engine: EngineConfig = attrgetter(name)(config)
         if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
-            split = f"{name}.options.sequence_parallel_size={size} splits rows over ranks by tokens"
-            raise ConfigError(
-                f"{row} has images or videos, and {split}; set it to 1, or exclude such rows (data.filter)"
-            )
+            found = f"{row} has images or videos, and {name}.options.sequence_parallel_size={size}"
+            advice = "set it to 1, or exclude such rows (data.filter)"
+            raise ConfigError(f"{found} splits rows over ranks by tokens; {advice}")
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:

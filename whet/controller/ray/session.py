@@ -162,9 +162,8 @@ def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservat
     Where a node has fewer CPUs than devices, each gets a fraction. Missing and busy nodes are waited for: an
     autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
     here, gpus, count = devices // cluster.nnodes, cluster.n_gpus_per_node, cluster.nnodes
-    fitting = sorted(
-        (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus), reverse=True
-    )
+    cpus_of = (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus)
+    fitting = sorted(cpus_of, reverse=True)
     enough = len(fitting) >= count and fitting[count - 1] > 0
     cpus = min(float(here), fitting[count - 1]) if enough else float(here)
     wanted = f"{count} node{'s' * (count > 1)} with {cpus:g} CPUs" + (f" and {gpus} GPUs" if gpus else "")

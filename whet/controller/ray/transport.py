@@ -113,9 +113,8 @@ class RayTransport(RemoteTransport[_Actor]):
         fresh: dict[str, Any] = {"calls": deque(), "sending": threading.Lock(), "replies": queue.SimpleQueue()}
         peer = replace(lost, handle=self._start(lost.pool, lost.rank, lost.first, again), location=None, **fresh)
         try:
-            [location] = self._all(
-                "start", lambda each: each.handle.prepare.remote(self._code, False, self.deadline_seconds), [peer]
-            )
+            arguments = self._code, False, self.deadline_seconds
+            [location] = self._all("start", lambda each: each.handle.prepare.remote(*arguments), [peer])
             peer = replace(peer, location=location)
             self._all("become a rank", lambda each: each.handle.assign.remote(self._rank_spec(each)), [peer])
         except BaseException:
