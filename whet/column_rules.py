@@ -13,15 +13,14 @@ import torch
 from whet.errors import DataError
 
 ObjectArray = npt.NDArray[np.object_]
+Tensors = Mapping[str, torch.Tensor]
 Names = str | Iterable[str]
 RowIndex = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 Column = torch.Tensor | ObjectArray
 V = TypeVar("V")
 
 
-def check_columns(
-    tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], batch_size: int | None = None
-) -> int:
+def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_size: int | None = None) -> int:
     """Checks the columns of a batch, and returns their number of rows; 0 without columns. A `batch_size` must be equal
     to it.
 

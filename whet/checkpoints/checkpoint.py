@@ -313,8 +313,7 @@ def number(folder: Path) -> int:
 
 @contextmanager
 def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Converts errors on the files of a run to StorageError, which explains how to continue. `key` names the folder
-    in the message."""
+    """Converts errors on a run's files to StorageError, which says how to go on; `key` names the folder in it."""
     try:
         yield
     except OSError as error:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
 Named = tuple[str, torch.Tensor]
+Weights = Mapping[str, torch.Tensor]
 
 
 def export(
@@ -68,9 +69,7 @@ def export(
             raise
 
 
-def _export(
-    folder: Path, out: Path, adapter: bool, base: str | None, dtype: str | None, trust_remote_code: bool
-) -> Path:
+def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str | None, is_trusted: bool) -> Path:
     weights, origin = _state(folder / "actor.state")
     saved = checkpoint.saved(folder)
     name = dtype or saved.get("dtype") or "float32"
@@ -79,14 +78,14 @@ def _export(
     if origin is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if origin is not None:
-        model = _with_adapter(folder, origin | {"trust_remote_code": trust_remote_code}, weights, base)
+        model = _with_adapter(folder, origin | {"trust_remote_code": is_trusted}, weights, base)
         if adapter:
             return _write_adapter(model, origin, weights, folder, base, out)
         weights = dict(merged_weights(model))
     try:
-        config = load_config(folder / "model", trust_remote_code=trust_remote_code)
+        config = load_config(folder / "model", trust_remote_code=is_trusted)
         with torch.device("meta"):
-            options = {"is_reward_model": is_classifier(config), "trust_remote_code": trust_remote_code}
+            options = {"is_reward_model": is_classifier(config), "trust_remote_code": is_trusted}
             shapes = body_of(outline(folder / "model", **options))
     except (ModelError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
@@ -133,9 +132,7 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
         )
 
 
-def _with_adapter(
-    folder: Path, origin: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
-) -> PreTrainedModel:
+def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: str | None) -> PreTrainedModel:
     """Loads the model that training started from, with the trained adapter in it."""
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
@@ -160,12 +157,7 @@ def _with_adapter(
 
 
 def _write_adapter(
-    model: PreTrainedModel,
-    origin: dict[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    folder: Path,
-    base: str | None,
-    out: Path,
+    model: PreTrainedModel, origin: dict[str, Any], weights: Weights, folder: Path, base: str | None, out: Path
 ) -> Path:
     if origin["adapter_path"] is not None:
         raise CheckpointError(
@@ -264,8 +256,7 @@ def write_weights(
 
 
 class MergedShards(Mapping[str, torch.Tensor]):
-    """The weights of a sharded state, or with another `prefix` of a model folder, each merged from its shards on
-    access."""
+    """The weights of a sharded state, or with another `prefix` of a model folder; each is merged on access."""
 
     def __init__(self, folder: Path, prefix: str = "model.") -> None:
         reader = HuggingFaceStorageReader(str(folder))

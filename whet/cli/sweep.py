@@ -72,8 +72,7 @@ def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, 
     """Starts the runs of a sweep that are not finished, and prints a table of all of them. The exit status is 0 if all
     are finished, 1 if not, 130 after Ctrl-C.
 
-    Raises: ConfigError for a mistake in any of the runs, and for one that was begun with other settings, before the
-    first one starts."""
+    Raises: ConfigError, before the first run starts, for a mistake in any, and for one begun with other settings."""
     from whet.config import load_config
     from whet.tracking.console import shared_console
     from whet.tracking.runs import is_run

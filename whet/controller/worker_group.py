@@ -49,8 +49,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call that was started on the ranks of a group. A process serves its calls in the order of their start, except
-    for concurrent methods."""
+    """A call that was started on the ranks of a group. A process serves all but concurrent calls in their order."""
 
     role: str
     method: str

@@ -143,8 +143,7 @@ def encode_marked_chat(
 
 
 def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
-    """Marks control tokens in all strings of `value`, so that `encode_rendered` keeps them as text, unless `options`
-    turn that off."""
+    """Marks control tokens in all strings of `value`, for `encode_rendered`, unless `options` turn that off."""
     if isinstance(value, str) and options.get(SANITIZE, True):
         control = _control_tokens(tokenizer)
         return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
@@ -209,11 +208,8 @@ def _around(tokenizer: Tokenizer, kind: str, placeholder: str) -> tuple[str, str
     """The texts that the chat template writes before and after the placeholder; empty without a template."""
     if not tokenizer.chat_template:
         return "", ""
-    parts: list[dict[str, Any]] = [
-        {"type": "text", "text": _RESPONSE},
-        {"type": kind},
-        {"type": "text", "text": _THOUGHT},
-    ]
+    first, last = ({"type": "text", "text": text} for text in (_RESPONSE, _THOUGHT))
+    parts: list[dict[str, Any]] = [first, {"type": kind}, last]
     text = render_chat(tokenizer, [Message("user", parts)], add_generation_prompt=False)
     before, found, after = text.partition(_RESPONSE)[2].partition(_THOUGHT)[0].partition(placeholder)
     return (before, after) if found else ("", "")
@@ -276,8 +272,7 @@ def _continuation(
     *,
     calls: bool,
 ) -> str:
-    """The text of the continuation by one form of the probe: text, or with `calls` tool calls that have it as an
-    argument."""
+    """The text of the continuation by one form of the probe: text, or with `calls` the argument of tool calls."""
 
     def render(messages: Sequence[Message]) -> str:
         return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet import files
 from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RunConfig
-from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, loader_of
+from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, load_items
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
 from whet.data.pixels import png
@@ -75,19 +75,19 @@ def preview(
     first ones in the order of the run."""
     is_supervised = isinstance(config, ExamplesConfig)
     key = VAL if validation else TRAIN
-    data, options, where = config.data, {}, {} if validation else config.data.filter
+    data, where, with_answers = config.data, {} if validation else config.data.filter, True
     if isinstance(config, EvalConfig | GenerateConfig):
         key, seed, where = VAL, config.seed, config.data.filter
     else:
         seed = config.trainer.seed
     if isinstance(config, GenerateConfig):
-        key, data = config.source_key, data.model_copy(update={"val_files": config.sources})
-        options = {"with_answers": False}
+        key, data, with_answers = config.source_key, data.model_copy(update={"val_files": config.sources}), False
     limit_name, what = ("max_length", "example") if is_supervised else ("max_prompt_length", "row")
     limit: int = config.data[limit_name]
 
     def loaded(**changes: int) -> Loaded[Any]:
-        return loader_of(data)(data.model_copy(update=changes), tokenizer, key, where=where, seed=seed, **options)
+        changed = data.model_copy(update=changes)
+        return load_items(changed, tokenizer, key, where=where, seed=seed, with_answers=with_answers)
 
     whole = loaded(**{limit_name: NO_LIMIT})
     chosen = _numbered(whole.items)
@@ -107,7 +107,7 @@ def preview(
         limit_key=f"data.{limit_name}",
         over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
         data_sources=Counter(prompt.data_source for prompt in prompts),
-        num_unanswered=0 if options else sum(prompt.ground_truth is None for prompt in prompts),
+        num_unanswered=with_answers * sum(prompt.ground_truth is None for prompt in prompts),
         rows=[row for number, item in chosen[:num_rows] for row in _shown(f"{what} {number}", item, limit)],
     )
 

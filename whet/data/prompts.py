@@ -279,8 +279,7 @@ def build_prompts(
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
     """The prompts within the length limit; those without ids are encoded from their messages.
 
-    Raises: DataError for an empty prompt, for one that is too long if data.overlong_prompts=error, and if no prompt is
-    left."""
+    Raises: DataError for an empty prompt, if none is left, and if data.overlong_prompts=error for one too long."""
     limit = data.max_prompt_length
     whole = [p if p.token_ids else _completed(p, prompt_format) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
@@ -458,8 +457,7 @@ class Template:
             raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Renders the template for the fields of one row.  Raises: DataError, also beyond the limits of
-        `whet.limits`."""
+        """Renders the template for the fields of one row.  Raises: DataError, also beyond `whet.limits`."""
         try:
             with bounded():
                 return self._compiled.render(fields)

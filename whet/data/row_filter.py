@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.errors import ConfigError, DataError, did_you_mean
@@ -26,7 +26,7 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
     left = list(range(len(rows)))
     for field, condition in where.items():
         test = _test(field, condition)
-        if rows and all(_value(row, field) is None and not _has(row, field) for row in rows):
+        if rows and not any(field in _names(row) for row in rows):
             names = sorted({name for row in rows for name in _names(row)})
             hint = did_you_mean(field, names, f"rows have {', '.join(names)}", quoted=False, most=3)
             raise DataError(f"data.filter: no row has a field {field!r}; {hint}")
@@ -59,11 +59,6 @@ def _test(field: str, condition: object) -> Test:
     return lambda value, number: bool(value == condition and isinstance(value, bool) == isinstance(condition, bool))
 
 
-def _has(row: Mapping[str, Any], field: str) -> bool:
-    outer, _, inner = field.partition(".")
-    return field in row or (isinstance(row.get(outer), Mapping) and _has(row[outer], inner))
-
-
 def _value(row: Mapping[str, Any], field: str) -> Any:
     outer, dot, inner = field.partition(".")
     if field in row or not dot:
@@ -71,12 +66,11 @@ def _value(row: Mapping[str, Any], field: str) -> Any:
     return _value(row[outer], inner) if isinstance(row.get(outer), Mapping) else None
 
 
-def _names(row: Mapping[str, Any]) -> list[str]:
-    return [
-        name
-        for outer, value in row.items()
-        for name in (outer, *(f"{outer}.{inner}" for inner in (value if isinstance(value, Mapping) else ())))
-    ]
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the fields of a row, also those in fields: `extra_info`, `extra_info.level`."""
+    for outer, value in row.items():
+        yield outer
+        yield from (f"{outer}.{inner}" for inner in _names(value if isinstance(value, Mapping) else {}))
 
 
 def _is_number(value: object) -> bool:

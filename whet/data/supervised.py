@@ -93,10 +93,8 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
         response = row[find_field(row, data.response_key, "data.response_key")]
         messages, media = prompt_format.with_media(row, prompt_format.messages(row, field))
         return [encode_response(messages, response, prompt_format, media)]
-    before, (messages, media) = (
-        len(prompt_format.lost),
-        prompt_format.with_media(row, read_messages(row, data.messages_key)),
-    )
+    before = len(prompt_format.lost)
+    messages, media = prompt_format.with_media(row, read_messages(row, data.messages_key))
     whole = encode_conversation(messages, prompt_format, media)
     turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if len(prompt_format.lost) == before or data.unwritten == "as_is" or (data.unwritten == "split" and len(turns) < 2):
@@ -146,11 +144,7 @@ def encode_response(
 
 
 def encode_conversation(
-    messages: Sequence[Message],
-    prompt_format: PromptFormat,
-    media: tuple[Media, ...] = (),
-    *,
-    only_last: bool = False,
+    messages: Sequence[Message], prompt_format: PromptFormat, media: tuple[Media, ...] = (), *, only_last: bool = False
 ) -> SupervisedExample:
     """Makes an example of a conversation; every assistant turn, or `only_last` the last message, is trained on with its
     end token.
@@ -166,9 +160,8 @@ def encode_conversation(
     text = render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=kwargs)
     earlier = {number for number, message in enumerate(messages[:-1]) if message.role == "assistant"}
     prompt_format.note_lost(text, messages, but=earlier if only_last else ())
-    marked = None
-    if not media:  # transformers encodes without expanding placeholders
-        marked = encode_marked_chat(tokenizer, messages, chat_template_kwargs=kwargs)
+    # With media the marks are of no use: transformers encodes without expanding placeholders.
+    marked = None if media else encode_marked_chat(tokenizer, messages, chat_template_kwargs=kwargs)
     if marked is not None:
         ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, kwargs)}
         input_ids, loss_mask = marked[0], mark_ends(tokenizer, *marked, ends)

@@ -80,8 +80,7 @@ def _end(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], ends: Collection[int | None]) -> list[int]:
-    """The mask with each run of trained tokens up to its end token: with one that follows it, and without blank text
-    after one in it."""
+    """The mask with each run of trained tokens up to its end token, also one behind it, and no blank text after it."""
     marked = [*mask]
     starts = [at for at, trained in enumerate(mask) if trained and not (at and mask[at - 1])]
 

@@ -269,8 +269,7 @@ class BodyReader:
         return body
 
     def _check_size(self, param: str, samples: int, texts: object = "") -> None:
-        """Raises: ApiError for more samples than the server takes, and for a prompt too long for the model however it
-        is encoded."""
+        """Raises: ApiError for more samples than the server takes, and for a prompt too long in any encoding."""
         if samples > self.most_samples:
             raise refused("n", f"the request asks for {samples} samples; the server takes {self.most_samples}")
         characters, most = len(json.dumps(texts, ensure_ascii=False)), self.context * CHARACTERS_PER_TOKEN

@@ -175,8 +175,7 @@ def _source(settings: Settings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """A checkpoint's name and the time at which it was complete: a run that goes on from an older one writes its
-    folders again."""
+    """A checkpoint's name and the time of its end: a run that goes on from an older one writes folders again."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0

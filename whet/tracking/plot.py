@@ -67,8 +67,7 @@ class Drawing(Figure):
 
 
 def plot_panels(panels: Sequence[Panel], *, title: str = "", x_label: str = "step") -> Drawing:
-    """Draws graphs beside each other, up to three a row. A label has the same colour in all of them, and one legend
-    explains the colours."""
+    """Draws graphs beside each other, up to three a row. A label has one colour in all, which a legend explains."""
     columns = min(3, math.ceil(math.sqrt(len(panels))))
     rows = math.ceil(len(panels) / columns)
     figure = _figure(max(8, 5 * columns), 4.5 if rows == 1 else 3.2 * rows + 0.5)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,7 @@ from whet.tracking.runs import nearest
 Record = Mapping[str, Any]
 ALIASES = {"length": "tokens", "score": "reward"}
 CONDITION = re.compile(r"\s*([\w./-]+?)\s*(!=|<=|>=|=|<|>|~)\s*(.*)", re.DOTALL)
-COMPARISONS = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+COMPARISONS = {"=": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge}
 
 
 def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None) -> Path:

@@ -84,8 +84,7 @@ class RunFolder:
         return chosen if chosen and str(chosen).removeprefix("-") in known else usual
 
     def best(self, metric: str) -> tuple[float, int] | None:
-        """The best value of a metric and the first step that has it; None without any. A minus before the name: the
-        lowest is best."""
+        """The best value of a metric, with a minus before its name the lowest, and its first step; None without any."""
         pick = min if metric.startswith("-") else max
         steps, values = self.curve(metric.removeprefix("-"))
         found = pick(values, default=None)

@@ -20,7 +20,7 @@ from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.load import VAL, Loaded, load_prompts
+from whet.data.load import VAL, Loaded, load_items
 from whet.data.loader import run_steps
 from whet.data.preview import shortened
 from whet.data.samplers import make_loader
@@ -50,10 +50,7 @@ from whet.rollout.groups import Filter, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts
-from whet.trainers import (
-    judged as judged,  # its provider
-    workers,
-)
+from whet.trainers import judged as judged, workers  # judged: its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
@@ -240,12 +237,12 @@ def _prompts(
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
     """The prompts to train on and those to validate on, each in its domain."""
     files, seed = with_tools(config.data, config.environment), config.trainer.seed
-    loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
+    loaded = load_items(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
     loaded = replace(loaded, items=checked(loaded, config.reward, reward))
     held_out = tuple[Prompt, ...]()
     if files.val_files or val_data is not None:
         own: dict[str, Any] = {"rows": val_data, "argument": "val_data", "seed": seed, "media_folder": media_folder}
-        given = load_prompts(files, tokenizer, VAL, **own)
+        given = load_items(files, tokenizer, VAL, **own)
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})

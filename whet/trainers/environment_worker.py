@@ -44,8 +44,7 @@ class EnvironmentWorker(MeasuredWorker):
     def serve(
         self, calls: Sequence[Call], timeout_seconds: float
     ) -> tuple[list[tuple[str, Result]], list[tuple[str, str]]]:
-        """Carries out calls, and waits for first results.  Returns each with its agent, and so the ids of the episodes
-        that began."""
+        """Carries out calls, and waits for first results.  Returns these and ids of begun episodes, with agents."""
         for agent, method, uid, arguments in calls:
             getattr(self._hosts[agent], method)(uid, *arguments)
         seconds = timeout_seconds if len(self._hosts) == 1 else min(timeout_seconds, SHORT_SECONDS)

@@ -21,14 +21,7 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.hub import Uploads
 from whet.config.checks import check
-from whet.config.schema import (
-    Dtype,
-    RewardTrainingConfig,
-    RunConfig,
-    SFTConfig,
-    TrainConfig,
-    TrainerConfig,
-)
+from whet.config.schema import Dtype, RewardTrainingConfig, RunConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics

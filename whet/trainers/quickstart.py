@@ -208,8 +208,7 @@ def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
     """Three sums that were wrong before; the responses after RL are by plain transformers."""
     exported = run_dir / "rl_model"
-    first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
-    before = read_rollouts(first)
+    before = read_rollouts(run_dir / "rl" / "rollouts" / "validation_000000.jsonl")
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
     with without_weight_bars():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)
@@ -240,12 +239,7 @@ def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> 
 
 
 def show(
-    console: Console,
-    summary: Mapping[str, Any],
-    examples: Sequence[Shown],
-    run_dir: Path,
-    program: str,
-    lesson: Lesson,
+    console: Console, summary: Mapping[str, Any], examples: Sequence[Shown], run_dir: Path, program: str, lesson: Lesson
 ) -> None:
     """Prints the results, and commands to try next."""
     table = Table(title="held-out problems before and after RL")

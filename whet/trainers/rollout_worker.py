@@ -72,12 +72,7 @@ class RolloutWorker(MeasuredWorker):
     is_replica = True
 
     def __init__(
-        self,
-        placement: Placement,
-        config: RolloutConfig,
-        tokenizer_path: str,
-        model: ModelConfig,
-        num_devices: int = 1,
+        self, placement: Placement, config: RolloutConfig, tokenizer_path: str, model: ModelConfig, num_devices: int = 1
     ) -> None:
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype), model

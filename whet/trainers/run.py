@@ -97,8 +97,7 @@ class Run(Frame):
         return [with_truth(*pair) for pair in zip(groups, found, strict=True)]
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hands a step's numbers to the trackers and to the callbacks; after a validation also warns of a gap between
-        rewards and accuracy."""
+        """Hands a step's numbers to trackers and callbacks; warns of a gap between rewards and held-out accuracy."""
         if lost := self.engine.num_lost:
             metrics.max("rollout/lost_ranks", lost)
         if metrics.value("val/accuracy") is not None:

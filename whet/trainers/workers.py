@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from whet.config.checks import check_context
 from whet.config.schema import (
     ActorConfig,
-    EngineConfig,
     ExamplesConfig,
     ModelConfig,
     RefConfig,
@@ -263,7 +262,7 @@ def check_no_token_shares(config: RunConfig, media: Mapping[str, Sequence[Media]
     names = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
     row = next((name for name, own in media.items() if own), None)
     for name in names if row is not None else ():
-        engine: EngineConfig = attrgetter(name)(config)
+        engine: Any = attrgetter(name)(config)
         if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
             found = f"{row} has images or videos, and {name}.options.sequence_parallel_size={size}"
             advice = "set it to 1, or exclude such rows (data.filter)"

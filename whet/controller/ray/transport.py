@@ -216,8 +216,7 @@ class RayTransport(RemoteTransport[_Actor]):
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
-        """Calls actors, by default all.  Returns their results, in the order of peers. `what` names the call in
-        errors."""
+        """Calls actors, by default all.  Returns their results, in order. `what` names the call in errors."""
         peers = self.peers if peers is None else peers
         pending = {call(peer): peer for peer in peers}
         results: dict[int, Any] = {}

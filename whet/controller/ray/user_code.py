@@ -106,6 +106,8 @@ def _python_files(folders: list[str]) -> Iterator[Path]:
             found |= dict.fromkeys(here / name for name in files if name.endswith(".py"))
             seen += len(files)
             if len(found) > MAX_FILES or seen > MAX_SEEN:
-                log.warning("%s has too many files to send their code to the nodes; start in a smaller folder", folder)
+                log.warning(
+                    "%s has too many files to send its Python code to the nodes; start in a smaller folder", folder
+                )
                 return
     yield from found

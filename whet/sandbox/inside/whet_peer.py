@@ -41,19 +41,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, list, tup
 CONTAINERS = {collections.OrderedDict, collections.deque, collections.Counter, decimal.Decimal, fractions.Fraction}
 DATES = {dt.date, dt.datetime, dt.time, dt.timedelta}
 COPIED = PLAIN | CONTAINERS | DATES
-BASES = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    tuple,
-    list,
-    dict,
-    frozenset,
-    set,
-)  # types below are copied as these
+# Values of types that are derived from one of these are copied as one of it.
+BASES = (int, float, complex, str, bytes, bytearray, tuple, list, dict, frozenset, set)
 GLOBALS = {(kind.__module__, kind.__qualname__): kind for kind in COPIED}
 CHANGEABLE = {collections.Counter, fractions.Fraction}  # classes in Python, whose attributes can be set
 MUTABLE = (list, dict, set, bytearray, collections.deque)
