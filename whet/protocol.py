@@ -263,9 +263,8 @@ class DataProto:
         new_name = dict(zip(old, new, strict=True))
         result = [new_name.get(name, name) for name in self.keys()]
         if twice := sorted({name for name in result if result.count(name) > 1}):
-            raise DataError(
-                f"rename of {old} to {new} gives more than one column {twice}; pop or rename the other first"
-            )
+            problem = f"rename of {old} to {new} gives more than one column {twice}"
+            raise DataError(f"{problem}; pop or rename the other first")
         return self._assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
 
     def union(self, other: DataProto) -> Self:
@@ -296,9 +295,8 @@ class DataProto:
 
         Raises: DataError if the rows do not divide."""
         if chunks < 1 or (len(self) % chunks and not self.meta_info.get(_AUTO_PADDING)):
-            raise DataError(
-                f"{len(self)} rows do not divide into {chunks} equal chunks; use pad_to_divisor first, or split(sizes)"
-            )
+            problem = f"{len(self)} rows do not divide into {chunks} equal chunks"
+            raise DataError(f"{problem}; use pad_to_divisor first, or split(sizes)")
         size, more = divmod(len(self), chunks)
         return self.split([size + (part < more) for part in range(chunks)])
 

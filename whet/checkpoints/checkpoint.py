@@ -240,10 +240,8 @@ def verify(folder: Path) -> None:
     if "trainer.json" not in expected or any(Path(name).is_absolute() or ".." in Path(name).parts for name in expected):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged: it names other files than were written")
     if link := next(files.links_out(folder), None):
-        raise CheckpointError(
-            f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint; a checkpoint holds its own files: "
-            "replace the link with the file itself"
-        )
+        problem = f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint"
+        raise CheckpointError(f"{problem}; a checkpoint holds its own files: replace the link with the file itself")
     for name, (size, digest) in expected.items():
         path = folder / name
         if not path.is_file():

@@ -142,10 +142,8 @@ def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: 
         else:
             model = load_policy(path, **options)
     except ModelError as error:
-        raise CheckpointError(
-            f"{folder} is an adapter for the model at {path}, which cannot be loaded; give the model's folder "
-            f"with --base: {error}"
-        ) from error
+        problem = f"{folder} is an adapter for the model at {path}, which cannot be loaded"
+        raise CheckpointError(f"{problem}; give the model's folder with --base: {error}") from error
     if fingerprint(model) != origin["fingerprint"]:
         raise CheckpointError(f"{folder} is an adapter for other weights than those at {path}; name them with --base")
     add_adapter(model, LoraConfig(**origin["lora"]), seed=0, dtype=torch_dtype(origin.get("dtype", "float32")))
@@ -179,9 +177,8 @@ def find_checkpoint(source: Path, also: str = "") -> Path:
     would do.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
-        raise CheckpointError(
-            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}{also}"
-        )
+        problem = f"{source} is no checkpoint and no run with one"
+        raise CheckpointError(f"{problem}; expected a folder with {checkpoint.MANIFEST}{also}")
     return folder
 
 
@@ -282,10 +279,8 @@ class MergedShards(Mapping[str, torch.Tensor]):
 
 def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
     if not weight.isfinite().all():
-        raise CheckpointError(
-            f"{name} holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model; choose a "
-            "checkpoint of an earlier step"
-        )
+        problem = f"{name} holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model"
+        raise CheckpointError(f"{problem}; choose a checkpoint of an earlier step")
     return weight
 
 

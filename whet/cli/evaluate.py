@@ -102,9 +102,7 @@ def compare(
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="the same for the model to compare with A", exists=True)],
     metric: Annotated[str, typer.Option(help="accuracy, reward, or the name of a reward part")] = "accuracy",
-    other_prompts: Annotated[
-        bool, typer.Option("--other-prompts", help="accept different prompt texts for the same data rows")
-    ] = False,
+    other_prompts: Annotated[bool, typer.Option("--other-prompts", help="accept other texts of the same rows")] = False,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the resampling")] = 0,
 ) -> None:
     """Test whether two evaluations differ significantly.

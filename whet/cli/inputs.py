@@ -45,13 +45,9 @@ def config(
     ],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    meanings: Annotated[
-        bool, typer.Option("--meanings", help="show the meaning of each key instead of the source of its value")
-    ] = False,
+    meanings: Annotated[bool, typer.Option("--meanings", help="show meanings of keys, not sources of values")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON Schema of recipes, for editors")] = False,
-    system: Annotated[
-        str | None, typer.Option("--from", help="convert: the framework (verl, easyr1, roll, trl)", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option("--from", help="convert: framework (verl, easyr1, roll, trl)")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="convert: the recipe file to write")] = None,
     variables: Annotated[list[str] | None, typer.Option("--set", help="convert: NAME=VALUE of the script")] = None,
 ) -> None:
@@ -150,9 +146,7 @@ def data(
         _print_media(output, row, thumbnails)
 
 
-def config_of(
-    command: Command | None, recipe: str | None, overrides: list[str]
-) -> RunConfig | EvalConfig | GenerateConfig:
+def config_of(command: Command | None, recipe: str | None, words: list[str]) -> RunConfig | EvalConfig | GenerateConfig:
     """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
     from whet.config import SFTConfig, TrainConfig, load_config
     from whet.config.schema import COMMANDS
@@ -161,7 +155,7 @@ def config_of(
     refused: list[ConfigError] = []
     for schema in schemas:
         try:
-            return load_config(schema, recipe, overrides, checked=False).config
+            return load_config(schema, recipe, words, checked=False).config
         except ConfigError as error:
             refused.append(error)
     raise refused[0]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whet.cli.algorithms import console, facts, print_kind, print_pairs
-from whet.cli.arguments import Command
+from whet.cli.arguments import Command, KeyValues
 from whet.cli.serve import read_options
 from whet.registry import REWARDS, Entry
 from whet.rewards.peers import stand_ins
@@ -67,7 +67,7 @@ def check_reward(
     answer_key: Annotated[
         str | None, typer.Option(help="field of the ground truth; unset: reward_model.ground_truth, else answer")
     ] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="its option; may be repeated")] = None,
+    option: KeyValues = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 30.0,
     threshold: Annotated[float, typer.Option(help="lowest reward of a correct response")] = 1.0,
 ) -> None:

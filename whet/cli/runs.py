@@ -104,10 +104,8 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
         raise DataError("no run is named; name the folder of a run")
     read, empty = [run for run in found if run.records], [run.path for run in found if not run.records]
     if wrong := [path for path in empty if path in folders or not read]:
-        raise DataError(
-            f"{', '.join(map(str, wrong))}: no metrics to draw yet; wait for a first step, or add jsonl to "
-            "trainer.logger"
-        )
+        problem = f"{', '.join(map(str, wrong))}: no metrics to draw yet"
+        raise DataError(f"{problem}; wait for a first step, or add jsonl to trainer.logger")
     if empty:
         log.warning("left out, without metrics: %s", ", ".join(map(str, empty)))
     return read

@@ -9,24 +9,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from whet.cli.arguments import TrustRemoteCode
+from whet.cli.arguments import KeyValues, TrustRemoteCode
 from whet.errors import ConfigError, pip_install
 
 
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a model folder, hub name, checkpoint or run (its newest)")
-    ],
-    name: Annotated[
-        str | None, typer.Option(help="the model's name for clients; unset: the last part of MODEL")
-    ] = None,
+    model: Annotated[str, typer.Argument(help="a model folder, a hub name, a checkpoint, or a run (its newest)")],
+    name: Annotated[str | None, typer.Option(help="the model's name for clients; unset: last part of MODEL")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="load new checkpoints of the run as they come")] = False,
     best: Annotated[bool, typer.Option("--best", help="serve the run's checkpoint with the best validation")] = False,
     engine: Annotated[str, typer.Option(help="registered rollout engine, or path/file.py:MyEngine")] = "native",
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="engine option; may be repeated")
-    ] = None,
+    option: KeyValues = None,
     tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: the chat template's")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],

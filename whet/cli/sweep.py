@@ -55,9 +55,8 @@ def members(words: Sequence[str]) -> list[Member]:
         try:
             swept[override.key_or_group] = list(override.sweep_string_iterator())
         except HydraException as error:  # interval, glob
-            raise ConfigError(
-                f"{word} does not list its values; write key=1,2, key=range(1,4) or key=choice(a,b)"
-            ) from error
+            problem = f"{word} does not list its values"
+            raise ConfigError(f"{problem}; write key=1,2, key=range(1,4) or key=choice(a,b)") from error
     if not swept or "trainer.run_dir" in swept:
         found = "trainer.run_dir with several values" if swept else "no key with several values"
         raise ConfigError(f"-m found {found}; expected a sweep of other keys, such as actor.optim.lr=1e-5,1e-6")

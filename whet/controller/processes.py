@@ -65,7 +65,6 @@ class ProcessTransport(RemoteTransport[_Process]):
             self._listen(peer)
 
     def open(self, lost: _Process) -> _Process:
-        """Implements `RemoteTransport.open`."""
         return self._listen(self._spawn(lost.spec))
 
     def end_process(self, peer: _Process) -> None:

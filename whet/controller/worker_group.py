@@ -155,9 +155,8 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})  # absent while an object is being copied or unpickled
         if name not in methods:
-            raise AttributeError(
-                f"worker group {self.__dict__.get('role')!r} has no {name!r}; it has {', '.join(methods)}"
-            )
+            problem = f"worker group {self.__dict__.get('role')!r} has no {name!r}"
+            raise AttributeError(f"{problem}; it has {', '.join(methods)}")
         return partial(self.call, name)
 
     def __dir__(self) -> list[str]:

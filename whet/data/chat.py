@@ -176,10 +176,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_toke
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise TextError(
-            f"the tokenizer rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}; "
-            "use only characters that are in its vocabulary"
-        ) from error
+        problem = f"the tokenizer rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}"
+        raise TextError(f"{problem}; use only characters that are in its vocabulary") from error
 
 
 def plain_text(
@@ -297,10 +295,8 @@ def _continuation(
     if not continuation or (not thinks and not calls and opening.strip()):
         raise _not_append_only("the response itself")
     if after == without_new:
-        raise DataError(
-            f"the chat template renders nothing for the new messages (roles {roles(new_messages)}); "
-            "use a template that supports these roles, or send their text as a user message"
-        )
+        problem = f"the chat template renders nothing for the new messages (roles {roles(new_messages)})"
+        raise DataError(f"{problem}; use a template that supports these roles, or send their text as a user message")
     return continuation
 
 

@@ -74,10 +74,8 @@ def build_pairs(
             pairs.append(pair)
     found = f"{num_long} of {len(rows)} pairs over data.max_length={data.max_length} tokens, and {num_equal} of two"
     if not pairs:
-        raise DataError(
-            f"no pair is left: dropped {found} equal responses; expected at least one: raise data.max_length, or "
-            "correct the rows"
-        )
+        problem = f"no pair is left: dropped {found} equal responses"
+        raise DataError(f"{problem}; expected at least one: raise data.max_length, or correct the rows")
     if num_equal or num_long:
         logger.warning("dropped %s equal responses", found)
     prompt_format.warn_lost(len(rows))
@@ -99,10 +97,8 @@ def _encode(row: Row, field: str, prompt_format: PromptFormat, data: PreferenceD
         messages = [*prompt, *read_messages(row, field, "text, or ")]
         prompt_format.refuse_media({}, messages, _NO_MEDIA)
         if messages[-1].role != "assistant":
-            raise DataError(
-                f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)}); "
-                "expected the response last, of the role 'assistant': correct the row"
-            )
+            problem = f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)})"
+            raise DataError(f"{problem}; expected the response last, of the role 'assistant': correct the row")
         example = encode_conversation(messages, prompt_format)
         end = max(at for at, is_sampled in enumerate(example.loss_mask) if is_sampled) + 1
         return example.input_ids[:end]

@@ -153,9 +153,8 @@ class PromptFormat:
         placed, values = place(messages, values_of(row, self.media_keys))
         limit = self.reader.limits.limit_images
         if limit is not None and len(values) > limit:
-            raise DataError(
-                f"it has {len(values)} images and videos, over data.limit_images={limit}; raise it, or drop the row"
-            )
+            problem = f"it has {len(values)} images and videos, over data.limit_images={limit}"
+            raise DataError(f"{problem}; raise it, or drop the row")
         return placed, values
 
     def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
@@ -371,10 +370,8 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
         messages, media = prompt_format.with_media(row, prompt.messages)
     ids = prompt_format.encode([messages], [prompt.index], [media])[0] if messages else []
     if not ids:
-        raise DataError(
-            f"row {prompt.index}: the prompt is empty, expected at least one token; correct the row, or exclude such "
-            "rows (data.filter.FIELD.not='')"
-        )
+        problem = f"row {prompt.index}: the prompt is empty, expected at least one token"
+        raise DataError(f"{problem}; correct the row, or exclude such rows (data.filter.FIELD.not='')")
     return replace(prompt, messages=messages, token_ids=tuple(ids), media=media)
 
 

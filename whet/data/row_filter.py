@@ -33,10 +33,8 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
         met = [number for number in left if test(_value(rows[number], field), number)]
         if left and not met:
             found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
-            raise DataError(
-                f"data.filter: none of {len(left)} rows has {field} {_show(condition)}; its most frequent values are "
-                f"{', '.join(value for value, _ in found)}"
-            )
+            problem = f"data.filter: none of {len(left)} rows has {field} {_show(condition)}"
+            raise DataError(f"{problem}; its most frequent values are {', '.join(value for value, _ in found)}")
         left = met
     return left
 
@@ -95,10 +93,8 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
     """
     kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
     if not kept:
-        raise DataError(
-            f"none of {len(prompts)} prompts has {low} < {key} < {high}; widen data.difficulty_window, or unset "
-            "data.difficulty_key"
-        )
+        problem = f"none of {len(prompts)} prompts has {low} < {key} < {high}"
+        raise DataError(f"{problem}; widen data.difficulty_window, or unset data.difficulty_key")
     if len(kept) < len(prompts):
         log.info("%d of %d prompts are outside %g < %s < %g", len(prompts) - len(kept), len(prompts), low, key, high)
     return kept
@@ -108,8 +104,6 @@ def difficulty(prompt: Prompt, key: str, option: str) -> float:
     """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
     value = prompt.extra_info.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(
-            f"row {prompt.index}: {option}={key} is {value!r}, expected a number; the row has "
-            f"{', '.join(prompt.extra_info) or 'no further fields'}"
-        )
+        problem = f"row {prompt.index}: {option}={key} is {value!r}, expected a number"
+        raise DataError(f"{problem}; the row has {', '.join(prompt.extra_info) or 'no further fields'}")
     return float(value)

@@ -62,10 +62,8 @@ def build_examples(
         if length <= max_length:
             examples.append(example)
         elif overlong == "error":
-            raise DataError(
-                f"row {index} has {length} tokens, over data.max_length={max_length}; raise it, or set data.overlong "
-                "to truncate or drop"
-            )
+            problem = f"row {index} has {length} tokens, over data.max_length={max_length}"
+            raise DataError(f"{problem}; raise it, or set data.overlong to truncate or drop")
         elif overlong == "truncate" and (shorter := _truncated(example, max_length)) is not None:
             examples.append(shorter)
             num_truncated += 1
@@ -173,10 +171,8 @@ def encode_conversation(
         loss_mask = [0] * before + loss_mask[before:]
     prompt_format.check(input_ids, media)
     if not any(loss_mask):
-        raise DataError(
-            f"the messages (roles {roles(messages)}) have no assistant text to train on; correct the row, or exclude "
-            "it (data.filter)"
-        )
+        problem = f"the messages (roles {roles(messages)}) have no assistant text to train on"
+        raise DataError(f"{problem}; correct the row, or exclude it (data.filter)")
     return SupervisedExample(tuple(input_ids), tuple(loss_mask), media)
 
 

@@ -30,7 +30,7 @@ from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
 from whet.models.load import stop_token_ids
-from whet.planning.forecast import Counts, introduce
+from whet.planning.forecast import Counts
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
@@ -149,11 +149,9 @@ def build(
     inputs = digests(config, begun.prompts, val_prompts, reward)
     with ExitStack() as ahead:  # what an environment refuses is said before an earlier run is deleted
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
-        with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
-            if "console" in config.trainer.logger and not dry_run:
-                likely = likely_steps(begun.callbacks, total_steps)
-                counts = Counts(len(lengths), len(val_prompts), total_steps, opened.first_step, likely)
-                introduce(setup(config, lengths), counts)
+        counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))
+        taken = opened_for(config, setup, lengths, inputs, counts, dry_run=dry_run)
+        with taken as (opened, services), ExitStack() as undo:
             roles = launch_roles(specs, config.cluster)
             undo.callback(roles["rollout"].close)
             scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer

@@ -29,6 +29,7 @@ from whet.models.load import load_config
 from whet.phases import phase
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_disk, check_fits
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Setup
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
@@ -328,11 +329,13 @@ def opened_for(
     setup: Callable[[Any, Sequence[int]], Setup],
     lengths: Sequence[int],
     inputs: Mapping[str, str],
+    counts: Counts,
     *,
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
-    """Checks that a run fits, takes its folder and opens the services of `trainer.logger`, all before its workers
-    start; lets go of them where the block fails. A dry run takes and opens nothing. `inputs`: digests of code and data.
+    """Checks that a run fits, takes its folder, opens the services of `trainer.logger` and logs first lines, all before
+    its workers start; lets go of them where the block fails. A dry run does none of it but the check. `inputs`: digests
+    of code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
@@ -359,6 +362,8 @@ def opened_for(
         undo.push(lambda kind, error, at: None if error is None else write_state(opened.path, "failed", None, error))
         services = Trackers(open_services(list(names), tracked))
         undo.callback(services.close, failed=True)
+        if "console" in trainer.logger:
+            introduce(setup(config, lengths), replace(counts, first_step=opened.first_step))
         yield opened, services
         undo.pop_all()
 

@@ -191,10 +191,8 @@ def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
 def _check_links(path: Path) -> None:
     for link in files.links_out(path):
         if link.parent == path or link.relative_to(path).parts[0] in OWN:
-            raise ConfigError(
-                f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder; remove "
-                "the link, or set trainer.run_dir to the other place"
-            )
+            problem = f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder"
+            raise ConfigError(f"{problem}; remove the link, or set trainer.run_dir to the other place")
 
 
 def _delete(path: Path) -> None:
@@ -260,10 +258,8 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
     commands: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
     other = max(commands, key=lambda each: len(sections & each.model_fields.keys()))  # the first of equals
     if sections & (other.model_fields.keys() - type(config).model_fields.keys()):
-        raise ConfigError(
-            f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`; choose another "
-            "trainer.run_dir or trainer.experiment_name"
-        )
+        problem = f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`"
+        raise ConfigError(f"{problem}; choose another trainer.run_dir or trainer.experiment_name")
     return found
 
 

@@ -25,7 +25,7 @@ from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.packing import LATER_MEDIA
 from whet.models.positions import position_ids, rotary_positions
-from whet.planning.forecast import Counts, introduce
+from whet.planning.forecast import Counts
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
@@ -194,11 +194,8 @@ def _train(
     total_steps = run_steps(config.trainer, len(examples), config.data.train_batch_size)
     lengths = [example.num_tokens for example in examples]
     inputs = digests(config, examples, val_examples)
-    with opened_for(config, kind.setup, lengths, inputs, dry_run=dry_run) as (opened, services):
-        if "console" in config.trainer.logger and not dry_run:
-            likely = likely_steps(callbacks, total_steps)
-            counts = Counts(len(lengths), len(val_examples), total_steps, opened.first_step, likely)
-            introduce(kind.setup(config, lengths), counts)
+    counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
+    with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
         settings = kind.settings_of(config, total_steps)
         run = kind(
             config=config,

@@ -121,9 +121,8 @@ class TrainWorker(EngineWorker):
     def load(self, path: str) -> None:
         """Puts back what `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
-            raise CheckpointError(
-                f"{path} is missing: the checkpoint has no state for the role {self.role!r}; name another checkpoint"
-            )
+            problem = f"{path} is missing: the checkpoint has no state for the role {self.role!r}"
+            raise CheckpointError(f"{problem}; name another checkpoint")
         saved = self.engine.load(Path(path))
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             raise CheckpointError(
@@ -199,9 +198,8 @@ def actor_beside(worker: Worker) -> TrainWorker:
 def with_adapter(engine: TrainEngine) -> TrainsAdapter:
     """The same engine.  Raises: EngineError for one that trains no adapters."""
     if not isinstance(engine, TrainsAdapter):
-        raise EngineError(
-            f"{type(engine).__name__} trains no adapters; unset model.lora.rank, or choose another engine"
-        )
+        problem = f"{type(engine).__name__} trains no adapters"
+        raise EngineError(f"{problem}; unset model.lora.rank, or choose another engine")
     return engine
 
 

@@ -108,7 +108,6 @@ class RayTransport(RemoteTransport[_Actor]):
             self._listen(peer)
 
     def open(self, lost: _Actor) -> _Actor:
-        """Implements `RemoteTransport.open`."""
         again = f", start {1 + len(self._losses)}"
         fresh: dict[str, Any] = {"calls": deque(), "sending": threading.Lock(), "replies": queue.SimpleQueue()}
         peer = replace(lost, handle=self._start(lost.pool, lost.rank, lost.first, again), location=None, **fresh)

@@ -45,10 +45,8 @@ def draw_rows(
                 yield row
                 break
         else:
-            raise DataError(
-                f"row {number}: {MOST_DRAWS} pictures in a row are not in the split {split}; expected more different "
-                "pictures: raise pixels or the number of figures"
-            )
+            problem = f"row {number}: {MOST_DRAWS} pictures in a row are not in the split {split}"
+            raise DataError(f"{problem}; expected more different pictures: raise pixels or the number of figures")
 
 
 def _is_held_out(row: DataRow) -> bool:
@@ -83,7 +81,5 @@ def to_png(image: Image.Image) -> bytes:
 def check_room(pixels: int, cells: int, smallest: int) -> None:
     """Checks that each of `cells` cells in a row gets `smallest` pixels.  Raises: DataError."""
     if pixels < cells * smallest:
-        raise DataError(
-            f"pixels={pixels} leaves {pixels // cells} pixels for each of {cells} figures in a row; expected at least "
-            f"{smallest}: set pixels to {cells * smallest} or more"
-        )
+        problem = f"pixels={pixels} leaves {pixels // cells} pixels for each of {cells} figures in a row"
+        raise DataError(f"{problem}; expected at least {smallest}: set pixels to {cells * smallest} or more")
