@@ -68,9 +68,8 @@ def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise DataError(
-            f"object column {name!r} is a {type(values).__name__}, expected a list or array, one entry a row"
-        )
+        found = type(values).__name__
+        raise DataError(f"object column {name!r} is a {found}, expected a list or array, one entry a row")
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):  # array[:] = values would split nested lists
         array[row] = value

@@ -255,9 +255,8 @@ class DataProto:
         """Renames columns, the i-th of `old_keys` to the i-th of `new_keys`; the order stays."""
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
-            raise DataError(
-                f"rename got {len(old)} old names {old} and {len(new)} new names {new}: one new for each old"
-            )
+            found = f"{len(old)} old names {old} and {len(new)} new names {new}"
+            raise DataError(f"rename got {found}: one new for each old")
         if missing := [name for name in old if name not in self]:
             raise DataError(f"there is no column {missing} to rename; the columns are {self.keys()}")
         new_name = dict(zip(old, new, strict=True))
@@ -331,10 +330,8 @@ class DataProto:
         """Splits each row into `n_split` rows: [B, L, ...] -> [B * n_split, L / n_split, ...] in the columns
         `split_keys`, lists of objects likewise; all other columns repeat each row."""
         repeated = self.repeat(n_split)
-        split = {
-            name: rules.split_second(name, column, n_split)
-            for name, column in rules.pick(self.columns(), () if split_keys is None else split_keys, "column").items()
-        }
+        picked = rules.pick(self.columns(), () if split_keys is None else split_keys, "column")
+        split = {name: rules.split_second(name, column, n_split) for name, column in picked.items()}
         return self._assemble({**repeated.columns(), **split}, self.meta_info, len(repeated))
 
     def reorder(self, indices: RowIndex) -> Self:

@@ -127,9 +127,8 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
     expected = dict(model.named_parameters())  # tied weights are saved once
     missing, unexpected = expected.keys() - set(weights), set(weights) - expected.keys()
     if missing or unexpected:
-        raise CheckpointError(
-            f"{folder}: its weights do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-        )
+        problem = f"{folder}: its weights do not fit its config"
+        raise CheckpointError(f"{problem}: missing {sorted(missing)}, unexpected {sorted(unexpected)}")
 
 
 def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: str | None) -> PreTrainedModel:

@@ -67,8 +67,7 @@ def play(
     prompt: PromptText = "",
     ground_truth: Truth = "",
     tool: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="tool to call, or path/file.py:function; may be repeated"),
+        list[str] | None, typer.Option(metavar="NAME", help="tool to call, or path/file.py:function; may be repeated")
     ] = None,
     agent: Annotated[
         list[str] | None,

@@ -128,9 +128,8 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> CallPlan:
     split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
     if not split:
-        raise DataError(
-            f"{caller} splits rows, but no argument has rows: pass a DataProto or a list, or register it one to all"
-        )
+        problem = f"{caller} splits rows, but no argument has rows"
+        raise DataError(f"{problem}: pass a DataProto or a list, or register it one to all")
     if len({len(value) for value in split}) > 1:
         raise DataError(
             f"{caller} got {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "

@@ -177,6 +177,5 @@ def _encode(result: Any) -> list[wire.Frame]:
     try:
         return wire.encode((True, result))
     except Exception as error:
-        raise WorkerError(
-            f"its result, a {type(result).__name__}, cannot be sent to another process: {error}"
-        ) from error
+        kind = type(result).__name__
+        raise WorkerError(f"its result, a {kind}, cannot be sent to another process: {error}") from error

@@ -74,9 +74,8 @@ class PendingCall:
         Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After any of them the group is closed.
         """
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
-        finished, late = concurrent.futures.wait(
-            self.replies.values(), timeout=seconds, return_when=concurrent.futures.FIRST_EXCEPTION
-        )
+        until = concurrent.futures.FIRST_EXCEPTION
+        finished, late = concurrent.futures.wait(self.replies.values(), timeout=seconds, return_when=until)
         for reply in finished:
             reply.result()
         if late:

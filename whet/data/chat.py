@@ -57,9 +57,8 @@ def render_chat(
                     raise
                 return _rendered(tokenizer, _without_system(told), options)  # such as Gemma's first templates
     except Exception as error:  # the template is other people's code
-        raise DataError(
-            f"the chat template cannot render messages of roles ({roles(messages)}): {cause(error)}"
-        ) from error
+        found = roles(messages)
+        raise DataError(f"the chat template cannot render messages of roles ({found}): {cause(error)}") from error
 
 
 def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> str:
@@ -118,10 +117,7 @@ def read_arguments(given: Any) -> Any:
 
 
 def encode_marked_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    chat_template_kwargs: Options | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Message], *, chat_template_kwargs: Options | None = None
 ) -> tuple[list[int], list[int]] | None:
     """Encodes a conversation: its ids, and a mask that is 1 between the template's `{% generation %}` marks.
 
@@ -181,10 +177,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_toke
 
 
 def plain_text(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    media: Sequence[Media],
-    written: Callable[[str], str] = str,
+    tokenizer: Tokenizer, messages: Sequence[Message], media: Sequence[Media], written: Callable[[str], str] = str
 ) -> str:
     """Joins the texts of messages, without the chat template; `written` escapes each text. An image or video is written
     as its placeholder tokens, between the tokens that the template puts around them."""

@@ -66,9 +66,8 @@ class PromptFormat:
     ) -> None:
         """`reader` reads images and videos, in the fields `media_keys`; without one a row that has some is refused."""
         if system_prompt is not None and not apply_chat_template:
-            raise ConfigError(
-                "data.system_prompt needs a template, but data.apply_chat_template is false; unset one key"
-            )
+            problem = "data.system_prompt needs a template, but data.apply_chat_template is false"
+            raise ConfigError(f"{problem}; unset one key")
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template

@@ -113,11 +113,8 @@ class PlacedEnvironments:
             if rank not in self._open and (calls or rank in busy):
                 self._calls[rank] = []
                 self._open[rank] = self._group.start_on(rank, "serve", calls, GATHER_SECONDS)
-        wait(
-            [reply for call in self._open.values() for reply in call.replies.values()],
-            timeout=timeout_seconds,
-            return_when=FIRST_COMPLETED,
-        )
+        replies = [reply for call in self._open.values() for reply in call.replies.values()]
+        wait(replies, timeout=timeout_seconds, return_when=FIRST_COMPLETED)
         for call in self._open.values():
             call.expire()
         for rank in [rank for rank, call in self._open.items() if call.done()]:

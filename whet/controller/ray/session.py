@@ -148,10 +148,8 @@ def alive_nodes() -> list[Node]:
 
 def all_nodes() -> list[Node]:
     """Machines of the cluster, dead ones included, by address."""
-    nodes = [
-        Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], each["Resources"], each["Alive"])
-        for each in ray.nodes()
-    ]
+    names = ("NodeID", "NodeManagerAddress", "NodeManagerPort", "Resources", "Alive")
+    nodes = [Node(*(each[name] for name in names)) for each in ray.nodes()]
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
