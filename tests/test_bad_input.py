@@ -32,7 +32,7 @@ from whet.config import load_config
 from whet.config.checks import check_context, problems
 from whet.config.schema import DataConfig, EnvironmentConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
 from whet.data.chat import encode_continuation
-from whet.data.load import Loaded, load_examples, load_prompts
+from whet.data.load import Loaded, load_items
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
@@ -198,7 +198,7 @@ def test_models_that_are_no_reward_models(qwen25_folder: Path) -> None:
 )
 def test_what_is_wrong_with_a_pair(situation: str, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(WhetError) as raised:
-        load_examples(PreferenceDataConfig(), tokenizer, rows=[row])
+        load_items(PreferenceDataConfig(), tokenizer, rows=[row])
     wrong(situation, str(raised.value))
 
 
@@ -387,7 +387,7 @@ def test_what_is_wrong_with_rows(
     base.chat_template = None
     data = DataConfig.model_validate({"train_files": ["rows.jsonl"], "apply_chat_template": False, **keys})
     try:
-        load_prompts(data, base, where=data.filter)
+        load_items(data, base, where=data.filter)
         wrong(situation, caplog.text)
     except WhetError as error:
         wrong(situation, str(error))
@@ -422,7 +422,7 @@ def test_what_is_wrong_with_images(
     rows = [{"prompt": "<image>", "images": ["fine.png"]}, {"prompt": f"<{kind}>" * tags, f"{kind}s": images}]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(WhetError) as raised:
-        load_prompts(DataConfig(train_files=["rows.jsonl"]), seeing(copy.deepcopy(tokenizer)))
+        load_items(DataConfig(train_files=["rows.jsonl"]), seeing(copy.deepcopy(tokenizer)))
     wrong(situation, str(raised.value))
 
 
@@ -441,7 +441,7 @@ def test_what_is_wrong_with_a_source(situation: str, file: str, tokenizer: PreTr
     Path("set").mkdir()
     Path("set", "train.jsonl").write_text('{"prompt": "a"}\n')
     with pytest.raises(WhetError) as raised:
-        load_prompts(DataConfig(train_files=[file]), tokenizer)
+        load_items(DataConfig(train_files=[file]), tokenizer)
     wrong(situation, str(raised.value))
 
 

@@ -67,8 +67,7 @@ def sft(
     callbacks: Sequence[Callable[[SFTRun], None]] = (),
     **overrides: Any,
 ) -> SFTRun:
-    """Trains on examples as `whet sft` does and returns the finished run. `callbacks` are called with it after every
-    step."""
+    """Trains on examples as `whet sft` does and returns the finished run; `callbacks` get it after every step."""
     from whet.config import SFTConfig
 
     config = _config(SFTConfig, recipe, overrides, data=data, val_data=val_data)
@@ -96,11 +95,7 @@ def train_reward(
 
 @no_exit()
 def evaluate(
-    recipe: Recipe = None,
-    *,
-    reward: Callable[..., Any] | None = None,
-    data: Rows | None = None,
-    **overrides: Any,
+    recipe: Recipe = None, *, reward: Callable[..., Any] | None = None, data: Rows | None = None, **overrides: Any
 ) -> Evaluation:
     """Evaluates a model as `whet eval` does, shows its tables, and returns the metrics and the scored responses.
 

@@ -13,15 +13,14 @@ import torch
 from whet.errors import DataError
 
 ObjectArray = npt.NDArray[np.object_]
+Tensors = Mapping[str, torch.Tensor]
 Names = str | Iterable[str]
 RowIndex = slice | Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 Column = torch.Tensor | ObjectArray
 V = TypeVar("V")
 
 
-def check_columns(
-    tensors: Mapping[str, torch.Tensor], objects: Mapping[str, ObjectArray], batch_size: int | None = None
-) -> int:
+def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_size: int | None = None) -> int:
     """Checks the columns of a batch, and returns their number of rows; 0 without columns. A `batch_size` must be equal
     to it.
 
@@ -69,9 +68,8 @@ def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise DataError(
-            f"object column {name!r} is a {type(values).__name__}, expected a list or array, one entry a row"
-        )
+        found = type(values).__name__
+        raise DataError(f"object column {name!r} is a {found}, expected a list or array, one entry a row")
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):  # array[:] = values would split nested lists
         array[row] = value
@@ -87,10 +85,8 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
         return index if index.step is None or index.step > 0 else np.arange(rows)[index].copy()
     array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biu"):
-        raise DataError(
-            f"rows are chosen by int, slice, a list of row numbers or a mask [B]; found {type(index).__name__} of "
-            f"{array.dtype} with shape {list(array.shape)}"
-        )
+        problem = "rows are chosen by int, slice, a list of row numbers or a mask [B]"
+        raise DataError(f"{problem}; found {type(index).__name__} of {array.dtype} with shape {list(array.shape)}")
     if array.dtype == bool:
         if len(array) != rows:
             raise DataError(f"mask has {len(array)} entries for {rows} rows; a mask needs one for each row")
@@ -139,10 +135,8 @@ def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place
     found = [np.asarray(each, dtype=np.int64) for each in places]
     total = sum(sizes)
     if list(map(len, found)) != list(sizes) or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
-        raise DataError(
-            f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)} rows; expected "
-            f"each of the row numbers 0 to {total - 1} once"
-        )
+        problem = f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)} rows"
+        raise DataError(f"{problem}; expected each of the row numbers 0 to {total - 1} once")
     return found
 
 
@@ -160,10 +154,8 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
     """Merges two dicts into a new one.  Raises: DataError if a name in both has different values."""
     for name in other:
         if name in one and not equal(one[name], other[name]):
-            raise DataError(
-                f"{kind} {name!r} is in both and differs: {_shown(one[name])} against {_shown(other[name])}; "
-                "pop or rename one of them"
-            )
+            problem = f"{kind} {name!r} is in both and differs: {_shown(one[name])} against {_shown(other[name])}"
+            raise DataError(f"{problem}; pop or rename one of them")
     return {**one, **other}
 
 

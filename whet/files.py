@@ -37,8 +37,7 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Writes a file atomically, `replacing` the old one. A lone surrogate, which UTF-8 cannot encode, is written as its
-    JSON escape."""
+    """Writes a file atomically, `replacing` the old one; a lone surrogate, which UTF-8 lacks, as its JSON escape."""
     with replacing(path, synced=synced) as partial:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 

@@ -58,11 +58,9 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
 def cause(error: Exception) -> str:
     """The message of the error that ended a block; a MemoryError has none of its own."""
-    return (
-        f"it needs more than {NUM_BYTES >> 30} GiB of memory"
-        if isinstance(error, MemoryError)
-        else str(error).rstrip(".")
-    )
+    if isinstance(error, MemoryError):
+        return f"it needs more than {NUM_BYTES >> 30} GiB of memory"
+    return str(error).rstrip(".")
 
 
 def read_json(content: bytes | str, most: int = REPLY_BYTES) -> Any:

@@ -121,9 +121,8 @@ class _Series:
 def _number(name: str, value: Scalar) -> Scalar:
     if isinstance(value, torch.Tensor):
         if value.ndim:
-            raise ValueError(
-                f"metric {name!r} got a tensor of shape {list(value.shape)}, expected one number: reduce it"
-            )
+            shape = list(value.shape)
+            raise ValueError(f"metric {name!r} got a tensor of shape {shape}, expected one number: reduce it")
         return value.detach().clone()  # keeps no graph or larger storage, and does not change with later writes
     try:
         return float(value)

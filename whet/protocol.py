@@ -255,17 +255,15 @@ class DataProto:
         """Renames columns, the i-th of `old_keys` to the i-th of `new_keys`; the order stays."""
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
-            raise DataError(
-                f"rename got {len(old)} old names {old} and {len(new)} new names {new}: one new for each old"
-            )
+            found = f"{len(old)} old names {old} and {len(new)} new names {new}"
+            raise DataError(f"rename got {found}: one new for each old")
         if missing := [name for name in old if name not in self]:
             raise DataError(f"there is no column {missing} to rename; the columns are {self.keys()}")
         new_name = dict(zip(old, new, strict=True))
         result = [new_name.get(name, name) for name in self.keys()]
         if twice := sorted({name for name in result if result.count(name) > 1}):
-            raise DataError(
-                f"rename of {old} to {new} gives more than one column {twice}; pop or rename the other first"
-            )
+            problem = f"rename of {old} to {new} gives more than one column {twice}"
+            raise DataError(f"{problem}; pop or rename the other first")
         return self._assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
 
     def union(self, other: DataProto) -> Self:
@@ -296,9 +294,8 @@ class DataProto:
 
         Raises: DataError if the rows do not divide."""
         if chunks < 1 or (len(self) % chunks and not self.meta_info.get(_AUTO_PADDING)):
-            raise DataError(
-                f"{len(self)} rows do not divide into {chunks} equal chunks; use pad_to_divisor first, or split(sizes)"
-            )
+            problem = f"{len(self)} rows do not divide into {chunks} equal chunks"
+            raise DataError(f"{problem}; use pad_to_divisor first, or split(sizes)")
         size, more = divmod(len(self), chunks)
         return self.split([size + (part < more) for part in range(chunks)])
 
@@ -333,10 +330,8 @@ class DataProto:
         """Splits each row into `n_split` rows: [B, L, ...] -> [B * n_split, L / n_split, ...] in the columns
         `split_keys`, lists of objects likewise; all other columns repeat each row."""
         repeated = self.repeat(n_split)
-        split = {
-            name: rules.split_second(name, column, n_split)
-            for name, column in rules.pick(self.columns(), () if split_keys is None else split_keys, "column").items()
-        }
+        picked = rules.pick(self.columns(), () if split_keys is None else split_keys, "column")
+        split = {name: rules.split_second(name, column, n_split) for name, column in picked.items()}
         return self._assemble({**repeated.columns(), **split}, self.meta_info, len(repeated))
 
     def reorder(self, indices: RowIndex) -> Self:

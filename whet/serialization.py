@@ -51,8 +51,7 @@ def dumps(value: Any) -> tuple[memoryview, list[pickle.PickleBuffer]]:
 
 
 class OutOfBand:
-    """Wraps a value for any pickle, so that the bytes of its tensors become protocol 5 buffers; loading gives the value
-    itself."""
+    """Wraps a value for any pickle: bytes of its tensors become protocol 5 buffers; loading gives the value itself."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

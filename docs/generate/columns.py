@@ -9,7 +9,7 @@ from whet.registry import ADV_ESTIMATORS, KL_FORMS, POLICY_LOSSES, REJECTIONS, V
 HEAD = """\
 # Columns
 
-Written by `make pages` from `whet/columns.py`. A run reads the same table to decide which models to load, and which
+Written by `make pages` from `whet/columns.csv`. A run reads the same table to decide which models to load, and which
 forward passes to compute before an update.
 
 A batch is a `DataProto`: named arrays with one entry for each row. B is the number of rows, P of prompt tokens, R of

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from whet.cli.app import main
 from whet.config.schema import DataConfig
-from whet.data.load import load_prompts
+from whet.data.load import load_items
 from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 
@@ -95,7 +95,7 @@ def test_images_are_listed_and_written(capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "<image>?", "images": ["blue.png"], "answer": "b"}) + "\n")
     words = [f"model.path={folder}", f"data.train_files={tmp_path}/a.jsonl", "--thumbnails", str(tmp_path / "small")]
     shown = whet(capsys, "data", *words, "data.max_pixels=6272")
-    count = load_prompts(DataConfig(train_files=[f"{tmp_path}/a.jsonl"], max_pixels=6272), load_tokenizer(folder))
+    count = load_items(DataConfig(train_files=[f"{tmp_path}/a.jsonl"], max_pixels=6272), load_tokenizer(folder))
     tokens = count.items[0].media[0].tokens
     assert tokens is not None and f"<|vision_start|><|image_pad|>×{tokens.count}<|vision_end|>?" in shown
     height, width = tokens.size

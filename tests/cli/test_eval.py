@@ -11,7 +11,7 @@ import pytest
 
 from whet.cli.app import main
 from whet.config import EvalConfig, load_config
-from whet.data.load import VAL, load_prompts
+from whet.data.load import VAL, load_items
 from whet.models.load import load_tokenizer
 from whet.rewards.math import compute_score
 from whet.tracking.console import shared_console
@@ -95,7 +95,7 @@ def test_benchmarks_as_published(recipe: str, shared_data: Path, qwen25_folder: 
     file = shared_data / ("gsm8k/test.jsonl" if gsm8k else "math/benchmarks.jsonl")
     words = [f"model.path={qwen25_folder}", f"data.val_files={file}", "data.max_prompt_length=4000"]
     config = load_config(EvalConfig, recipe, [*words, *([] if gsm8k else ["data.data_source_key=source"])]).config
-    prompts = load_prompts(config.data, load_tokenizer(qwen25_folder), VAL).items
+    prompts = load_items(config.data, load_tokenizer(qwen25_folder), VAL).items
     if gsm8k:
         assert len(prompts) == 1319 and str(prompts[0].messages[0].content).startswith("Janet")
         return
@@ -120,7 +120,7 @@ def test_benchmarks_as_published(recipe: str, shared_data: Path, qwen25_folder: 
 def test_the_names_that_fields_have_where_these_are_published(row: dict[str, object], qwen25_folder: Path) -> None:
     words = [f"model.path={qwen25_folder}"]
     config = load_config(EvalConfig, "aime_eval", words, given={"data"}).config
-    (prompt,) = load_prompts(config.data, load_tokenizer(qwen25_folder), VAL, rows=[row]).items
+    (prompt,) = load_items(config.data, load_tokenizer(qwen25_folder), VAL, rows=[row]).items
     assert str(prompt.messages[0].content).startswith("1+1\n\nPlease reason")
     assert compute_score("\\boxed{2}", prompt.ground_truth)["reward"] == 1.0
     assert compute_score("\\boxed{3}", prompt.ground_truth)["reward"] == 0.0

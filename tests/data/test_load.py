@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import DataConfig, SupervisedDataConfig
-from whet.data.load import VAL, EntryCounts, listed, load_examples, load_prompts
+from whet.data.load import VAL, EntryCounts, listed, load_items
 from whet.errors import DataError
 
 FUNCTIONS = """
@@ -64,7 +64,7 @@ B = {"path": "b.jsonl", "prompt_key": "question", "answer_key": "solution", "dat
 
 
 def test_sources_have_keys_and_templates_of_their_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    loaded = load_prompts(data("a.jsonl", {**B, "format_prompt": "Q {{ content }}"}, data_source="first"), tokenizer)
+    loaded = load_items(data("a.jsonl", {**B, "format_prompt": "Q {{ content }}"}, data_source="first"), tokenizer)
     assert [p.messages[0].content for p in loaded.items] == ["a0", "a1", "a2", "a3", "a4", "a5", "Q b0", "Q b1", "Q b2"]
     assert [p.ground_truth for p in loaded.items] == [0, 1, 2, 3, 4, 5, "s0", "s1", "s2"]
     assert [p.data_source for p in loaded.items] == ["first"] * 6 + ["second"] * 3
@@ -76,30 +76,30 @@ def test_sources_have_keys_and_templates_of_their_own(tokenizer: PreTrainedToken
 def test_a_filter_keeps_row_numbers(tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
     own = {**B, "filter": {"level": 9, "question": {"not": "b1"}}}
     caplog.set_level("INFO")
-    loaded = load_prompts(data("a.jsonl", own), tokenizer, where={"level": {"min": 1}})
+    loaded = load_items(data("a.jsonl", own), tokenizer, where={"level": {"min": 1}})
     assert [p.index for p in loaded.items] == [1, 2, 4, 5, 6, 8]
     assert loaded.parts == (EntryCounts("a.jsonl", 6, 4, 4), EntryCounts("b.jsonl", 3, 2, 2))
     assert "a.jsonl: data.filter leaves 4 of 6 rows" in caplog.text
     write("c.jsonl", [{"prompt": "a", "level": 1}, {"level": 2}, {"level": 3}])
     with pytest.raises(DataError, match=r"^c.jsonl: row 2: field 'prompt' is missing; the row has level"):
-        load_prompts(data("c.jsonl"), tokenizer, where={"level": [1, 3]})
+        load_items(data("c.jsonl"), tokenizer, where={"level": [1, 3]})
 
 
 def test_a_window_of_difficulty_is_for_training_alone(tokenizer: PreTrainedTokenizerBase) -> None:
     config = data("a.jsonl", val_files=["a.jsonl"], difficulty_key="level", difficulty_window=(0, 2))
-    assert [p.index for p in load_prompts(config, tokenizer).items] == [1, 4]
-    assert len(load_prompts(config, tokenizer, VAL).items) == 6
+    assert [p.index for p in load_items(config, tokenizer).items] == [1, 4]
+    assert len(load_items(config, tokenizer, VAL).items) == 6
 
 
 def test_functions_and_classes_give_rows_and_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
     files = ["mine.py:rows", {"path": "mine.py:Own", "options": {"size": 3}}, "mine.py:CONSTANT"]
-    loaded = load_prompts(data(*files), tokenizer, seed=5)
+    loaded = load_items(data(*files), tokenizer, seed=5)
     assert [p.messages[0].content for p in loaded.items] == ["train 5 0", "train 5 1", *["hello"] * 3, "constant"]
     assert [p.index for p in loaded.items] == list(range(6))
     own = loaded.items[2:5]
     assert own[0].token_ids == tuple(tokenizer("hello")["input_ids"]) and own[1].token_ids == (1, 2, 1)
     assert [p.ground_truth for p in own] == ["0", "1", "2"] and own[2].extra_info == {"n": 2}
-    val = load_prompts(data(val_files=[{"path": "mine.py:rows", "options": {"count": 1}}]), tokenizer, VAL)
+    val = load_items(data(val_files=[{"path": "mine.py:rows", "options": {"count": 1}}]), tokenizer, VAL)
     assert [p.messages[0].content for p in val.items] == ["val 0 0"]
 
 
@@ -125,7 +125,7 @@ def test_functions_and_classes_give_rows_and_prompts(tokenizer: PreTrainedTokeni
 )
 def test_a_function_that_gives_no_data_is_named(tokenizer: PreTrainedTokenizerBase, entry: Any, said: str) -> None:
     with pytest.raises(DataError) as raised:
-        load_prompts(data(entry), tokenizer)
+        load_items(data(entry), tokenizer)
     assert str(raised.value).startswith(said)
 
 
@@ -142,7 +142,7 @@ def test_what_ends_is_listed() -> None:
 
 
 def test_rows_from_python_take_the_place_of_files(tokenizer: PreTrainedTokenizerBase) -> None:
-    loaded = load_prompts(data("gone.jsonl", weights=[1.0]), tokenizer, rows=({"prompt": c} for c in "ab"))
+    loaded = load_items(data("gone.jsonl", weights=[1.0]), tokenizer, rows=({"prompt": c} for c in "ab"))
     assert [p.messages[0].content for p in loaded.items] == ["a", "b"]
     assert loaded.parts == (EntryCounts("data", 2, 2, 2),)
 
@@ -153,11 +153,11 @@ def test_examples_come_from_several_sources_too(tokenizer: PreTrainedTokenizerBa
     config = SupervisedDataConfig(
         train_files=files, weights=[1, 3], apply_chat_template=False, max_length=20, overlong="drop"
     )
-    loaded = load_examples(config, tokenizer, where={})
+    loaded = load_items(config, tokenizer, where={})
     assert loaded.parts == (EntryCounts("a.jsonl", 6, 6, 6, 0.25), EntryCounts("c.jsonl", 4, 4, 3, 0.75))
     assert len(loaded.items) == 9 and tokenizer.decode(list(loaded.items[-1].input_ids)).startswith("c3x")
     with pytest.raises(DataError, match=r"^c.jsonl: row 3: field 'response' is missing"):
         only = SupervisedDataConfig(train_files=[{"path": "c.jsonl", "prompt_key": "q", "filter": {"ok": 3}}])
-        load_examples(only, tokenizer)
+        load_items(only, tokenizer)
     with pytest.raises(DataError, match=r"mine.py:Own: returns prompts, but examples and pairs are made from rows"):
-        load_examples(SupervisedDataConfig(train_files=[{"path": "mine.py:Own", "options": {"size": 2}}]), tokenizer)
+        load_items(SupervisedDataConfig(train_files=[{"path": "mine.py:Own", "options": {"size": 2}}]), tokenizer)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.data.seeing import IMAGE, encoded, picture
 from whet.config.schema import DataConfig, PreferenceDataConfig, SupervisedDataConfig
 from whet.config.sources import read_sources
-from whet.data.load import load_examples, load_prompts
+from whet.data.load import load_items
 from whet.data.media import MediaLimits, MediaReader, image, images
 from whet.errors import DataError
 from whet.types import Message, Prompt
@@ -25,7 +25,7 @@ FILM = [encoded(picture(28, 28, (each, 0, 0))) for each in range(3)]  # 2 times 
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], **keys: Any) -> tuple[Prompt, ...]:
-    return load_prompts(DataConfig(train_files=["unused"], **keys), tokenizer, rows=rows).items
+    return load_items(DataConfig(train_files=["unused"], **keys), tokenizer, rows=rows).items
 
 
 def text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -189,10 +189,10 @@ def test_files_are_found_beside_the_data(sighted: PreTrainedTokenizerBase, tmp_p
     (tmp_path / "pictures" / "a.png").write_bytes(WIDE)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "<image>", "images": ["pictures/a.png"]}\n')
     data = DataConfig(train_files=[str(tmp_path / "rows.jsonl")])
-    [prompt] = load_prompts(data, sighted).items
+    [prompt] = load_items(data, sighted).items
     assert prompt.media[0].source == str(tmp_path / "pictures" / "a.png")
     folder = tmp_path / "media"
-    [prompt] = load_prompts(data, sighted, rows=[{"prompt": "<image>", "images": [TALL]}], media_folder=folder).items
+    [prompt] = load_items(data, sighted, rows=[{"prompt": "<image>", "images": [TALL]}], media_folder=folder).items
     assert prompt.media[0].source == str(folder / f"{prompt.media[0].digest}.png")
 
 
@@ -212,7 +212,7 @@ def test_a_text_model_keeps_tags_as_text_and_refuses_images(tokenizer: PreTraine
 
 
 def examples(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], **keys: Any) -> Any:
-    return load_examples(SupervisedDataConfig(train_files=["unused"], **keys), tokenizer, rows=rows).items
+    return load_items(SupervisedDataConfig(train_files=["unused"], **keys), tokenizer, rows=rows).items
 
 
 def test_examples_have_the_media_of_their_prompt(sighted: PreTrainedTokenizerBase) -> None:
@@ -264,7 +264,7 @@ def test_pairs_with_media_are_refused(sighted: PreTrainedTokenizerBase) -> None:
         {"prompt": user({"type": "image", "image": WIDE}), "chosen": "a", "rejected": "b"},
     ):
         with pytest.raises(DataError, match=r"row 0: .*, but preference pairs have only text"):
-            load_examples(data, sighted, rows=[row])
+            load_items(data, sighted, rows=[row])
 
 
 BIG = encoded(picture(112, 112))  # 16 tokens
@@ -354,7 +354,7 @@ def test_fields_of_media_have_any_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.jsonl").write_text("{}")
     assert read_sources("data.train_files", [own], DataConfig())[0].fields == keys
-    [example] = load_examples(
+    [example] = load_items(
         SupervisedDataConfig(train_files=["unused"], **keys), sighted, rows=[{**row, "response": "two"}]
     ).items
     assert len(example.media) == 2

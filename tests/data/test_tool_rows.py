@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import DataConfig, SupervisedDataConfig
 from whet.data.chat import render_chat
-from whet.data.load import load_examples, load_prompts
+from whet.data.load import load_items
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
 from whet.data.written import warn_once
@@ -81,7 +81,7 @@ def test_the_nulls_of_a_table_are_no_arguments(tmp_path: Path, with_template: Wi
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     tokenizer = with_template(of_way("json"))
     data = SupervisedDataConfig(train_files=[str(tmp_path / "rows.parquet")])
-    first, second = (str(tokenizer.decode(each.input_ids)) for each in load_examples(data, tokenizer).items)
+    first, second = (str(tokenizer.decode(each.input_ids)) for each in load_items(data, tokenizer).items)
     assert 'look_up {"city": "Bern", "at": {"day": 1}}add {"expression": "1+1"}' in first
     assert 'look_up {"city": "Genf", "at": {"hour": 2}}' in second
     assert "null" not in first + second and "None" not in first + second
@@ -108,7 +108,7 @@ def test_the_tools_of_a_row_reach_the_template(form: str, with_template: WithTem
     assert rendered(tokenizer, {"prompt": "?", "response": "!", "tools": tools}).startswith(head)
     for prompt in ("?", talk[:1]):
         rows = [{"prompt": prompt, "answer": "1", "tools": tools}, {"prompt": "?", "answer": "1"}]
-        with_tools, without = load_prompts(DataConfig(), tokenizer, rows=rows).items
+        with_tools, without = load_items(DataConfig(), tokenizer, rows=rows).items
         assert tokenizer.decode(with_tools.token_ids) == head + "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
         assert tokenizer.decode(without.token_ids).startswith("<|im_start|>user")
         again = render_chat(tokenizer, with_tools.messages, add_generation_prompt=True)  # as a hint is put in
@@ -131,7 +131,7 @@ def test_tools_that_are_not_shown_are_told(with_template: WithTemplate, caplog: 
     def told(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **keys: Any) -> str:
         warn_once.cache_clear()
         caplog.clear()
-        load_prompts(DataConfig(**keys), tokenizer, rows=[{**row, "answer": "1"}])
+        load_items(DataConfig(**keys), tokenizer, rows=[{**row, "answer": "1"}])
         return " ".join(each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING)
 
     assert "row_tools of message 0" in told(shows_none, row)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.data.seeing import IMAGE, encoded, picture, seeing
 from whet.config import TrainConfig
 from whet.config.schema import DataConfig
-from whet.data.load import load_prompts
+from whet.data.load import load_items
 from whet.data.media import MediaLimits, MediaReader
 from whet.data.written import warn_once
 from whet.errors import DataError
@@ -421,7 +421,7 @@ def test_observations_have_images(
     sighted = seeing(load_tokenizer(init_model(tmp_path / "model", "qwen3", "nano", num_layers=1)))
     data = DataConfig(train_files=["unused"], apply_chat_template=apply_chat_template)
     row = {"prompt": "<image>?", "images": [encoded(picture(56))]}
-    [prompt] = load_prompts(data, sighted, rows=[row], with_answers=False).items
+    [prompt] = load_items(data, sighted, rows=[row], with_answers=False).items
     reader = MediaReader(MediaLimits(), sighted.vision, tmp_path / "media")
     warn_once.cache_clear()  # another test may have had the warning
     collector = Collector(

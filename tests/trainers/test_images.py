@@ -21,7 +21,7 @@ from whet.config import TrainConfig, load_config
 from whet.config.schema import DataConfig, RolloutConfig, SFTConfig
 from whet.data.drawn.figures import counting
 from whet.data.drawn.videos import direction
-from whet.data.load import load_prompts
+from whet.data.load import load_items
 from whet.errors import ConfigError, EngineError
 from whet.models.init_vision import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
@@ -170,7 +170,7 @@ def test_sampler_and_trainer_agree(arch: VisionArch, tmp_path: Path) -> None:
     tokenizer, model = load_tokenizer(folder), load_policy(folder)
     rows = [*counting("train", 0, num_rows=3, prompt="<image>?"), {"prompt": "hello", "answer": "1"}]
     rows += direction("train", 0, num_rows=2, prompt="<video>?")
-    prompts = load_prompts(DataConfig(max_prompt_length=4096), tokenizer, rows=rows).items
+    prompts = load_items(DataConfig(max_prompt_length=4096), tokenizer, rows=rows).items
     requests = [
         Request(f"{prompt.uid}:{sample}", prompt.token_ids, SamplingParams(8), 10 * number + sample, media=prompt.media)
         for number, prompt in enumerate(prompts)
@@ -230,7 +230,7 @@ def test_engines_that_cannot_are_named_with_the_row_before_anything_starts(folde
 def test_a_server_that_does_not_read_the_models_images_is_named_with_the_row(tmp_path: Path) -> None:
     rows = [{"prompt": "no image", "answer": "1"}, *counting("train", 0, num_rows=1, prompt="<image>?")]
     tokenizer = load_tokenizer(pictures.seeing_folder(tmp_path / "model", "smolvlm"))
-    prompts = load_prompts(DataConfig(train_files=["unused"]), tokenizer, rows=rows).items
+    prompts = load_items(DataConfig(train_files=["unused"]), tokenizer, rows=rows).items
     rollout = RolloutConfig(engine={"name": "sglang"})
     with pytest.raises(EngineError, match=r"row 1 has images, and the model is smolvlm; .* rollout.engine.name to nat"):
         check_media(rollout, tokenizer, prompts)

@@ -240,10 +240,8 @@ def verify(folder: Path) -> None:
     if "trainer.json" not in expected or any(Path(name).is_absolute() or ".." in Path(name).parts for name in expected):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged: it names other files than were written")
     if link := next(files.links_out(folder), None):
-        raise CheckpointError(
-            f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint; a checkpoint holds its own files: "
-            "replace the link with the file itself"
-        )
+        problem = f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint"
+        raise CheckpointError(f"{problem}; a checkpoint holds its own files: replace the link with the file itself")
     for name, (size, digest) in expected.items():
         path = folder / name
         if not path.is_file():
@@ -278,9 +276,8 @@ def _write_error(target: Path, error: Exception) -> CheckpointError:
 
 def _write_manifest(folder: Path) -> None:
     written = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written
-    }
+    sizes = {path: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
+    entries = {str(path.relative_to(folder)): each for path, each in sizes.items()}
     _sync(written)
     files.write(folder / MANIFEST, json.dumps(entries, indent=1), synced=True)
     _sync([folder])
@@ -314,8 +311,7 @@ def number(folder: Path) -> int:
 
 @contextmanager
 def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Converts errors on the files of a run to StorageError, which explains how to continue. `key` names the folder
-    in the message."""
+    """Converts errors on a run's files to StorageError, which says how to go on; `key` names the folder in it."""
     try:
         yield
     except OSError as error:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
 Named = tuple[str, torch.Tensor]
+Weights = Mapping[str, torch.Tensor]
 
 
 def export(
@@ -68,27 +69,23 @@ def export(
             raise
 
 
-def _export(
-    folder: Path, out: Path, adapter: bool, base: str | None, dtype: str | None, trust_remote_code: bool
-) -> Path:
+def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str | None, is_trusted: bool) -> Path:
     weights, origin = _state(folder / "actor.state")
     saved = checkpoint.saved(folder)
     name = dtype or saved.get("dtype") or "float32"
     if name not in ("float32", "bfloat16"):
-        raise CheckpointError(
-            f"{folder}: the dtype for its weights is {name!r}; expected float32 or bfloat16: set --dtype"
-        )
+        raise CheckpointError(f"{folder}: the dtype of weights is {name!r}; expected float32 or bfloat16: set --dtype")
     if origin is None and (adapter or base is not None):
         raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
     if origin is not None:
-        model = _with_adapter(folder, origin | {"trust_remote_code": trust_remote_code}, weights, base)
+        model = _with_adapter(folder, origin | {"trust_remote_code": is_trusted}, weights, base)
         if adapter:
             return _write_adapter(model, origin, weights, folder, base, out)
         weights = dict(merged_weights(model))
     try:
-        config = load_config(folder / "model", trust_remote_code=trust_remote_code)
+        config = load_config(folder / "model", trust_remote_code=is_trusted)
         with torch.device("meta"):
-            options = {"is_reward_model": is_classifier(config), "trust_remote_code": trust_remote_code}
+            options = {"is_reward_model": is_classifier(config), "trust_remote_code": is_trusted}
             shapes = body_of(outline(folder / "model", **options))
     except (ModelError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
@@ -109,12 +106,10 @@ def _export(
 def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
     """The weights that training started from, by their names in the files; none where they are not here."""
     with suppress(Exception):  # they are only compared with
-        found = (
-            Path(str(path))
-            if Path(str(path)).is_dir()
-            else Path(str(try_to_load_from_cache(str(path), "config.json"))).parent
-        )
-        return MergedShards(found, "")
+        folder = Path(str(path))
+        if not folder.is_dir():
+            folder = Path(str(try_to_load_from_cache(str(path), "config.json"))).parent
+        return MergedShards(folder, "")
     return {}
 
 
@@ -132,14 +127,11 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
     expected = dict(model.named_parameters())  # tied weights are saved once
     missing, unexpected = expected.keys() - set(weights), set(weights) - expected.keys()
     if missing or unexpected:
-        raise CheckpointError(
-            f"{folder}: its weights do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-        )
+        problem = f"{folder}: its weights do not fit its config"
+        raise CheckpointError(f"{problem}: missing {sorted(missing)}, unexpected {sorted(unexpected)}")
 
 
-def _with_adapter(
-    folder: Path, origin: dict[str, Any], weights: Mapping[str, torch.Tensor], base: str | None
-) -> PreTrainedModel:
+def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: str | None) -> PreTrainedModel:
     """Loads the model that training started from, with the trained adapter in it."""
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
@@ -149,10 +141,8 @@ def _with_adapter(
         else:
             model = load_policy(path, **options)
     except ModelError as error:
-        raise CheckpointError(
-            f"{folder} is an adapter for the model at {path}, which cannot be loaded; give the model's folder "
-            f"with --base: {error}"
-        ) from error
+        problem = f"{folder} is an adapter for the model at {path}, which cannot be loaded"
+        raise CheckpointError(f"{problem}; give the model's folder with --base: {error}") from error
     if fingerprint(model) != origin["fingerprint"]:
         raise CheckpointError(f"{folder} is an adapter for other weights than those at {path}; name them with --base")
     add_adapter(model, LoraConfig(**origin["lora"]), seed=0, dtype=torch_dtype(origin.get("dtype", "float32")))
@@ -164,12 +154,7 @@ def _with_adapter(
 
 
 def _write_adapter(
-    model: PreTrainedModel,
-    origin: dict[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    folder: Path,
-    base: str | None,
-    out: Path,
+    model: PreTrainedModel, origin: dict[str, Any], weights: Weights, folder: Path, base: str | None, out: Path
 ) -> Path:
     if origin["adapter_path"] is not None:
         raise CheckpointError(
@@ -191,9 +176,8 @@ def find_checkpoint(source: Path, also: str = "") -> Path:
     would do.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
-        raise CheckpointError(
-            f"{source} is no checkpoint and no run with one; expected a folder with {checkpoint.MANIFEST}{also}"
-        )
+        problem = f"{source} is no checkpoint and no run with one"
+        raise CheckpointError(f"{problem}; expected a folder with {checkpoint.MANIFEST}{also}")
     return folder
 
 
@@ -268,8 +252,7 @@ def write_weights(
 
 
 class MergedShards(Mapping[str, torch.Tensor]):
-    """The weights of a sharded state, or with another `prefix` of a model folder, each merged from its shards on
-    access."""
+    """The weights of a sharded state, or with another `prefix` of a model folder; each is merged on access."""
 
     def __init__(self, folder: Path, prefix: str = "model.") -> None:
         reader = HuggingFaceStorageReader(str(folder))
@@ -295,10 +278,8 @@ class MergedShards(Mapping[str, torch.Tensor]):
 
 def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
     if not weight.isfinite().all():
-        raise CheckpointError(
-            f"{name} holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model; choose a "
-            "checkpoint of an earlier step"
-        )
+        problem = f"{name} holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model"
+        raise CheckpointError(f"{problem}; choose a checkpoint of an earlier step")
     return weight
 
 

@@ -36,7 +36,7 @@ from whet.threads import yield_soon
 from whet.version import __version__
 
 COME_WITH = {"play": f"it comes with {registry.GAMES}"}
-START, TRAIN, AFTER, LOOK = "Getting started", "Training", "After training", "Checks and reference"
+LOOK = "Checks and reference"
 
 
 app = typer.Typer(
@@ -48,30 +48,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-for panel, name, function in (
-    (START, "quickstart", quickstart),
-    (START, "init-model", init_model),
-    (TRAIN, "train", train),
-    (TRAIN, "sft", sft),
-    (TRAIN, "train-reward", train_reward),
-    (AFTER, "runs", runs),
-    (AFTER, "plot", plot),
-    (AFTER, "show", show),
-    (AFTER, "view", view),
-    (AFTER, "eval", evaluate),
-    (AFTER, "generate", generate),
-    (AFTER, "compare", compare),
-    (AFTER, "lm-eval", lm_eval),
-    (AFTER, "serve", serve),
-    (AFTER, "serve-sandbox", serve_sandbox),
-    (AFTER, "export", export),
-    (LOOK, "doctor", doctor),
-    (LOOK, "plan", plan),
-    (LOOK, "config", config),
-    (LOOK, "data", data),
-    (LOOK, "check-reward", check_reward),
-):
-    settings = FOREIGN_OPTIONS if name == "lm-eval" else None
+PANELS: dict[str, Sequence[Callable[..., None]]] = {
+    "Getting started": (quickstart, init_model),
+    "Training": (train, sft, train_reward),
+    "After training": (runs, plot, show, view, evaluate, generate, compare, lm_eval, serve, serve_sandbox, export),
+    LOOK: (doctor, plan, config, data, check_reward),
+}
+for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
+    name = "eval" if function is evaluate else function.__name__.replace("_", "-")
+    settings = FOREIGN_OPTIONS if function is lm_eval else None
     app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
 app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)

@@ -74,12 +74,10 @@ ConfigName = Annotated[
 ]
 
 
-DeviceMemory = Annotated[
-    float | None, typer.Option(help="plan for accelerators with this many GiB, one for each process")
-]
-HostMemory = Annotated[
-    float | None, typer.Option(help="plan for nodes with this many GiB of memory, and disks that are large enough")
-]
+DeviceMemory = Annotated[float | None, typer.Option(help="plan for accelerators with this many GiB, one a process")]
+HostMemory = Annotated[float | None, typer.Option(help="plan for nodes with this many GiB, and large enough disks")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run Python code of the model's folder")]
+KeyValues = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="option; may be repeated")]
 
 
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:

@@ -16,7 +16,7 @@ from whet.cli.inputs import For, run_config_of
 from whet.planning.units import plural
 
 if TYPE_CHECKING:
-    from whet.config.schema import ExamplesConfig, TrainConfig
+    from whet.config.schema import RunConfig
     from whet.planning.doctor import Finding
     from whet.planning.forecast import Forecast
 
@@ -59,9 +59,7 @@ def plan(
         raise typer.Exit(1)
 
 
-def forecast_of(
-    config: TrainConfig | ExamplesConfig, device_gib: float | None = None, host_gib: float | None = None
-) -> Forecast:
+def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
     """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
     from whet.config import RewardTrainingConfig, SFTConfig
     from whet.planning.forecast import forecast
@@ -97,7 +95,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _of_run(config: TrainConfig | ExamplesConfig) -> Iterator[Finding]:
+def _of_run(config: RunConfig) -> Iterator[Finding]:
     from whet.config import problems
     from whet.errors import WhetError
     from whet.planning.doctor import Finding

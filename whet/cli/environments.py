@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whet.cli.algorithms import console, facts, print_kind, print_pairs
-from whet.cli.arguments import Command
+from whet.cli.arguments import Command, KeyValues
 from whet.cli.serve import read_options
 from whet.registry import ENVIRONMENTS
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 Tell = Callable[..., None]  # prints messages with their media
 environments = typer.Typer(help="List environments; show, play or check one.")
 Name = Annotated[str, typer.Argument(help="a name that `whet env list` prints, or path/file.py:Class")]
-Options = Annotated[
-    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="option of the environment; may be repeated")
-]
 PromptText = Annotated[str, typer.Option("--prompt", help="text of the prompt, for an environment that reads it")]
 Truth = Annotated[str, typer.Option("--ground-truth", help="ground truth of the prompt")]
 Seed = Annotated[int, typer.Option(min=0, help="seed of the episode")]
@@ -65,13 +62,12 @@ def show(name: Name) -> None:
 @environments.command(cls=Command)
 def play(
     name: Name,
-    option: Options = None,
+    option: KeyValues = None,
     seed: Seed = 0,
     prompt: PromptText = "",
     ground_truth: Truth = "",
     tool: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="tool to call, or path/file.py:function; may be repeated"),
+        list[str] | None, typer.Option(metavar="NAME", help="tool to call, or path/file.py:function; may be repeated")
     ] = None,
     agent: Annotated[
         list[str] | None,
@@ -205,13 +201,11 @@ def _read_answer(shown: str) -> str | None:
 @environments.command(cls=Command)
 def check(
     name: Name,
-    option: Options = None,
+    option: KeyValues = None,
     seed: Seed = 0,
     prompt: PromptText = "",
     ground_truth: Truth = "",
-    answer: Annotated[
-        list[str] | None, typer.Option(help="answer to play, in place of general ones; may be repeated")
-    ] = None,
+    answer: Annotated[list[str] | None, typer.Option(help="answer to play, not general ones; may be repeated")] = None,
     turns: Annotated[int, typer.Option(min=1, help="most turns of an episode")] = 50,
     seconds: Annotated[float, typer.Option(min=0.1, help="deadline of each probe, such as an episode")] = 10.0,
     max_characters: Annotated[int, typer.Option(min=1, help="most characters of an observation")] = 100_000,

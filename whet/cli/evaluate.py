@@ -49,10 +49,10 @@ def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
         f"truncated at data.max_response_length={config.data.max_response_length}, {evaluation.failures} failed",
         soft_wrap=True,
     )
-    wrote = f"wrote {config.output}/answers.jsonl and summary.json; `whet compare` compares two such folders"
-    console.print(
-        wrote if config.output else "set output=DIR to write every response to DIR/answers.jsonl", soft_wrap=True
-    )
+    wrote = "set output=DIR to write every response to DIR/answers.jsonl"
+    if config.output:
+        wrote = f"wrote {config.output}/answers.jsonl and summary.json; `whet compare` compares two such folders"
+    console.print(wrote, soft_wrap=True)
     return evaluation
 
 
@@ -89,11 +89,9 @@ def _cells(found: Mapping[str, Estimate], names: list[str]) -> Iterator[str | Te
         if estimate is None:
             yield ""
             continue
+        numbers = (estimate.value, estimate.low, estimate.high)
         is_reward = name == "reward"
-        value, low, high = (
-            f"{each:.3g}" if is_reward else f"{100 * each:.1f}"
-            for each in (estimate.value, estimate.low, estimate.high)
-        )
+        value, low, high = (f"{each:.3g}" if is_reward else f"{100 * each:.1f}" for each in numbers)
         yield interval(value, low, high, " to " if is_reward else "–")
 
 
@@ -104,9 +102,7 @@ def compare(
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="the same for the model to compare with A", exists=True)],
     metric: Annotated[str, typer.Option(help="accuracy, reward, or the name of a reward part")] = "accuracy",
-    other_prompts: Annotated[
-        bool, typer.Option("--other-prompts", help="accept different prompt texts for the same data rows")
-    ] = False,
+    other_prompts: Annotated[bool, typer.Option("--other-prompts", help="accept other texts of the same rows")] = False,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the resampling")] = 0,
 ) -> None:
     """Test whether two evaluations differ significantly.
@@ -122,9 +118,8 @@ def compare(
         better, p_value = each.difference, shown_p(each.p_value).removeprefix("= ")
         means = [shown(each.a.value, metric), shown(each.b.value, metric)]
         difference = interval(*(shown(number, metric) for number in (better.value, better.low, better.high)))
-        rows.append(
-            [source, str(each.num_prompts), *means, difference, p_value, str(each.a_better), str(each.b_better)]
-        )
+        wins = [str(each.a_better), str(each.b_better)]
+        rows.append([source, str(each.num_prompts), *means, difference, p_value, *wins])
     console, whole = shared_console(), found["all"]
     console.print(table(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only"), rows))
     console.print(f"A: {a}, {whole.n[0]} responses a prompt\nB: {b}, {whole.n[1]} responses a prompt", soft_wrap=True)
@@ -151,9 +146,8 @@ def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -
     if done.num_found:
         typer.echo(f"{done.num_found} completions were in the file already")
     written = f"{done.num_written} completions, {done.num_tokens} tokens"
-    typer.echo(
-        f"wrote {written} in {done.seconds:.1f} s, to {done.output}" if is_kept else f"{written}, {done.seconds:.1f} s"
-    )
+    took = f" in {done.seconds:.1f} s, to {done.output}" if is_kept else f", {done.seconds:.1f} s"
+    typer.echo(f"{'wrote ' * is_kept}{written}{took}")
     return done
 
 

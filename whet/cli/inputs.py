@@ -19,7 +19,7 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
+    from whet.config.schema import EvalConfig, GenerateConfig, RunConfig
     from whet.config.section import Section
     from whet.data.preview import Preview, Shown
 
@@ -45,19 +45,11 @@ def config(
     ],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
-    meanings: Annotated[
-        bool, typer.Option("--meanings", help="show the meaning of each key instead of the source of its value")
-    ] = False,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="print the JSON Schema of recipe files, for editors")
-    ] = False,
-    system: Annotated[
-        str | None, typer.Option("--from", help="convert: the framework (verl, easyr1, roll, trl)", show_default=False)
-    ] = None,
+    meanings: Annotated[bool, typer.Option("--meanings", help="show meanings of keys, not sources of values")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="print the JSON Schema of recipes, for editors")] = False,
+    system: Annotated[str | None, typer.Option("--from", help="convert: framework (verl, easyr1, roll, trl)")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="convert: the recipe file to write")] = None,
-    variables: Annotated[
-        list[str] | None, typer.Option("--set", help="convert: NAME=VALUE, a variable of the script")
-    ] = None,
+    variables: Annotated[list[str] | None, typer.Option("--set", help="convert: NAME=VALUE of the script")] = None,
 ) -> None:
     """Print a resolved config, or convert another framework's."""
     from whet.config.schema import COMMANDS
@@ -131,9 +123,7 @@ def data(
     tokens: Annotated[bool, typer.Option("--tokens", help="list each token with its id and its loss mask")] = False,
     val: Annotated[bool, typer.Option("--val", help="show data.val_files instead of data.train_files")] = False,
     drawn: Annotated[bool, typer.Option("--drawn", help="show rows in the order in which the run draws them")] = False,
-    thumbnails: Annotated[
-        Path | None, typer.Option(help="folder to write a thumbnail of each image and video to")
-    ] = None,
+    thumbnails: Annotated[Path | None, typer.Option(help="folder for a thumbnail of each image and video")] = None,
     command: For = None,
 ) -> None:
     """Show data rows as the model reads them: text, tokens, images."""
@@ -156,9 +146,7 @@ def data(
         _print_media(output, row, thumbnails)
 
 
-def config_of(
-    command: Command | None, recipe: str | None, overrides: list[str]
-) -> TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig:
+def config_of(command: Command | None, recipe: str | None, words: list[str]) -> RunConfig | EvalConfig | GenerateConfig:
     """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
     from whet.config import SFTConfig, TrainConfig, load_config
     from whet.config.schema import COMMANDS
@@ -167,13 +155,13 @@ def config_of(
     refused: list[ConfigError] = []
     for schema in schemas:
         try:
-            return load_config(schema, recipe, overrides, checked=False).config
+            return load_config(schema, recipe, words, checked=False).config
         except ConfigError as error:
             refused.append(error)
     raise refused[0]
 
 
-def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> TrainConfig | ExamplesConfig:
+def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> RunConfig:
     """Loads the config of a training run.  Raises: ConfigError for the config of another command."""
     from whet.config import EvalConfig, GenerateConfig
 
@@ -241,9 +229,8 @@ def _print_media(output: Console, row: Shown, folder: Path | None) -> None:
         assert each.tokens is not None
         height, width = each.tokens.size
         frames = f", {len(each.frames)} frames" if each.kind == "video" else ""
-        line = (
-            f"{each.kind} {number}: {each.tokens.count} tokens, {width} x {height} pixels{frames}, {each.digest[:12]}"
-        )
+        size = f"{each.tokens.count} tokens, {width} x {height} pixels{frames}"
+        line = f"{each.kind} {number}: {size}, {each.digest[:12]}"
         if folder is not None:
             path = folder / f"{row.title.replace(' ', '_')}_{number}.png"
             thumbnail(each, path)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from whet.cli.arguments import program
+from whet.cli.arguments import TrustRemoteCode, program
 
 GSM8K = "openai/gsm8k:main"
 # As in whet/models/, which loads torch.
@@ -27,9 +27,7 @@ def init_model(
         Path | None, typer.Option(help="train the tokenizer on the lines of this file", exists=True, dir_okay=False)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the weights")] = 0,
-    patch_size: Annotated[
-        int, typer.Option(min=2, help="pixels on a side of an image's patch, of which 2 x 2 make a token")
-    ] = 14,
+    patch_size: Annotated[int, typer.Option(min=2, help="pixels on a side of a patch; 2 x 2 patches are a token")] = 14,
 ) -> None:
     """Create a model folder: random weights, a trained tokenizer."""
     from whet.models.init import init_model as run
@@ -56,9 +54,7 @@ def init_model(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run (its newest)")],
     out: Annotated[Path, typer.Argument(help="the folder to write")],
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="write only the trained adapter, in peft's format, without merging it")
-    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="write only the adapter, in peft's format")] = False,
     base: Annotated[str | None, typer.Option(help="path of the adapter's base model, if it has moved")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
@@ -66,9 +62,7 @@ def export(
     ] = None,
     hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to the hub too")] = None,
     private: Annotated[bool, typer.Option("--private", help="with --hub: make a new repository private")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="run Python code from the model's folder")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Export the model of a checkpoint as a Hugging Face folder."""
     from whet.checkpoints.export import export as run

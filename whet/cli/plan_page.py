@@ -80,12 +80,9 @@ def show(made: Forecast, refused: Sequence[str]) -> None:
             extra = "" if tokens is None else f", micro-batches of up to {tokens:,} tokens"
             console.print(f"{role}: {made.setup.roles[role].model_path}{extra}")
         of_pool = f" of the {pools[name].processes} in pool {name}" if len(pools) > 1 else ""
-        for on_device, title in (
-            (True, f"accelerator memory of one process{of_pool}"),
-            (False, f"host memory of one process{of_pool}"),
-        ):
+        for on_device, place in ((True, "accelerator"), (False, "host")):
             if any(item.on_device == on_device for item in plan.items):
-                console.print(_memory_table(plan, title, on_device))
+                console.print(_memory_table(plan, f"{place} memory of one process{of_pool}", on_device))
     _show_fit(console, made)
     _show_speed(console, made)
     for note in (*made.notes, MEMORY_NOTE, *([] if made.estimated_seconds is None else [TIME_NOTE])):
@@ -129,12 +126,8 @@ def _show_fit(console: Console, made: Forecast) -> None:
     fits = "" if made.fits_on_disk else ": lower trainer.save_limit, or choose another trainer.run_dir"
     kept = "all are kept" if limit is None else f"{size(made.disk_bytes)} for {limit} kept and the next one"
     free = "" if made.free_disk_bytes is None else f"; {made.run_dir} has {size(made.free_disk_bytes)} free"
-    console.print(
-        Text(
-            f"disk: {size(made.checkpoint_bytes)} a checkpoint, {kept}{free}{fits}",
-            style="red" if fits else "green",
-        )
-    )
+    line = f"disk: {size(made.checkpoint_bytes)} a checkpoint, {kept}{free}{fits}"
+    console.print(Text(line, style="red" if fits else "green"))
 
 
 def _show_speed(console: Console, made: Forecast) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whet.cli.algorithms import console, facts, print_kind, print_pairs
-from whet.cli.arguments import Command
+from whet.cli.arguments import Command, KeyValues
 from whet.cli.serve import read_options
 from whet.files import shipped_yaml
 from whet.registry import REWARDS, Entry
@@ -39,9 +39,7 @@ def list_all(context: typer.Context) -> None:
 
 
 @rewards.command(cls=Command)
-def show(
-    name: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
-) -> None:
+def show(name: Annotated[str, typer.Argument(help="name that `whet rewards` lists, or path/file.py:function")]) -> None:
     """Print the rule of a score function, the fields that it reads, its options and examples."""
     with stand_ins():
         entry = REWARDS[name]
@@ -76,17 +74,13 @@ def examples(entry: Entry) -> list[tuple[float, str]]:
 
 def check_reward(
     function: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
-    data: Annotated[
-        Path | None, typer.Option(help="file with rows to make responses for; unset: rows of whet's own")
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="file with rows to make responses for; unset: whet's own")] = None,
     rows: Annotated[int, typer.Option(min=1, help="rows of the file that are used")] = 8,
     prompt_key: Annotated[str, typer.Option(help="field of the prompt in the file")] = "prompt",
     answer_key: Annotated[
         str | None, typer.Option(help="field of the ground truth; unset: reward_model.ground_truth, else answer")
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the function; may be repeated")
-    ] = None,
+    option: KeyValues = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 30.0,
     threshold: Annotated[float, typer.Option(help="lowest reward of a correct response")] = 1.0,
 ) -> None:

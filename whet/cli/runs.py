@@ -53,13 +53,13 @@ def runs(
     elif is_run(folder):
         show_end(found[0])
     else:
-        made = runs_table(found, [{f"run in {folder}": str(run.path.relative_to(folder))} for run in found])
-        if (
-            console.measure(made, options=console.options.update(width=10_000)).maximum > console.width
-        ):  # names go before the table, whose first column numbers them
-            for number, run in enumerate(found, start=1):
-                console.print(f"{number}  {run.path.relative_to(folder)}", markup=False, soft_wrap=True)
-            made = runs_table(found, [{"run": str(number)} for number, _ in enumerate(found, start=1)])
+        names = [str(run.path.relative_to(folder)) for run in found]
+        made = runs_table(found, [{f"run in {folder}": name} for name in names])
+        whole = console.measure(made, options=console.options.update(width=10_000)).maximum
+        if whole > console.width:  # names go before the table, whose first column numbers them
+            for number, name in enumerate(names, start=1):
+                console.print(f"{number}  {name}", markup=False, soft_wrap=True)
+            made = runs_table(found, [{"run": str(number + 1)} for number in range(len(names))])
         console.print(made)
         open_runs = [run for run in found if run.state in ("stopped", "killed", "failed")]
         for run in open_runs:
@@ -104,10 +104,8 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
         raise DataError("no run is named; name the folder of a run")
     read, empty = [run for run in found if run.records], [run.path for run in found if not run.records]
     if wrong := [path for path in empty if path in folders or not read]:
-        raise DataError(
-            f"{', '.join(map(str, wrong))}: no metrics to draw yet; wait for a first step, or add jsonl to "
-            "trainer.logger"
-        )
+        problem = f"{', '.join(map(str, wrong))}: no metrics to draw yet"
+        raise DataError(f"{problem}; wait for a first step, or add jsonl to trainer.logger")
     if empty:
         log.warning("left out, without metrics: %s", ", ".join(map(str, empty)))
     return read

@@ -3,25 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import typer
 
+from whet.cli.arguments import KeyValues, TrustRemoteCode
+from whet.errors import ConfigError, pip_install
+
 
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a model folder, a hub name, a checkpoint, or a run (its newest)")
-    ],
-    name: Annotated[
-        str | None, typer.Option(help="name of the model for clients; unset: the last part of MODEL")
-    ] = None,
+    model: Annotated[str, typer.Argument(help="a model folder, a hub name, a checkpoint, or a run (its newest)")],
+    name: Annotated[str | None, typer.Option(help="the model's name for clients; unset: last part of MODEL")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="load new checkpoints of the run as they come")] = False,
     best: Annotated[bool, typer.Option("--best", help="serve the run's checkpoint with the best validation")] = False,
     engine: Annotated[str, typer.Option(help="registered rollout engine, or path/file.py:MyEngine")] = "native",
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the engine; may be repeated")
-    ] = None,
+    option: KeyValues = None,
     tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: the chat template's")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -34,35 +33,24 @@ def serve(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a response that names no limit")] = 2048,
     max_running: Annotated[int, typer.Option(min=1, help="most samples that are decoded together")] = 256,
-    max_waiting: Annotated[
-        int, typer.Option(min=0, help="most samples that wait; more requests get status 429")
-    ] = 1024,
+    max_waiting: Annotated[int, typer.Option(min=0, help="most samples that wait; more get status 429")] = 1024,
     max_body_mib: Annotated[float, typer.Option(min=0.001, help="largest body of a request, in MiB")] = 4.0,
     deadline_seconds: Annotated[float, typer.Option(min=0.1, help="longest time of a request, in seconds")] = 600.0,
-    stop_seconds: Annotated[
-        float, typer.Option(min=1.0, help="time for running requests after Ctrl-C, in seconds")
-    ] = 30.0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="run Python code from the model's folder")
-    ] = False,
+    stop_seconds: Annotated[float, typer.Option(min=1.0, help="seconds for running requests after Ctrl-C")] = 30.0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a model or a run to OpenAI clients.
 
     It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
-    from whet.errors import ConfigError, pip_install
     from whet.registry import ROLLOUT_ENGINES, TOOL_PARSERS
 
     options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     if tool_parser is not None:
         TOOL_PARSERS[tool_parser].load()
-    try:
+    with _of_servers():
         from whet.serving.app import Settings
         from whet.serving.server import serve as run
-    except ImportError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
     # The fields of the settings have the names of the parameters.
     run(Settings(**{**context.params, "option": options}))
 
@@ -74,14 +62,10 @@ def serve_sandbox(
         str | None,
         typer.Option(envvar="WHET_SANDBOX_KEY", help="key that clients must send; unset: none", metavar="KEY"),
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="programs that run at a time; unset: one for each core")
-    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="programs at a time; unset: one for each core")] = None,
     sandbox: Annotated[str, typer.Option(help="bubblewrap, or unisolated: held by Landlock alone")] = "bubblewrap",
     python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
-    path: Annotated[
-        list[str] | None, typer.Option(help="folder of a toolchain that programs see, read-only; may be repeated")
-    ] = None,
+    path: Annotated[list[str] | None, typer.Option(help="folder that programs may read; may be repeated")] = None,
 ) -> None:
     """Serve a sandbox for untrusted programs.
 
@@ -89,27 +73,31 @@ def serve_sandbox(
     sends the key in its environment variable WHET_SANDBOX_KEY."""
     import os
 
-    from whet.errors import ConfigError, pip_install
     from whet.sandbox.open import open_sandbox
 
     if sandbox not in ("bubblewrap", "unisolated"):
         raise ConfigError(f"--sandbox {sandbox} cannot be served; expected bubblewrap or unisolated")
-    try:
+    with _of_servers():
         from whet.serving.sandbox import serve as run
-    except ImportError as error:
-        if error.name not in ("starlette", "uvicorn"):
-            raise
-        raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
     box = open_sandbox(sandbox, python, paths=tuple(path or ()))
     typer.echo(f"programs run in {box.name}; POST http://{host}:{port}/run_code; Ctrl-C ends it")
     run(box, host, port, concurrency or os.cpu_count() or 1, api_key)
 
 
+@contextmanager
+def _of_servers() -> Iterator[None]:
+    """Names the extra where a package of HTTP servers is missing.  Raises: ConfigError."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
+
+
 def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
     """Reads options, each value read as YAML.  Raises: ConfigError."""
     import yaml
-
-    from whet.errors import ConfigError
 
     options = {}
     for word in words:

@@ -24,9 +24,7 @@ def show(
     dropped: Annotated[bool, typer.Option("--dropped", help="the responses that algorithm.filter dropped")] = False,
     other: Annotated[Path | None, typer.Option(help="a second run, whose responses stand beside")] = None,
     other_step: Annotated[int | None, typer.Option(help="the step of the second run; unset: the same step")] = None,
-    sort: Annotated[
-        str | None, typer.Option(help="a field: reward, length, accuracy, ...; -reward: largest first")
-    ] = None,
+    sort: Annotated[str | None, typer.Option(help="a field: reward, length, ...; -reward: largest first")] = None,
     where: Annotated[
         list[str] | None,
         typer.Option(help="a condition, several times: reward<1, 'prompt~12', failure, '!failure', parts.format=0"),

@@ -24,7 +24,7 @@ from whet.cli.runs import runs_table
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from whet.config import ExamplesConfig, TrainConfig
+    from whet.config.schema import RunConfig
     from whet.tracking.runs import RunFolder
 
 MAX_NAME = 100  # characters of a folder's name
@@ -55,9 +55,8 @@ def members(words: Sequence[str]) -> list[Member]:
         try:
             swept[override.key_or_group] = list(override.sweep_string_iterator())
         except HydraException as error:  # interval, glob
-            raise ConfigError(
-                f"{word} does not list its values; write key=1,2, key=range(1,4) or key=choice(a,b)"
-            ) from error
+            problem = f"{word} does not list its values"
+            raise ConfigError(f"{problem}; write key=1,2, key=range(1,4) or key=choice(a,b)") from error
     if not swept or "trainer.run_dir" in swept:
         found = "trainer.run_dir with several values" if swept else "no key with several values"
         raise ConfigError(f"-m found {found}; expected a sweep of other keys, such as actor.optim.lr=1e-5,1e-6")
@@ -68,14 +67,11 @@ def members(words: Sequence[str]) -> list[Member]:
     return made
 
 
-def sweep(
-    schema: type[TrainConfig | ExamplesConfig], recipe: str | None, words: Sequence[str], *, dry_run: bool = False
-) -> None:
+def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, dry_run: bool = False) -> None:
     """Starts the runs of a sweep that are not finished, and prints a table of all of them. The exit status is 0 if all
     are finished, 1 if not, 130 after Ctrl-C.
 
-    Raises: ConfigError for a mistake in any of the runs, and for one that was begun with other settings, before the
-    first one starts."""
+    Raises: ConfigError, before the first run starts, for a mistake in any, and for one begun with other settings."""
     from whet.config import load_config
     from whet.tracking.console import shared_console
     from whet.tracking.runs import is_run

@@ -18,12 +18,10 @@ from whet.cli.runs import show_end
 from whet.cli.sweep import sweep
 
 if TYPE_CHECKING:
-    from whet.config import ExamplesConfig, TrainConfig
+    from whet.config.schema import RunConfig
 
 
-Multirun = Annotated[
-    bool, typer.Option("--multirun", "-m", help="start a run for each combination of values: trainer.seed=1,2")
-]
+Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="run each combination of values: trainer.seed=1,2")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")]
 
 
@@ -94,7 +92,7 @@ def _config(command: str, words: list[str] | None, config_name: str | None, dry_
 
 
 @contextmanager
-def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) -> Iterator[None]:
+def _as_command(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
     """Shows the run. After a signal, prints what was saved and the command that resumes, then exits with the status
     that shells expect: 130 after Ctrl-C."""
     from whet.trainers.stop import Stopped
@@ -109,7 +107,7 @@ def _as_command(config: TrainConfig | ExamplesConfig, *, writes: bool = True) ->
 
 
 @contextmanager
-def shown(config: TrainConfig | ExamplesConfig, *, writes: bool = True) -> Iterator[None]:
+def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
     """Shows the progress of long phases, and at the end the table of the run."""
     from whet.tracking.long_phases import LongPhases
     from whet.tracking.runs import read_run

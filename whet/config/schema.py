@@ -437,6 +437,9 @@ class RewardTrainingConfig(ExamplesConfig):
     rows_an_example: ClassVar[int] = 2
 
 
+RunConfig = TrainConfig | ExamplesConfig  # of a run that trains
+
+
 class EvalConfig(Section):
     """The config of `whet eval`."""
 

@@ -69,9 +69,8 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool 
 
     def decorate(method: F) -> F:
         if RESERVED in inspect.signature(method).parameters:
-            raise RegistryError(
-                f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads; rename it"
-            )
+            problem = f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads"
+            raise RegistryError(f"{problem}; rename it")
         _MODES[method] = dispatch_mode
         if concurrent:
             _CONCURRENT.add(method)
@@ -129,9 +128,8 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> CallPlan:
     split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
     if not split:
-        raise DataError(
-            f"{caller} splits rows, but no argument has rows: pass a DataProto or a list, or register it one to all"
-        )
+        problem = f"{caller} splits rows, but no argument has rows"
+        raise DataError(f"{problem}: pass a DataProto or a list, or register it one to all")
     if len({len(value) for value in split}) > 1:
         raise DataError(
             f"{caller} got {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "
@@ -235,9 +233,8 @@ def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
         columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (DataProto, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):
-            raise WorkerError(
-                f"{caller} returned {sizes} for a shard of {len(shard)} rows; it must return one result per row"
-            )
+            problem = f"{caller} returned {sizes} for a shard of {len(shard)} rows"
+            raise WorkerError(f"{problem}; it must return one result per row")
     return result
 
 

@@ -77,7 +77,6 @@ class SameProcess(Transport):
         self.ended = threading.Event()
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
-        """Implements `RemoteTransport.build`."""
         try:
             return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
         except BaseException:

@@ -88,8 +88,7 @@ class LocalWorkers:
         return role in self.by_role and is_concurrent(type(self.by_role[role]), method)
 
     def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
-        """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: any error of the
-        worker."""
+        """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: its errors."""
         if isinstance(payload, WorkerSpec):
             return self._build(payload)
         return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
@@ -178,6 +177,5 @@ def _encode(result: Any) -> list[wire.Frame]:
     try:
         return wire.encode((True, result))
     except Exception as error:
-        raise WorkerError(
-            f"its result, a {type(result).__name__}, cannot be sent to another process: {error}"
-        ) from error
+        kind = type(result).__name__
+        raise WorkerError(f"its result, a {kind}, cannot be sent to another process: {error}") from error

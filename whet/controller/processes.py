@@ -43,9 +43,8 @@ class ProcessTransport(RemoteTransport[_Process]):
 
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
-        self._server = ForkServer(
-            "whet.controller.worker_process:prepare", pickle.dumps(main_module()), stdout=None, name="ranks"
-        )
+        prepare, main = "whet.controller.worker_process:prepare", pickle.dumps(main_module())
+        self._server = ForkServer(prepare, main, stdout=None, name="ranks")
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
         ranks, wanted = ranks_of(pools)
         found = devices.count()
@@ -66,7 +65,6 @@ class ProcessTransport(RemoteTransport[_Process]):
             self._listen(peer)
 
     def open(self, lost: _Process) -> _Process:
-        """Implements `RemoteTransport.open`."""
         return self._listen(self._spawn(lost.spec))
 
     def end_process(self, peer: _Process) -> None:
@@ -84,13 +82,8 @@ class ProcessTransport(RemoteTransport[_Process]):
         try:
             frames.send(peer.socket, call.number, [header, *payload])
         except TimeoutError:
-            self.lose(
-                peer,
-                DeadlineError(
-                    f"{peer.name(call.role)} did not take the arguments of {call.method} within "
-                    f"{self.deadline_seconds:g} s; its processes were ended"
-                ),
-            )
+            late = f"did not take the arguments of {call.method} within {self.deadline_seconds:g} s"
+            self.lose(peer, DeadlineError(f"{peer.name(call.role)} {late}; its processes were ended"))
         except OSError:
             self.lose(peer, self._death(peer))
 

@@ -102,10 +102,8 @@ class RemoteTransport(ABC, Generic[P]):
         try:
             encoded = {key: wire.encode(each) for key, each in {id(each): each for each in arguments.values()}.items()}
         except Exception as error:
-            raise WorkerError(
-                f"{role}.{method}: its arguments cannot be sent to another process: {error}; pass plain values, and "
-                "functions and classes of a module"
-            ) from error
+            problem = f"{role}.{method}: its arguments cannot be sent to another process: {error}"
+            raise WorkerError(f"{problem}; pass plain values, and functions and classes of a module") from error
         payloads = {number: self.prepare(frames) for number, frames in encoded.items()}
         peers = self._peers_of(role)
         concurrent = is_concurrent(self._specs[role].cls, method)
@@ -121,7 +119,6 @@ class RemoteTransport(ABC, Generic[P]):
         self._end(WorkerError("close() was called"), is_orderly=True)
 
     def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
-        """Implements `Transport.give_up`."""
         for peer in [self._peers_of(role)[rank] for rank in ranks]:
             self.lose(peer, error)
 
@@ -141,7 +138,6 @@ class RemoteTransport(ABC, Generic[P]):
             call.reply.set_exception(error)
 
     def start_again(self, role: str, rank: int) -> Reply:
-        """Implements `Transport.start_again`."""
         return self._starter.submit(self._start_again, role, rank)
 
     def complete(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:

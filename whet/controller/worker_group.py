@@ -29,7 +29,6 @@ class Transport(Protocol):
         method; after it all open calls fail and the processes are ended. Only the loss of a replica (`is_replica` of
         Worker) fails the calls of this rank alone.
         """
-        ...
 
     ended: threading.Event  # set once all processes end
 
@@ -43,17 +42,14 @@ class Transport(Protocol):
 
     def abort(self, error: WhetError) -> None:
         """Ends all processes now and fails the open calls with `error`."""
-        ...
 
     def close(self) -> None:
         """Closes the workers and ends their processes. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call that was started on the ranks of a group. A process serves its calls in the order of their start, except
-    for concurrent methods."""
+    """A call that was started on the ranks of a group. A process serves all but concurrent calls in their order."""
 
     role: str
     method: str
@@ -78,9 +74,8 @@ class PendingCall:
         Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After any of them the group is closed.
         """
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
-        finished, late = concurrent.futures.wait(
-            self.replies.values(), timeout=seconds, return_when=concurrent.futures.FIRST_EXCEPTION
-        )
+        until = concurrent.futures.FIRST_EXCEPTION
+        finished, late = concurrent.futures.wait(self.replies.values(), timeout=seconds, return_when=until)
         for reply in finished:
             reply.result()
         if late:
@@ -136,9 +131,8 @@ class WorkerGroup:
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
-        return self._send(
-            method, plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
-        )
+        plan = plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
+        return self._send(method, plan)
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
@@ -160,9 +154,8 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})  # absent while an object is being copied or unpickled
         if name not in methods:
-            raise AttributeError(
-                f"worker group {self.__dict__.get('role')!r} has no {name!r}; it has {', '.join(methods)}"
-            )
+            problem = f"worker group {self.__dict__.get('role')!r} has no {name!r}"
+            raise AttributeError(f"{problem}; it has {', '.join(methods)}")
         return partial(self.call, name)
 
     def __dir__(self) -> list[str]:

@@ -17,8 +17,9 @@ from whet.limits import bounded, cause
 from whet.types import Media, Message, Turn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Options = Mapping[str, Any]  # of the chat template, and of whet: `sanitize_control_tokens`, `described_tools`
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESPONSE, _THOUGHT = "whet-probe-response", "whet-probe-thought"
 MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, for which a tokenizer needs seconds and a gigabyte
@@ -31,11 +32,11 @@ _MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; th
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Options | None = None,
 ) -> str:
     """Renders `messages` with the chat template, for `encode_rendered`.
 
@@ -56,19 +57,16 @@ def render_chat(
                     raise
                 return _rendered(tokenizer, _without_system(told), options)  # such as Gemma's first templates
     except Exception as error:  # the template is other people's code
-        raise DataError(
-            f"the chat template cannot render messages of roles ({roles(messages)}): {cause(error)}"
-        ) from error
+        found = roles(messages)
+        raise DataError(f"the chat template cannot render messages of roles ({found}): {cause(error)}") from error
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> str:
     dicts = as_text(tokenizer, _dicts(tokenizer, messages, options), options)
     return cast(str, tokenizer.apply_chat_template(dicts, **_of_template(options)))
 
 
-def _with_tools(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_tools(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> dict[str, Any]:
     """The options with the tools of the row, where the run has none."""
     found = next((message.fields[TOOLS] for message in messages if TOOLS in message.fields), None)
     if found is None or options.get("tools") or DESCRIBED in options:
@@ -76,9 +74,7 @@ def _with_tools(
     return {**options, "tools": as_text(tokenizer, found, options)}
 
 
-def _dicts(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def _dicts(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> list[dict[str, Any]]:
     """The messages as the template takes them: the arguments of tool calls as objects or as JSON text."""
     dicts = [{name: value for name, value in each.to_dict().items() if name != TOOLS} for each in messages]
     if any("tool_calls" in each for each in dicts):
@@ -100,7 +96,7 @@ def _with_arguments(calls: Any, wants_text: bool) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _wants_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+def _wants_text(tokenizer: Tokenizer, template: str) -> bool:
     """Tells whether the template would write the arguments of a tool call, an object, in another form than JSON."""
     message = assistant_message("", [{"id": "t0000c000", "name": "probe", "arguments": {_RESPONSE: _THOUGHT}}])
     chat: Any = [{"role": "user", "content": _THOUGHT}, message.to_dict()]
@@ -121,10 +117,7 @@ def read_arguments(given: Any) -> Any:
 
 
 def encode_marked_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Message], *, chat_template_kwargs: Options | None = None
 ) -> tuple[list[int], list[int]] | None:
     """Encodes a conversation: its ids, and a mask that is 1 between the template's `{% generation %}` marks.
 
@@ -145,9 +138,8 @@ def encode_marked_chat(
     return encoded["input_ids"], encoded["assistant_masks"]
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, options: Mapping[str, Any]) -> Any:
-    """Marks control tokens in all strings of `value`, so that `encode_rendered` keeps them as text, unless `options`
-    turn that off."""
+def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
+    """Marks control tokens in all strings of `value`, for `encode_rendered`, unless `options` turn that off."""
     if isinstance(value, str) and options.get(SANITIZE, True):
         control = _control_tokens(tokenizer)
         return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
@@ -156,7 +148,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, options: Mapping[str
     return [as_text(tokenizer, each, options) for each in value] if isinstance(value, list | tuple) else value
 
 
-def encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Encodes rendered texts. Control tokens of the template are parsed, those that `as_text` marked stay text, and
     none is added. A marked one is encoded in two parts, neither of which is a control token."""
     parts = [text.split(_MARK) for text in texts]
@@ -173,26 +165,19 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
     return found
 
 
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
-) -> list[list[int]]:
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
     """Encodes each text.  Raises: DataError for a text that is too long, or that the tokenizer rejects."""
     for text in texts:
         _check_text(text)
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
     except Exception as error:  # the tokenizers library raises nothing narrower
-        raise TextError(
-            f"the tokenizer rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}; "
-            "use only characters that are in its vocabulary"
-        ) from error
+        problem = f"the tokenizer rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}"
+        raise TextError(f"{problem}; use only characters that are in its vocabulary") from error
 
 
 def plain_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    media: Sequence[Media],
-    written: Callable[[str], str] = str,
+    tokenizer: Tokenizer, messages: Sequence[Message], media: Sequence[Media], written: Callable[[str], str] = str
 ) -> str:
     """Joins the texts of messages, without the chat template; `written` escapes each text. An image or video is written
     as its placeholder tokens, between the tokens that the template puts around them."""
@@ -210,15 +195,12 @@ def plain_text(
 
 
 @lru_cache(maxsize=8)
-def _around(tokenizer: PreTrainedTokenizerBase, kind: str, placeholder: str) -> tuple[str, str]:
+def _around(tokenizer: Tokenizer, kind: str, placeholder: str) -> tuple[str, str]:
     """The texts that the chat template writes before and after the placeholder; empty without a template."""
     if not tokenizer.chat_template:
         return "", ""
-    parts: list[dict[str, Any]] = [
-        {"type": "text", "text": _RESPONSE},
-        {"type": kind},
-        {"type": "text", "text": _THOUGHT},
-    ]
+    first, last = ({"type": "text", "text": text} for text in (_RESPONSE, _THOUGHT))
+    parts: list[dict[str, Any]] = [first, {"type": kind}, last]
     text = render_chat(tokenizer, [Message("user", parts)], add_generation_prompt=False)
     before, found, after = text.partition(_RESPONSE)[2].partition(_THOUGHT)[0].partition(placeholder)
     return (before, after) if found else ("", "")
@@ -235,12 +217,12 @@ def assistant_message(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
 
 
 def encode_continuation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages_before: Sequence[Message],
     new_messages: Sequence[Message],
     *,
     turn: Turn,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Options | None = None,
     media: Sequence[Media] = (),
 ) -> list[int]:
     """The ids between a sampled turn and the next one: the end of the turn, the new messages, the generation prompt.
@@ -273,16 +255,15 @@ def encode_continuation(
 
 
 def _continuation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages_before: Sequence[Message],
     new_messages: Sequence[Message],
     turn: Turn,
-    options: Mapping[str, Any] | None,
+    options: Options | None,
     *,
     calls: bool,
 ) -> str:
-    """The text of the continuation by one form of the probe: text, or with `calls` tool calls that have it as an
-    argument."""
+    """The text of the continuation by one form of the probe: text, or with `calls` the argument of tool calls."""
 
     def render(messages: Sequence[Message]) -> str:
         return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
@@ -307,10 +288,8 @@ def _continuation(
     if not continuation or (not thinks and not calls and opening.strip()):
         raise _not_append_only("the response itself")
     if after == without_new:
-        raise DataError(
-            f"the chat template renders nothing for the new messages (roles {roles(new_messages)}); "
-            "use a template that supports these roles, or send their text as a user message"
-        )
+        problem = f"the chat template renders nothing for the new messages (roles {roles(new_messages)})"
+        raise DataError(f"{problem}; use a template that supports these roles, or send their text as a user message")
     return continuation
 
 
@@ -339,7 +318,7 @@ def _probing_calls(results: Sequence[Message]) -> list[dict[str, Any]]:
     return [{"id": each["tool_call_id"], "name": each["name"], "arguments": {"x": _RESPONSE}} for each in fields]
 
 
-def _told(messages: Sequence[Message], options: Mapping[str, Any], template: str) -> Sequence[Message]:
+def _told(messages: Sequence[Message], options: Options, template: str) -> Sequence[Message]:
     """The messages with a system message that tells the tools, for templates that have another way or none."""
     fields: dict[str, Any] = {}
     if options.get("tools") and _SYSTEM_TOOLS.search(template):
@@ -365,7 +344,7 @@ def roles(messages: Sequence[Message]) -> str:
     return ", ".join(message.role for message in messages)
 
 
-def _num_sampled(tokenizer: PreTrainedTokenizerBase, turn: Turn, ids: Sequence[int]) -> int:
+def _num_sampled(tokenizer: Tokenizer, turn: Turn, ids: Sequence[int]) -> int:
     """Counts the leading ids of a continuation up to the stop token that the turn already sampled.
 
     Usually the stop token is the first id. Some templates close with " </s>": then it is the first control token.
@@ -408,17 +387,17 @@ def _check_text(text: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def _control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _of_template(options: Mapping[str, Any]) -> dict[str, Any]:
+def _of_template(options: Options) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in (SANITIZE, DESCRIBED)}
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+def template_text(tokenizer: Tokenizer, options: Options) -> str:
     """The source of the chat template that `options` choose.  Raises: DataError without one."""
     try:
         return tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
 MAX_ITEMS = 20_000_000  # an iterable with more rows is taken for an endless one
 T = TypeVar("T", Prompt, SupervisedExample, PreferencePair)
-DataT = TypeVar("DataT", DataConfig, ExamplesDataConfig)
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ class _Read:
     numbers: list[int]
     num_rows: int  # before the filter
     prompts: tuple[Prompt, ...] = ()
-    folder: str | None = None  # of the file
 
 
-def load_prompts(
-    data: DataConfig,
+@phase("reading data")
+def load_items(
+    data: DataConfig | ExamplesDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     key: str = TRAIN,
     *,
@@ -75,75 +74,17 @@ def load_prompts(
     seed: int = 0,
     with_answers: bool = True,
     media_folder: Path | None = None,
-) -> Loaded[Prompt]:
-    """Loads the prompts of `data.train_files` or `data.val_files`, or of `rows` instead; `where` is the filter.
+) -> Loaded[Any]:
+    """Loads what a data section describes: prompts, the examples of `whet sft` with their loss masks, or the pairs of
+    `whet train-reward`; from `data.train_files` or `data.val_files`, or from `rows` instead. `where` is the filter.
     `with_answers=False` reads no ground truths. `media_folder` takes images and videos that are in no file.
 
     Raises: DataError naming the entry, or the `argument` that has the rows, and the row; ConfigError."""
-
-    def build(own: DataConfig, read: _Read, first: int) -> Sequence[Prompt]:
-        prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
-        if read.prompts:
-            prompts = fit_prompts(read.prompts, prompt_format, own)
-        else:
-            prompts = build_prompts(read.rows, prompt_format, own, numbers=read.numbers, with_answers=with_answers)
-        if key == TRAIN and own.difficulty_key is not None:
-            prompts = within_window(prompts, own.difficulty_key, *own.difficulty_window)
-        return [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
-
-    return _load(data, tokenizer, key, rows, argument, where, seed, build)
-
-
-def load_examples(
-    data: ExamplesDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    key: str = TRAIN,
-    *,
-    rows: Iterable[Any] | None = None,
-    argument: str = "data",
-    where: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    media_folder: Path | None = None,
-) -> Loaded[Any]:
-    """Loads the examples of `whet sft`, with their loss masks, or the pairs of `whet train-reward`.  Arguments and
-    errors: as `load_prompts`."""
-
-    def build(own: Any, read: _Read, first: int) -> Sequence[Any]:
-        if read.prompts:
-            raise DataError("returns prompts, but examples and pairs are made from rows; return mappings instead")
-        prompt_format = PromptFormat.of(tokenizer, own, beside=read.folder, media_folder=media_folder)
-        make = build_pairs if isinstance(own, PreferenceDataConfig) else build_examples
-        return make(read.rows, prompt_format, own, numbers=read.numbers)
-
-    return _load(data, tokenizer, key, rows, argument, where, seed, build)
-
-
-def loader_of(data: DataConfig | ExamplesDataConfig) -> Callable[..., Loaded[Any]]:
-    """The function that loads the rows of a data section."""
-    return load_prompts if isinstance(data, DataConfig) else load_examples
-
-
-@phase("reading data")
-def _load(
-    data: DataT,
-    tokenizer: PreTrainedTokenizerBase,
-    key: str,
-    rows: Iterable[Any] | None,
-    argument: str,
-    where: Mapping[str, Any] | None,
-    seed: int,
-    build: Callable[[DataT, _Read, int], Sequence[T]],
-) -> Loaded[T]:
-    """Loads all entries. `build` makes the items of one entry: from the data section with the entry's own keys, its
-    rows, and the number of its first row, counted over all entries."""
-    sources = (
-        [None] if rows is not None else read_sources(key, data.train_files if key == TRAIN else data.val_files, data)
-    )
+    named = data.train_files if key == TRAIN else data.val_files
+    sources = [None] if rows is not None else read_sources(key, named, data)
     weights = read_weights(list(filter(None, sources)), data.weights) if key == TRAIN and rows is None else None
     supplied = {"split": "train" if key == TRAIN else "val", "tokenizer": tokenizer, "seed": seed}
-    items: list[T] = []
-    parts: list[EntryCounts] = []
-    first = 0
+    items, parts, first = list[Any](), list[EntryCounts](), 0
     for number, source in enumerate(sources):
         name, conditions, own = "data", {**(where or {})}, data
         if source is not None:
@@ -153,12 +94,36 @@ def _load(
             given = listed(rows) if source is None else _open(source, data, supplied)
             read = _filtered(name, given, conditions, are_rows=source is not None and source.kind != "function")
             folder = str(Path(source.path).parent) if source is not None and source.kind == "file" else None
-            built = build(own, replace(read, folder=folder), first)
+            prompt_format = PromptFormat.of(tokenizer, own, beside=folder, media_folder=media_folder)
+            if isinstance(own, DataConfig):
+                built: Sequence[Any] = _prompts(own, prompt_format, read, first, key == TRAIN, with_answers)
+            else:
+                built = _examples(own, prompt_format, read)
         items += built
         weight = None if weights is None else weights[number]
         parts.append(EntryCounts(name, read.num_rows, len(read.rows) or len(read.prompts), len(built), weight))
         first += read.num_rows
     return Loaded(tuple(items), tuple(parts))
+
+
+def _prompts(
+    data: DataConfig, prompt_format: PromptFormat, read: _Read, first: int, is_train: bool, with_answers: bool
+) -> Sequence[Prompt]:
+    """The prompts of an entry, of which the first row has the number `first`."""
+    if read.prompts:
+        prompts = fit_prompts(read.prompts, prompt_format, data)
+    else:
+        prompts = build_prompts(read.rows, prompt_format, data, numbers=read.numbers, with_answers=with_answers)
+    if is_train and data.difficulty_key is not None:
+        prompts = within_window(prompts, data.difficulty_key, *data.difficulty_window)
+    return [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
+
+
+def _examples(data: Any, prompt_format: PromptFormat, read: _Read) -> Sequence[Any]:
+    if read.prompts:
+        raise DataError("returns prompts, but examples and pairs are made from rows; return mappings instead")
+    make = build_pairs if isinstance(data, PreferenceDataConfig) else build_examples
+    return make(read.rows, prompt_format, data, numbers=read.numbers)
 
 
 def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:

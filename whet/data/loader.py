@@ -144,19 +144,15 @@ class Sampler(Protocol):
 
     def take(self, n: int) -> Sequence[int]:
         """Returns the row numbers of the next n prompts. Random draws must have keys (`whet.keyed`) from the state."""
-        ...
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Reads the scored groups, including those that a filter drops; `group.prompt.index` is the row number."""
-        ...
 
     def state(self) -> Mapping[str, Any]:
         """Returns the whole state as JSON values, for the checkpoint."""
-        ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state."""
-        ...
 
 
 class SamplerLoader:

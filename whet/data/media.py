@@ -18,16 +18,7 @@ import numpy as np
 from PIL import Image
 
 from whet import files
-from whet.data.pixels import (
-    Header,
-    from_array,
-    image_header,
-    image_pixels,
-    opened,
-    png,
-    video_header,
-    video_pixels,
-)
+from whet.data.pixels import Header, from_array, image_header, image_pixels, opened, png, video_header, video_pixels
 from whet.errors import DataError, StorageError
 from whet.types import Media
 
@@ -60,7 +51,6 @@ class Measures(Protocol):
         max_pixels: int | None = None,
     ) -> Media:
         """The media with its tokens; `seconds` are those of the chosen frames.  Raises: DataError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,8 +132,7 @@ class MediaReader:
             return self._video(source)
         if isinstance(source, tuple):
             raise DataError("it is a list; expected one image")
-        with opened(source) as file:
-            header = image_header(file)
+        header = _frame_header(source)
         digest = self._digest(kind, source)
         media = Media(kind, digest, self._stored(digest, source, header.suffix))
         return self._measured(media, header, ())
@@ -156,7 +145,7 @@ class MediaReader:
             frames = self.limits.frames(header.seconds)
             media = Media("video", digest, self._stored(digest, source, header.suffix), frames)
         else:
-            headers = [self._frame_header(frame) for frame in source]
+            headers = list(map(_frame_header, source))
             if not headers:
                 raise DataError("it is a list without frames; expected at least one")
             if len(sizes := {(each.height, each.width) for each in headers}) > 1:
@@ -180,10 +169,6 @@ class MediaReader:
             expected = f"expected at most {MAX_TOKENS:,}; lower {limit}{frames}"
             raise DataError(f"it becomes {found.tokens.count:,} tokens, {expected}")
         return found
-
-    def _frame_header(self, frame: Encoded) -> Header:
-        with opened(frame) as file:
-            return image_header(file)
 
     def _source(self, kind: Kind, value: Any) -> Encoded | tuple[Encoded, ...]:
         """The path or bytes of a value, or those of its frames.  Raises: DataError."""
@@ -292,6 +277,11 @@ def images(media: Media) -> list[Image.Image]:
     except DataError as error:
         row = f"{media.origin}: " if media.origin else ""
         raise DataError(f"{row}the {media.kind} {_name(media.source)} (digest {media.digest[:12]}): {error}") from error
+
+
+def _frame_header(source: Encoded) -> Header:
+    with opened(source) as file:
+        return image_header(file)
 
 
 def _decoded(source: Encoded) -> Image.Image:

@@ -24,10 +24,8 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
         if not rows:
             raise DataError(f"data.mix.{name}: no row is of {name!r}; there are {counts}: take it out, or add rows")
         if name not in mix:
-            raise DataError(
-                f"data.mix has no share for the rows of {name!r}, as row {rows[0].index}; it names {', '.join(mix)}: "
-                f"add data.mix.{name}, 0 to leave them out"
-            )
+            problem = f"data.mix has no share for the rows of {name!r}, as row {rows[0].index}"
+            raise DataError(f"{problem}; it names {', '.join(mix)}: add data.mix.{name}, 0 to leave them out")
     return kinds
 
 

@@ -231,9 +231,8 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise _OtherFormatError(
-            f"it is no image ({', '.join(formats)}), or is cut off; replace it, or drop the row"
-        ) from error
+        problem = f"it is no image ({', '.join(formats)}), or is cut off"
+        raise _OtherFormatError(f"{problem}; replace it, or drop the row") from error
     except Image.DecompressionBombError as error:
         size = f"{int(found[0]):,}" if (found := re.findall(r"\((\d+) pixels\)", str(error))) else "too many"
         raise DataError(f"it has {size} pixels, expected at most {MAX_PIXELS:,} in all; {SMALLER}") from error
@@ -267,14 +266,12 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
     try:
         import av
     except ImportError as error:
-        raise DataError(
-            f"it is no GIF, WebP or APNG, and other videos need PyAV; install it: {pip_install('video')}"
-        ) from error
+        problem = "it is no GIF, WebP or APNG, and other videos need PyAV"
+        raise DataError(f"{problem}; install it: {pip_install('video')}") from error
     announced, length = _announced_bytes(file), file.seek(0, io.SEEK_END)
     if announced > length:
-        raise _unreadable(
-            f"it is cut off, with {length:,} of the {announced:,} bytes that its header announces", "video"
-        )
+        found = f"it is cut off, with {length:,} of the {announced:,} bytes that its header announces"
+        raise _unreadable(found, "video")
     file.seek(0)
     try:
         with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
@@ -325,7 +322,5 @@ def _ebml_size(content: bytes, place: int) -> tuple[int, int]:
 
 
 def _unreadable(error: Exception | str, kind: str = "image") -> DataError:
-    found = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-    return DataError(
-        f"it cannot be read as {'an' if kind == 'image' else 'a'} {kind}: {found}; replace it, or drop the row"
-    )
+    found, article = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__, "n" * (kind == "image")
+    return DataError(f"it cannot be read as a{article} {kind}: {found}; replace it, or drop the row")

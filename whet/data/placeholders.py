@@ -105,9 +105,7 @@ def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
         elif form == "text" and not has_objects and message.role != "assistant":
             yield from _split(part)
         else:
-            yield {
-                name: each for name, each in part.items() if each is not None
-            }  # of a table, whose parts have all keys
+            yield {name: each for name, each in part.items() if each is not None}  # parts of a table have all keys
 
 
 def _split(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

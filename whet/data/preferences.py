@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from whet.config.schema import PreferenceDataConfig
 from whet.data.chat import encode_texts, roles
-from whet.data.prompts import PromptFormat, at_row, find_field, read_messages
+from whet.data.prompts import PromptFormat, Row, at_row, find_field, read_messages
 from whet.data.supervised import encode_conversation, encode_response
 from whet.errors import DataError
 
@@ -41,7 +40,7 @@ class PreferencePair:
 
 
 def build_pairs(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     prompt_format: PromptFormat,
     data: PreferenceDataConfig,
     *,
@@ -60,9 +59,7 @@ def build_pairs(
         noted = len(prompt_format.lost)
         with at_row(index):
             prompt_format.refuse_media(row, reason=_NO_MEDIA)
-            fields = [
-                find_field(row, data[name], f"data.{name}", COMMON[name]) for name in ("chosen_key", "rejected_key")
-            ]
+            fields = [find_field(row, data[name], f"data.{name}", common) for name, common in COMMON.items()]
             chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
             pair = PreferencePair(chosen, rejected, _margin(row, data.margin_key))
         del prompt_format.lost[noted + 1 :]  # one of a row
@@ -77,10 +74,8 @@ def build_pairs(
             pairs.append(pair)
     found = f"{num_long} of {len(rows)} pairs over data.max_length={data.max_length} tokens, and {num_equal} of two"
     if not pairs:
-        raise DataError(
-            f"no pair is left: dropped {found} equal responses; expected at least one: raise data.max_length, or "
-            "correct the rows"
-        )
+        problem = f"no pair is left: dropped {found} equal responses"
+        raise DataError(f"{problem}; expected at least one: raise data.max_length, or correct the rows")
     if num_equal or num_long:
         logger.warning("dropped %s equal responses", found)
     prompt_format.warn_lost(len(rows))
@@ -93,9 +88,7 @@ COMMON = {
 }
 
 
-def _encode(
-    row: Mapping[str, Any], field: str, prompt_format: PromptFormat, data: PreferenceDataConfig
-) -> tuple[int, ...]:
+def _encode(row: Row, field: str, prompt_format: PromptFormat, data: PreferenceDataConfig) -> tuple[int, ...]:
     """The ids of a prompt and a response, up to the token that ends it: the last that a policy would sample."""
     response, has_prompt = row[field], row.get(data.prompt_key) is not None
     prompt = prompt_format.messages(row, data.prompt_key) if has_prompt else ()
@@ -104,10 +97,8 @@ def _encode(
         messages = [*prompt, *read_messages(row, field, "text, or ")]
         prompt_format.refuse_media({}, messages, _NO_MEDIA)
         if messages[-1].role != "assistant":
-            raise DataError(
-                f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)}); "
-                "expected the response last, of the role 'assistant': correct the row"
-            )
+            problem = f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)})"
+            raise DataError(f"{problem}; expected the response last, of the role 'assistant': correct the row")
         example = encode_conversation(messages, prompt_format)
         end = max(at for at, is_sampled in enumerate(example.loss_mask) if is_sampled) + 1
         return example.input_ids[:end]
@@ -124,7 +115,7 @@ def _encode(
     return (*ids, int(prompt_format.tokenizer.eos_token_id))  # type: ignore[arg-type]
 
 
-def _margin(row: Mapping[str, Any], field: str) -> float:
+def _margin(row: Row, field: str) -> float:
     value = row.get(field)
     if value is None:
         return 0.0

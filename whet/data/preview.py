@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import files
-from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, TrainConfig
-from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, loader_of
+from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RunConfig
+from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, load_items
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
 from whet.data.pixels import png
@@ -63,7 +63,7 @@ class Preview:
 
 
 def preview(
-    config: TrainConfig | ExamplesConfig | EvalConfig | GenerateConfig,
+    config: RunConfig | EvalConfig | GenerateConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_rows: int,
@@ -75,19 +75,19 @@ def preview(
     first ones in the order of the run."""
     is_supervised = isinstance(config, ExamplesConfig)
     key = VAL if validation else TRAIN
-    data, options, where = config.data, {}, {} if validation else config.data.filter
+    data, where, with_answers = config.data, {} if validation else config.data.filter, True
     if isinstance(config, EvalConfig | GenerateConfig):
         key, seed, where = VAL, config.seed, config.data.filter
     else:
         seed = config.trainer.seed
     if isinstance(config, GenerateConfig):
-        key, data = config.source_key, data.model_copy(update={"val_files": config.sources})
-        options = {"with_answers": False}
+        key, data, with_answers = config.source_key, data.model_copy(update={"val_files": config.sources}), False
     limit_name, what = ("max_length", "example") if is_supervised else ("max_prompt_length", "row")
     limit: int = config.data[limit_name]
 
     def loaded(**changes: int) -> Loaded[Any]:
-        return loader_of(data)(data.model_copy(update=changes), tokenizer, key, where=where, seed=seed, **options)
+        changed = data.model_copy(update=changes)
+        return load_items(changed, tokenizer, key, where=where, seed=seed, with_answers=with_answers)
 
     whole = loaded(**{limit_name: NO_LIMIT})
     chosen = _numbered(whole.items)
@@ -96,7 +96,7 @@ def preview(
         chosen = [(number, item) for number, item in chosen if number == index]
         if not chosen:
             raise DataError(f"there is no {what} {index}; expected --index from 0 to {last}")
-    if drawn and isinstance(config, TrainConfig | ExamplesConfig):
+    if drawn and isinstance(config, RunConfig):
         chosen = _drawn(config, loaded(), seed, num_rows)
     prompts = [item for item in whole.items if isinstance(item, Prompt)]
     over = config.data["overlong" if is_supervised else "overlong_prompts"]
@@ -107,7 +107,7 @@ def preview(
         limit_key=f"data.{limit_name}",
         over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
         data_sources=Counter(prompt.data_source for prompt in prompts),
-        num_unanswered=0 if options else sum(prompt.ground_truth is None for prompt in prompts),
+        num_unanswered=with_answers * sum(prompt.ground_truth is None for prompt in prompts),
         rows=[row for number, item in chosen[:num_rows] for row in _shown(f"{what} {number}", item, limit)],
     )
 
@@ -169,7 +169,7 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, in
     return [(low + i * width, low + (i + 1) * width - 1, counts[i]) for i in range(-(-(high - low + 1) // width))]
 
 
-def _drawn(config: TrainConfig | ExamplesConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
+def _drawn(config: RunConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
     """The first `count` items in the order of the run, each with its number."""
     if isinstance(config, ExamplesConfig):
         order = order_of(loaded, seed=seed, shuffle=config.data.shuffle)

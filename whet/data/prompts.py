@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from whet.config.schema import DataConfig, ExamplesDataConfig
 
 logger = logging.getLogger(__name__)
+Row = Mapping[str, Any]
 Names = str | Sequence[str]  # the name of a field, or several: the first that the row has counts
 _ROWS_A_CHUNK = 256  # rows that are rendered and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
@@ -65,9 +66,8 @@ class PromptFormat:
     ) -> None:
         """`reader` reads images and videos, in the fields `media_keys`; without one a row that has some is refused."""
         if system_prompt is not None and not apply_chat_template:
-            raise ConfigError(
-                "data.system_prompt needs a template, but data.apply_chat_template is false; unset one key"
-            )
+            problem = "data.system_prompt needs a template, but data.apply_chat_template is false"
+            raise ConfigError(f"{problem}; unset one key")
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template
@@ -98,7 +98,7 @@ class PromptFormat:
             media_keys={"image": data.image_key, "video": data.video_key},
         )
 
-    def messages(self, row: Mapping[str, Any], field: str) -> tuple[Message, ...]:
+    def messages(self, row: Row, field: str) -> tuple[Message, ...]:
         """Makes the messages of a row from the text or the list of messages in `field`.  Raises: DataError."""
         content = row[field]
         is_text = isinstance(content, str)
@@ -130,7 +130,7 @@ class PromptFormat:
         """Fields of a row that may hold media."""
         return (*_MEDIA_FIELDS, *self.media_keys.values())
 
-    def refuse_media(self, row: Mapping[str, Any], messages: Sequence[Message] = (), reason: str = _NO_MEDIA) -> None:
+    def refuse_media(self, row: Row, messages: Sequence[Message] = (), reason: str = _NO_MEDIA) -> None:
         """Checks that a row has no media.  Raises: DataError for images, videos or audio, with the reason."""
         for name in self.media_fields:
             if has(row, name):
@@ -140,7 +140,7 @@ class PromptFormat:
             if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
                 raise DataError(f"message {number} has a part of type {kinds[0]!r}, {reason}")
 
-    def place(self, row: Mapping[str, Any], messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
+    def place(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
         """Makes parts of the tags in the messages of a row; returns them with its images and videos, in order.
 
         Raises: DataError where the model reads only text, and where tags and media are not as many."""
@@ -152,9 +152,8 @@ class PromptFormat:
         placed, values = place(messages, values_of(row, self.media_keys))
         limit = self.reader.limits.limit_images
         if limit is not None and len(values) > limit:
-            raise DataError(
-                f"it has {len(values)} images and videos, over data.limit_images={limit}; raise it, or drop the row"
-            )
+            problem = f"it has {len(values)} images and videos, over data.limit_images={limit}"
+            raise DataError(f"{problem}; raise it, or drop the row")
         return placed, values
 
     def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
@@ -172,9 +171,7 @@ class PromptFormat:
             media.append(from_row(number, cast(list[Media], each)))
         return media
 
-    def with_media(
-        self, row: Mapping[str, Any], messages: Sequence[Message]
-    ) -> tuple[tuple[Message, ...], tuple[Media, ...]]:
+    def with_media(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Media, ...]]:
         """The messages of one row and its media, read.  Raises: DataError."""
         placed, values = self.place(row, messages)
         [media] = self.read([values])
@@ -242,7 +239,7 @@ class PromptFormat:
 
 
 def build_prompts(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     prompt_format: PromptFormat,
     data: DataConfig,
     *,
@@ -280,8 +277,7 @@ def build_prompts(
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
     """The prompts within the length limit; those without ids are encoded from their messages.
 
-    Raises: DataError for an empty prompt, for one that is too long if data.overlong_prompts=error, and if no prompt is
-    left."""
+    Raises: DataError for an empty prompt, if none is left, and if data.overlong_prompts=error for one too long."""
     limit = data.max_prompt_length
     whole = [p if p.token_ids else _completed(p, prompt_format) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
@@ -305,7 +301,7 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
     return kept
 
 
-def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Message]:
+def read_messages(row: Row, field: str, also: str = "") -> list[Message]:
     """Reads a field of a row as messages; the error names what it may `also` be.  Raises: DataError."""
     content = row[field]
     is_list = isinstance(content, list) and len(content) > 0
@@ -322,13 +318,13 @@ def read_messages(row: Mapping[str, Any], field: str, also: str = "") -> list[Me
     return _with_tools(row, [Message.from_dict({"content": "", **as_written(raw)}) for raw in content])
 
 
-def _with_tools(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def _with_tools(row: Row, messages: list[Message]) -> list[Message]:
     """The messages with the row's tools in a field of the first."""
     tools = row_tools(row)
     return [replace(messages[0], fields={**messages[0].fields, TOOLS: tools}), *messages[1:]] if tools else messages
 
 
-def find_field(row: Mapping[str, Any], names: Names, option: str, common: Sequence[str] = ()) -> str:
+def find_field(row: Row, names: Names, option: str, common: Sequence[str] = ()) -> str:
     """The name of a field that the row has; of several names, the first.
 
     Raises: DataError with the fields of the row, and with `option`, the config key that named the field.
@@ -345,8 +341,8 @@ def find_field(row: Mapping[str, Any], names: Names, option: str, common: Sequen
 
 
 def _encoded(
-    rows: Sequence[Mapping[str, Any]], prompt_format: PromptFormat, prompt_key: Names, numbers: Sequence[int] | None
-) -> Iterator[tuple[int, Mapping[str, Any], tuple[Message, ...], list[int], tuple[Media, ...]]]:
+    rows: Sequence[Row], prompt_format: PromptFormat, prompt_key: Names, numbers: Sequence[int] | None
+) -> Iterator[tuple[int, Row, tuple[Message, ...], list[int], tuple[Media, ...]]]:
     numbers = range(len(rows)) if numbers is None else numbers
     for start in range(0, len(rows), _ROWS_A_CHUNK):
         chunk, places = rows[start : start + _ROWS_A_CHUNK], numbers[start : start + _ROWS_A_CHUNK]
@@ -373,10 +369,8 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
         messages, media = prompt_format.with_media(row, prompt.messages)
     ids = prompt_format.encode([messages], [prompt.index], [media])[0] if messages else []
     if not ids:
-        raise DataError(
-            f"row {prompt.index}: the prompt is empty, expected at least one token; correct the row, or exclude such "
-            "rows (data.filter.FIELD.not='')"
-        )
+        problem = f"row {prompt.index}: the prompt is empty, expected at least one token"
+        raise DataError(f"{problem}; correct the row, or exclude such rows (data.filter.FIELD.not='')")
     return replace(prompt, messages=messages, token_ids=tuple(ids), media=media)
 
 
@@ -396,7 +390,7 @@ def at_row(index: int | None) -> Iterator[None]:
         raise DataError(f"row {index}: {error}") from error
 
 
-def ground_truth(row: Mapping[str, Any], answer_key: Names | None) -> Any:
+def ground_truth(row: Row, answer_key: Names | None) -> Any:
     """`row[answer_key]`, else `reward_model.ground_truth`, else `answer`.  Raises: DataError."""
     if answer_key is not None:
         return row[find_field(row, answer_key, "data.answer_key")]
@@ -410,7 +404,7 @@ def _all(names: Names) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
-def _extra_info(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+def _extra_info(row: Row, used: set[str]) -> dict[str, Any]:
     own = row.get("extra_info") or {}
     if not isinstance(own, Mapping):
         raise DataError(f"expected extra_info to be an object with fields, found {type(own).__name__}")
@@ -459,8 +453,7 @@ class Template:
             raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Renders the template for the fields of one row.  Raises: DataError, also beyond the limits of
-        `whet.limits`."""
+        """Renders the template for the fields of one row.  Raises: DataError, also beyond `whet.limits`."""
         try:
             with bounded():
                 return self._compiled.render(fields)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.errors import ConfigError, DataError, did_you_mean
@@ -26,17 +26,15 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
     left = list(range(len(rows)))
     for field, condition in where.items():
         test = _test(field, condition)
-        if rows and all(_value(row, field) is None and not _has(row, field) for row in rows):
+        if rows and not any(field in _names(row) for row in rows):
             names = sorted({name for row in rows for name in _names(row)})
             hint = did_you_mean(field, names, f"rows have {', '.join(names)}", quoted=False, most=3)
             raise DataError(f"data.filter: no row has a field {field!r}; {hint}")
         met = [number for number in left if test(_value(rows[number], field), number)]
         if left and not met:
             found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
-            raise DataError(
-                f"data.filter: none of {len(left)} rows has {field} {_show(condition)}; its most frequent values are "
-                f"{', '.join(value for value, _ in found)}"
-            )
+            problem = f"data.filter: none of {len(left)} rows has {field} {_show(condition)}"
+            raise DataError(f"{problem}; its most frequent values are {', '.join(value for value, _ in found)}")
         left = met
     return left
 
@@ -59,11 +57,6 @@ def _test(field: str, condition: object) -> Test:
     return lambda value, number: bool(value == condition and isinstance(value, bool) == isinstance(condition, bool))
 
 
-def _has(row: Mapping[str, Any], field: str) -> bool:
-    outer, _, inner = field.partition(".")
-    return field in row or (isinstance(row.get(outer), Mapping) and _has(row[outer], inner))
-
-
 def _value(row: Mapping[str, Any], field: str) -> Any:
     outer, dot, inner = field.partition(".")
     if field in row or not dot:
@@ -71,12 +64,11 @@ def _value(row: Mapping[str, Any], field: str) -> Any:
     return _value(row[outer], inner) if isinstance(row.get(outer), Mapping) else None
 
 
-def _names(row: Mapping[str, Any]) -> list[str]:
-    return [
-        name
-        for outer, value in row.items()
-        for name in (outer, *(f"{outer}.{inner}" for inner in (value if isinstance(value, Mapping) else ())))
-    ]
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the fields of a row, also those in fields: `extra_info`, `extra_info.level`."""
+    for outer, value in row.items():
+        yield outer
+        yield from (f"{outer}.{inner}" for inner in _names(value if isinstance(value, Mapping) else {}))
 
 
 def _is_number(value: object) -> bool:
@@ -101,10 +93,8 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
     """
     kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
     if not kept:
-        raise DataError(
-            f"none of {len(prompts)} prompts has {low} < {key} < {high}; widen data.difficulty_window, or unset "
-            "data.difficulty_key"
-        )
+        problem = f"none of {len(prompts)} prompts has {low} < {key} < {high}"
+        raise DataError(f"{problem}; widen data.difficulty_window, or unset data.difficulty_key")
     if len(kept) < len(prompts):
         log.info("%d of %d prompts are outside %g < %s < %g", len(prompts) - len(kept), len(prompts), low, key, high)
     return kept
@@ -114,8 +104,6 @@ def difficulty(prompt: Prompt, key: str, option: str) -> float:
     """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
     value = prompt.extra_info.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(
-            f"row {prompt.index}: {option}={key} is {value!r}, expected a number; the row has "
-            f"{', '.join(prompt.extra_info) or 'no further fields'}"
-        )
+        problem = f"row {prompt.index}: {option}={key} is {value!r}, expected a number"
+        raise DataError(f"{problem}; the row has {', '.join(prompt.extra_info) or 'no further fields'}")
     return float(value)

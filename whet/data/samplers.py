@@ -155,9 +155,8 @@ def curriculum(
     (the refills of a filter need more) all prompts are shuffled.
     Bengio et al. 2009, https://doi.org/10.1145/1553374.1553380."""
     count, draws = len(prompts), generator(seed, "curriculum")
-    numbers = np.array(
-        [difficulty(prompt, difficulty_key, "data.sampler_options.difficulty_key") for prompt in prompts]
-    )
+    option = "data.sampler_options.difficulty_key"
+    numbers = np.array([difficulty(prompt, difficulty_key, option) for prompt in prompts])
     ranked = np.lexsort((draws.random(count), -numbers if hardest_first else numbers))
     when = np.argsort(np.arange(total_draws) / total_draws + spread * draws.random(total_draws), kind="stable")
     rows = ranked[(2 * when + 1) * count // (2 * total_draws)][epoch * count : (epoch + 1) * count]
@@ -189,11 +188,9 @@ class Learnability:
     def take(self, n: int) -> list[int]:
         """n different row numbers, by weight; with fewer rows than n, they repeat (Efraimidis & Spirakis 2006)."""
         p = (self._correct + self._prior / 2) / (self._scored + self._prior)
-        waits = generator(self._seed, "learnability", self._batches).exponential(size=len(p)) / (
-            p * (1 - p) + self._floor
-        )
+        draws = generator(self._seed, "learnability", self._batches).exponential(size=len(p))
         self._batches += 1
-        first = np.argsort(waits, kind="stable").tolist()
+        first = np.argsort(draws / (p * (1 - p) + self._floor), kind="stable").tolist()
         return (first * -(-n // len(first)))[:n]
 
     def observe(self, groups: Sequence[Group]) -> None:

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_chat, roles
 from whet.data.media import KINDS
 from whet.data.placeholders import expanded, num_whole
-from whet.data.prompts import PromptFormat, at_row, find_field, from_row, read_messages
+from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
 from whet.data.written import end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
@@ -36,7 +35,7 @@ class SupervisedExample:
 
 
 def build_examples(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     prompt_format: PromptFormat,
     data: SupervisedDataConfig,
     *,
@@ -63,10 +62,8 @@ def build_examples(
         if length <= max_length:
             examples.append(example)
         elif overlong == "error":
-            raise DataError(
-                f"row {index} has {length} tokens, over data.max_length={max_length}; raise it, or set data.overlong "
-                "to truncate or drop"
-            )
+            problem = f"row {index} has {length} tokens, over data.max_length={max_length}"
+            raise DataError(f"{problem}; raise it, or set data.overlong to truncate or drop")
         elif overlong == "truncate" and (shorter := _truncated(example, max_length)) is not None:
             examples.append(shorter)
             num_truncated += 1
@@ -85,9 +82,7 @@ def build_examples(
     return tuple(examples)
 
 
-def _examples(
-    row: Mapping[str, Any], prompt_format: PromptFormat, data: SupervisedDataConfig
-) -> list[SupervisedExample]:
+def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig) -> list[SupervisedExample]:
     """Returns one example, or one of each turn where the chat template leaves text out and the config says so."""
     if row.get(data.messages_key) is None:
         if prompt_format.reader is None:
@@ -96,10 +91,8 @@ def _examples(
         response = row[find_field(row, data.response_key, "data.response_key")]
         messages, media = prompt_format.with_media(row, prompt_format.messages(row, field))
         return [encode_response(messages, response, prompt_format, media)]
-    before, (messages, media) = (
-        len(prompt_format.lost),
-        prompt_format.with_media(row, read_messages(row, data.messages_key)),
-    )
+    before = len(prompt_format.lost)
+    messages, media = prompt_format.with_media(row, read_messages(row, data.messages_key))
     whole = encode_conversation(messages, prompt_format, media)
     turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if len(prompt_format.lost) == before or data.unwritten == "as_is" or (data.unwritten == "split" and len(turns) < 2):
@@ -149,11 +142,7 @@ def encode_response(
 
 
 def encode_conversation(
-    messages: Sequence[Message],
-    prompt_format: PromptFormat,
-    media: tuple[Media, ...] = (),
-    *,
-    only_last: bool = False,
+    messages: Sequence[Message], prompt_format: PromptFormat, media: tuple[Media, ...] = (), *, only_last: bool = False
 ) -> SupervisedExample:
     """Makes an example of a conversation; every assistant turn, or `only_last` the last message, is trained on with its
     end token.
@@ -169,9 +158,8 @@ def encode_conversation(
     text = render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=kwargs)
     earlier = {number for number, message in enumerate(messages[:-1]) if message.role == "assistant"}
     prompt_format.note_lost(text, messages, but=earlier if only_last else ())
-    marked = None
-    if not media:  # transformers encodes without expanding placeholders
-        marked = encode_marked_chat(tokenizer, messages, chat_template_kwargs=kwargs)
+    # With media the marks are of no use: transformers encodes without expanding placeholders.
+    marked = None if media else encode_marked_chat(tokenizer, messages, chat_template_kwargs=kwargs)
     if marked is not None:
         ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, kwargs)}
         input_ids, loss_mask = marked[0], mark_ends(tokenizer, *marked, ends)
@@ -183,10 +171,8 @@ def encode_conversation(
         loss_mask = [0] * before + loss_mask[before:]
     prompt_format.check(input_ids, media)
     if not any(loss_mask):
-        raise DataError(
-            f"the messages (roles {roles(messages)}) have no assistant text to train on; correct the row, or exclude "
-            "it (data.filter)"
-        )
+        problem = f"the messages (roles {roles(messages)}) have no assistant text to train on"
+        raise DataError(f"{problem}; correct the row, or exclude it (data.filter)")
     return SupervisedExample(tuple(input_ids), tuple(loss_mask), media)
 
 

@@ -18,7 +18,7 @@ from whet.errors import DataError
 from whet.types import Message
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 logger = logging.getLogger(__name__)
 _QUESTION, _ANSWER = "whet-probe-question", "whet-probe-answer"
@@ -59,7 +59,7 @@ def warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None) -> int | None:
+def end_of_turn(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> int | None:
     """The token that ends an answer: the chat template's with these arguments, else the tokenizer's; the latter where
     the template writes text or nothing there, and for None, without a template."""
     try:
@@ -70,21 +70,17 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] |
 
 
 @lru_cache(maxsize=8)
-def _end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
+def _end(tokenizer: Tokenizer, template: str) -> int | None:
     chat, options = [Message("user", _QUESTION), Message("assistant", _ANSWER)], {"chat_template": template}
     text = render_chat(tokenizer, chat, add_generation_prompt=False, chat_template_kwargs=options)
     after = text.rpartition(_ANSWER)[2].lstrip()
-    tokens = {
-        token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
-    }
+    added = tokenizer.added_tokens_decoder.items()
+    tokens = {token.content: number for number, token in added if token.content.strip()}
     return tokens.get(max((token for token in tokens if after.startswith(token)), key=len, default=""))
 
 
-def mark_ends(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[int], ends: Collection[int | None]
-) -> list[int]:
-    """The mask with each run of trained tokens up to its end token: with one that follows it, and without blank text
-    after one in it."""
+def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], ends: Collection[int | None]) -> list[int]:
+    """The mask with each run of trained tokens up to its end token, also one behind it, and no blank text after it."""
     marked = [*mask]
     starts = [at for at, trained in enumerate(mask) if trained and not (at and mask[at - 1])]
 

@@ -19,7 +19,7 @@ from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.render import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
-from whet.data.load import VAL, load_prompts
+from whet.data.load import VAL, load_items
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
@@ -92,7 +92,7 @@ def evaluate(
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, model_path, trust_remote_code=trusted)
         check_context(config, context_length(model_path, trust_remote_code=trusted))
         files = with_tools(config.data, config.environment)
-        loaded = load_prompts(files, tokenizer, VAL, rows=data, where=files.filter, seed=config.seed)
+        loaded = load_items(files, tokenizer, VAL, rows=data, where=files.filter, seed=config.seed)
         first = replace(loaded, items=loaded.items[: config.data.val_max_prompts])
         prompts = checked(first, config.reward, reward)
         check_media(config.rollout, tokenizer, prompts)

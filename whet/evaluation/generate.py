@@ -26,7 +26,7 @@ from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import GenerateConfig
-from whet.data.load import load_prompts
+from whet.data.load import load_items
 from whet.errors import ConfigError, DataError
 from whet.evaluation.answers import output_errors
 from whet.evaluation.evaluate import open_engine
@@ -71,7 +71,7 @@ def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path, trust_remote_code=trusted)
         check_context(config, context_length(model_path, trust_remote_code=trusted))
         named, where = config.data.model_copy(update={"val_files": config.sources}), config.data.filter
-        prompts = load_prompts(
+        prompts = load_items(
             named, tokenizer, config.source_key, rows=data, where=where, seed=config.seed, with_answers=False
         ).items
         check_media(config.rollout, tokenizer, prompts)

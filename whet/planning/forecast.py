@@ -20,7 +20,7 @@ import yaml
 from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import ExamplesConfig, TrainConfig
-from whet.data.load import TRAIN, VAL, loader_of
+from whet.data.load import TRAIN, VAL, load_items
 from whet.data.loader import run_steps
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, ModelError, WhetError
@@ -177,7 +177,7 @@ def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[tuple[int, int
     """The number of tokens of each prompt or example, and of those the number of its images and videos."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
-    items = loader_of(config.data)(config.data, tokenizer, key, where=where, seed=seed).items
+    items = load_items(config.data, tokenizer, key, where=where, seed=seed).items
     lengths = [len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in items]
     seen = [item.media if isinstance(item, Prompt | SupervisedExample) else () for item in items]
     media = [sum(each.tokens.count for each in of_row if each.tokens is not None) for of_row in seen]

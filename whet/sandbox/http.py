@@ -90,9 +90,7 @@ class HttpSandbox:
                 with urllib.request.urlopen(request, timeout=seconds) as answer:
                     found = read_json(answer.read(MOST_BYTES + 1), MOST_BYTES)
                 if not isinstance(found, dict):
-                    raise SandboxError(
-                        f"{self.address} answered {found!r:.200}; expected SandboxFusion's answer, a JSON object"
-                    )
+                    raise SandboxError(f"{self.address} answered {found!r:.200}; expected a result, a JSON object")
                 return found
             except urllib.error.HTTPError as error:
                 why = f"status {error.code}: {error.read(500).decode(errors='replace')}"
@@ -127,8 +125,6 @@ class HttpSandbox:
         told = str(answer.get("message") or "").removeprefix(TOLD)
         end = told if told in get_args(End) else "compile" if ran is None else end  # type: ignore[assignment]
         out, errors = ((result.get(name) or "").encode() for name in ("stdout", "stderr"))
-        files = {
-            name: base64.b64decode(content, validate=True) for name, content in (answer.get("files") or {}).items()
-        }
-        seconds = float(result.get("execution_time") or 0.0)
+        given, seconds = answer.get("files") or {}, float(result.get("execution_time") or 0.0)
+        files = {name: base64.b64decode(content, validate=True) for name, content in given.items()}
         return Ran(end, -9 if code is None else int(code), out, errors, seconds, files=files)

@@ -130,9 +130,7 @@ class LocalSandbox:
         """Runs a command or Python code to its end.  Raises: SandboxError."""
         for name in (*job.files, *job.collect):
             if name.startswith("/") or not {"", ".."}.isdisjoint(name.split("/")) or "\0" in name:
-                raise SandboxError(
-                    f"{name!r} is no file of the scratch folder; expected a relative path without '..': correct it"
-                )
+                raise SandboxError(f"{name!r} is no file of the scratch folder; name a relative path without '..'")
         for _ in range(2):  # a process that died is replaced
             ours, theirs = socket.socketpair()
             with ours:
@@ -211,10 +209,8 @@ class LocalSandbox:
         """The command line of bubblewrap."""
         found = shutil.which("bwrap")
         if found is None:
-            raise SandboxError(
-                "bubblewrap is not installed, and programs must not run without isolation; expected the command bwrap "
-                f"in PATH for sandbox=bubblewrap; {INSTALL}"
-            )
+            problem = "bubblewrap is not installed, and programs must not run without isolation"
+            raise SandboxError(f"{problem}; expected the command bwrap in PATH for sandbox=bubblewrap; {INSTALL}")
         words = [found, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         if os.getuid() != 0:  # root needs no namespace of users, and can then give programs another user
             words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
@@ -265,9 +261,8 @@ def _prefixes(python: str) -> list[str]:
     try:
         done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(
-            f"{python} is no Python interpreter ({error}); expected one for the programs in the sandbox: name another"
-        ) from error
+        problem = f"{python} is no Python interpreter ({error})"
+        raise SandboxError(f"{problem}; expected one for the programs in the sandbox: name another") from error
     return [*dict.fromkeys(done.stdout.split())]
 
 

@@ -44,7 +44,6 @@ def _read(text: str) -> dict[str, Language]:
         try:
             found[name] = Language(**given)
         except TypeError as error:
-            raise SandboxError(
-                f"the language {name} has {given}; expected file, run, and compile with compiled where it is compiled"
-            ) from error
+            expected = "expected file, run, and compile with compiled where it is compiled"
+            raise SandboxError(f"the language {name} has {given}; {expected}") from error
     return found

@@ -97,8 +97,7 @@ class Sandbox(Protocol):
         """The languages of programs; for a service, its own names of them."""
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        """Compiles a program and runs it once for each standard input.  Raises: SandboxError where the sandbox, not
-        the program, fails."""
+        """Compiles a program, and runs it for each standard input.  Raises: SandboxError where the sandbox fails."""
 
     def close(self) -> None:
         """Ends what the sandbox runs."""

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from jinja2 import Environment
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
@@ -34,28 +36,12 @@ CHARACTERS_PER_TOKEN = 10  # of a context; more are refused before they are enco
 MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
-CONSTRAINED = "the server samples freely; ask for the form in the prompt, and check the response"
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "audio": ((), "the model reads and writes text"),
-    "best_of": ((1,), "use n, and choose among the responses by their log-probs"),
-    "echo": ((False,), "join prompt and response yourself; return_token_ids gives the token ids of both"),
-    "function_call": (("none", "auto"), "use tools and tool_choice"),
-    "functions": (([],), "use tools"),
-    "logit_bias": (({},), "use allowed_token_ids"),
-    "modalities": ((["text"],), "the model reads and writes text"),
-    "moderation": ((), "the server moderates nothing"),
-    "prediction": ((), "the server has no speculative decoding"),
-    "reasoning_effort": ((), "set what the chat template reads with chat_template_kwargs"),
-    "response_format": (({"type": "text"},), CONSTRAINED),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "suffix": (("",), "the server appends to a prompt"),
-    "top_logprobs": ((0,), "a text has logprobs=N for the same"),
-    "verbosity": ((), "ask for it in the prompt"),
-    "web_search_options": ((), "the server has no search"),
-}
+UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
+SAMPLED = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+Raw = dict[str, Any]  # an object of JSON
 B = TypeVar("B", bound="Body")
 Whole = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -74,9 +60,14 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """The error for a parameter that the client has to change."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def unsupported(param: str, value: object, why: str) -> ApiError:
     """The error for a parameter of the API, or a value, that this server cannot follow."""
-    return ApiError(400, f"{param}={value!r:.80} is not supported: {why}", param=param, code="unsupported_value")
+    return refused(param, f"{param}={value!r:.80} is not supported: {why}", "unsupported_value")
 
 
 class StreamOptions(BaseModel):
@@ -220,16 +211,16 @@ class BodyReader:
         body = self._checked(ChatBody, raw)
         self._check_size("messages", body.n, [body.messages, body.tools, body.chat_template_kwargs])
         if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(400, "max_tokens and max_completion_tokens are both set; set one", param="max_tokens")
+            raise refused("max_tokens", "max_tokens and max_completion_tokens are both set; set one")
         if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs is set without logprobs=true", param="top_logprobs")
+            raise refused("top_logprobs", "top_logprobs is set without logprobs=true")
         if body.tool_choice not in (None, "auto", "none") and not body.tools:
-            raise ApiError(400, f"tool_choice is {body.tool_choice!r:.80} without tools", param="tool_choice")
+            raise refused("tool_choice", f"tool_choice is {body.tool_choice!r:.80} without tools")
         tools = [] if body.tool_choice == "none" else [_tool(index, each) for index, each in enumerate(body.tools)]
         names = [tool["function"]["name"] for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
             found = f"tools has {twice[0]!r} {names.count(twice[0])} times"
-            raise ApiError(400, f"{found}; give each tool a name of its own", param="tools")
+            raise refused("tools", f"{found}; give each tool a name of its own")
         messages = [_message(index, each) for index, each in enumerate(body.messages)]
         template = self.tokenizer.get_chat_template(None, tools or None) if self.tokenizer.chat_template else ""
         asked = self._tools(template, tools, body) if tools else None
@@ -265,7 +256,7 @@ class BodyReader:
         for unknown in [name for name in given if name not in kind.model_fields]:
             near, name = difflib.get_close_matches(unknown, kind.model_fields, n=1), ascii(unknown)[1:-1]
             hint = f"did you mean {near[0]}?" if near else "remove it"
-            raise ApiError(400, f"unknown parameter {name}; {hint}", param=name, code="unknown_parameter")
+            raise refused(name, f"unknown parameter {name}; {hint}", "unknown_parameter")
         try:
             body = kind.model_validate(given)
         except ValidationError as error:
@@ -274,27 +265,20 @@ class BodyReader:
             message = f"the model {body.model!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options is set without stream=true", param="stream_options")
+            raise refused("stream_options", "stream_options is set without stream=true")
         return body
 
     def _check_size(self, param: str, samples: int, texts: object = "") -> None:
-        """Raises: ApiError for more samples than the server takes, and for a prompt too long for the model however it
-        is encoded."""
+        """Raises: ApiError for more samples than the server takes, and for a prompt too long in any encoding."""
         if samples > self.most_samples:
-            message = f"the request asks for {samples} samples; the server takes {self.most_samples}"
-            raise ApiError(400, message, param="n")
+            raise refused("n", f"the request asks for {samples} samples; the server takes {self.most_samples}")
         characters, most = len(json.dumps(texts, ensure_ascii=False)), self.context * CHARACTERS_PER_TOKEN
         if characters > most:
-            message = f"{param} has {characters:,} characters; {self.context} tokens hold {most:,} at most"
-            raise ApiError(400, f"{message}: shorten it", param=param, code="context_length_exceeded")
+            found = f"{param} has {characters:,} characters; {self.context} tokens hold {most:,} at most: shorten it"
+            raise refused(param, found, "context_length_exceeded")
 
     def _rendered(
-        self,
-        template: str,
-        messages: list[Message],
-        tools: list[dict[str, Any]],
-        extra: Mapping[str, Any],
-        opening: str,
+        self, template: str, messages: list[Message], tools: list[Raw], extra: Mapping[str, Any], opening: str
     ) -> list[int]:
         for name in extra:
             if name in RESERVED or name not in _names_read(template):
@@ -305,7 +289,7 @@ class BodyReader:
         [ids] = encode_rendered(self.tokenizer, [text + opening])
         return ids
 
-    def _tools(self, template: str, tools: list[dict[str, Any]], body: ChatBody) -> ToolsAsked:
+    def _tools(self, template: str, tools: list[Raw], body: ChatBody) -> ToolsAsked:
         """The tools with the parser of their calls.  Raises: ApiError where the model has no way to call them."""
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         if "tools" not in template:
@@ -321,45 +305,37 @@ class BodyReader:
         """The sampling parameters of one prompt."""
         room = self.context - len(prompt)
         if not prompt:
-            raise ApiError(400, "the prompt is empty; it needs one token or more", param="prompt")
+            raise refused("prompt", "the prompt is empty; it needs one token or more")
         named = {"stop_token_ids": body.stop_token_ids, "allowed_token_ids": body.allowed_token_ids or []}
         for name, ids in {"prompt": prompt, **named}.items():
             if (highest := max(ids, default=0)) >= self.vocab_size:
-                known = f"the model has token ids below {self.vocab_size}"
-                raise ApiError(400, f"token id {highest} of {name} is not in the vocabulary; {known}", param=name)
+                found = f"token id {highest} of {name} is not in the vocabulary"
+                raise refused(name, f"{found}; the model has token ids below {self.vocab_size}")
         if 0 < body.temperature < MIN_TEMPERATURE:
             why = f"float32 cannot hold what it gives; set 0, which is greedy, or {MIN_TEMPERATURE:g} or more"
             raise unsupported("temperature", body.temperature, why)
         if room < (limit or 1):
-            raise ApiError(
-                400,
+            found = (
                 f"the prompt has {len(prompt)} tokens and the response may have {limit or 1}, over the model's context "
-                f"of {self.context} tokens; shorten the prompt or lower max_tokens",
-                param="max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
-                code="context_length_exceeded",
+                f"of {self.context} tokens; shorten the prompt or lower max_tokens"
             )
+            param = "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt"
+            raise refused(param, found, "context_length_exceeded")
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         if len(stop) > MAX_STOPS or max(map(len, stop), default=0) > MAX_STOP:
             found = f"{len(stop)} strings, the longest of {max(map(len, stop))} characters"
-            expected = f"expected at most {MAX_STOPS} of at most {MAX_STOP} characters"
-            raise ApiError(400, f"stop has {found}; {expected}", param="stop")
+            raise refused("stop", f"stop has {found}; expected at most {MAX_STOPS} of at most {MAX_STOP} characters")
         if "" in stop:
-            raise ApiError(400, "stop has an empty string; leave it out", param="stop")
+            raise refused("stop", "stop has an empty string; leave it out")
         if any("\ud800" <= character <= "\udfff" for character in "".join(stop)):
-            raise ApiError(400, "stop has half of a surrogate pair, which has no encoding; remove it", param="stop")
+            raise refused("stop", "stop has half of a surrogate pair, which has no encoding; remove it")
         return SamplingParams(
             max_new_tokens=limit or min(room, default),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
             stop_token_ids=tuple(sorted({*self.stop_ids, *body.stop_token_ids})),
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
             stop=stop,
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
             num_likeliest=body.likeliest,
+            **body.model_dump(include=SAMPLED),
         )
 
 
@@ -376,29 +352,26 @@ def _invalid(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":
-        return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
+        return refused(name, f"{name} is missing", "missing_required_parameter")
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))
-    found = repr(first["input"])[:80]
-    message = f"{where} is {found}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return ApiError(400, message, param=name, code="invalid_value")
+    message = f"{where} is {first['input']!r:.80}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return refused(name, message, "invalid_value")
 
 
-def _tool(index: int, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(index: int, raw: Raw) -> Raw:
     """A tool, for the template."""
-    function = raw.get("function")
+    function, where = raw.get("function"), f"tools[{index}]"
     if raw.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError(
-            400, f"tools[{index}] is {raw!r:.80}; expected type function and a function with a name", param="tools"
-        )
+        raise refused("tools", f"{where} is {raw!r:.80}; expected type function and a function with a name")
     if not TOOL_NAME.fullmatch(function["name"]):
-        expected = "expected 1 to 64 letters, digits, underscores and dashes"
-        raise ApiError(400, f"tools[{index}].function.name is {function['name']!r:.80}; {expected}", param="tools")
+        found = f"{where}.function.name is {function['name']!r:.80}"
+        raise refused("tools", f"{found}; expected 1 to 64 letters, digits, underscores and dashes")
     schema = function.get("parameters") or {}
     if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
-        found = f"{schema!r:.80}; expected a JSON schema, an object whose properties are one"
-        raise ApiError(400, f"tools[{index}].function.parameters is {found}", param="tools")
+        found = f"{where}.function.parameters is {schema!r:.80}"
+        raise refused("tools", f"{found}; expected a JSON schema, an object whose properties are one")
     if function.get("strict"):
-        raise unsupported(f"tools[{index}].function.strict", True, CONSTRAINED)
+        raise unsupported(f"{where}.function.strict", True, UNSUPPORTED["response_format"][1])
     return {"type": "function", "function": {name: each for name, each in function.items() if name != "strict"}}
 
 
@@ -411,31 +384,27 @@ def _opening(parser: str, names: Sequence[str], choice: Any) -> str:
         names = [name for name in names if isinstance(function, dict) and function.get("name") == name]
     if not names or not (isinstance(choice, dict) or choice == "required"):
         known = "auto, none, required, or type function and a function with the name of one of the tools"
-        raise ApiError(400, f"tool_choice is {choice!r:.80}; expected {known}", param="tool_choice")
+        raise refused("tool_choice", f"tool_choice is {choice!r:.80}; expected {known}")
     if (opening := TOOL_PARSERS[parser].marks.get("opening")) is None:
         raise unsupported("tool_choice", choice, f"calls of the format {parser} have no fixed beginning; use auto")
     before, behind = opening
     return f"{before}{names[0]}{behind}" if len(names) == 1 else str(before)
 
 
-def _message(index: int, raw: Mapping[str, Any]) -> Message:
+def _message(index: int, raw: Raw) -> Message:
     """A message, for the template: content as text, arguments of tool calls as objects, as most templates expect."""
     where = f"messages[{index}]"
     role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
     if not isinstance(role, str):
-        raise ApiError(400, f"{where} has no role", param=f"{where}.role")
+        raise refused(f"{where}.role", f"{where} has no role")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
-        ]
-        found = [text for text in texts if isinstance(text, str)]
-        content = "".join(found) if len(found) == len(texts) else None
+        parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str) and not (content is None and raw.get("content") is None and calls):
-        raise ApiError(
-            400, f"{where}.content is {raw.get('content')!r:.80}; this server reads text", param=f"{where}.content"
-        )
+        raise refused(f"{where}.content", f"{where}.content is {raw.get('content')!r:.80}; this server reads text")
     if not isinstance(calls, list | None):
-        raise ApiError(400, f"{where}.tool_calls is {calls!r:.80}; expected a list", param=f"{where}.tool_calls")
+        raise refused(f"{where}.tool_calls", f"{where}.tool_calls is {calls!r:.80}; expected a list")
     fields = {name: each for name, each in raw.items() if each is not None}
     if calls:
         fields["tool_calls"] = [_with_object(where, each) for each in calls]
@@ -452,4 +421,4 @@ def _with_object(where: str, call: Any) -> dict[str, Any]:
         parsed = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         return {**call, "function": {**function, "arguments": parsed}}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ApiError(400, f"{where}.tool_calls cannot be read: {error!r}", param=f"{where}.tool_calls") from error
+        raise refused(f"{where}.tool_calls", f"{where}.tool_calls cannot be read: {error!r}") from error

@@ -70,9 +70,8 @@ class SandboxApp:
         try:
             asked = RunRequest.model_validate_json(body)
         except ValidationError as error:
-            return JSONResponse(
-                {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
-            )
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            return JSONResponse({"detail": found}, 422)
         if self._unfinished >= self._most:
             return JSONResponse({"detail": "too many programs wait; try again later"}, 429, {"Retry-After": "1"})
         self._unfinished += 1

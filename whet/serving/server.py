@@ -162,9 +162,8 @@ def _source(settings: Settings) -> str:
     is_run = found != settings.model and Path(found) != run
     if (settings.follow or settings.best) and not is_run:
         option = "--follow" if settings.follow else "--best"
-        raise ConfigError(
-            f"{option} is set and {settings.model} is no folder of a run; name one, or leave {option} out"
-        )
+        found = f"{option} is set and {settings.model} is no folder of a run"
+        raise ConfigError(f"{found}; name one, or leave {option} out")
     if settings.follow and settings.best:
         raise ConfigError("--follow and --best are both set; --follow serves the newest checkpoint: leave one out")
     if not settings.best:
@@ -176,8 +175,7 @@ def _source(settings: Settings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """A checkpoint's name and the time at which it was complete: a run that goes on from an older one writes its
-    folders again."""
+    """A checkpoint's name and the time of its end: a run that goes on from an older one writes folders again."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0

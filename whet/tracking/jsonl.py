@@ -69,6 +69,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with NaN in place of null."""
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     """Truncates a JSONL file of metrics to the records up to and including `step`, and returns these; does not create a
     file.

@@ -76,8 +76,7 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase, unless that is a whole step. A smaller number is the beginning of
-        another round."""
+        """Sets the progress of the innermost phase, unless that is a step. A smaller number begins another round."""
         if self._open and self._open[-1].name != STEP:
             phase = self._open[-1]
             if done < phase.done:

@@ -39,13 +39,11 @@ class Panel:
     series: Sequence[Series]
 
 
-def plot_learning_curve(
-    path: Path, series: Sequence[Series], *, title: str, x_label: str = "step", y_label: str = "reward"
-) -> None:
+def plot_learning_curve(path: Path, series: Sequence[Series], *, title: str, y_label: str = "reward") -> None:
     """Draws the curves into a PNG file. A long curve is drawn faint, with its running mean in full colour."""
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
-    _fill(axes, series, x_label, y_label)
+    _fill(axes, series, y_label)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
     if len(series) > 1:
         axes.legend(frameon=False, loc="best")
@@ -66,15 +64,14 @@ class Drawing(Figure):
         self.savefig(path)
 
 
-def plot_panels(panels: Sequence[Panel], *, title: str = "", x_label: str = "step") -> Drawing:
-    """Draws graphs beside each other, up to three a row. A label has the same colour in all of them, and one legend
-    explains the colours."""
+def plot_panels(panels: Sequence[Panel], *, title: str = "") -> Drawing:
+    """Draws graphs beside each other, up to three a row. A label has one colour in all, which a legend explains."""
     columns = min(3, math.ceil(math.sqrt(len(panels))))
     rows = math.ceil(len(panels) / columns)
     figure = _figure(max(8, 5 * columns), 4.5 if rows == 1 else 3.2 * rows + 0.5)
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number)
-        _fill(axes, panel.series, x_label, "")
+        _fill(axes, panel.series, "")
         axes.set_title(panel.title, loc="left", fontsize=11)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
@@ -91,10 +88,10 @@ def _figure(width: float, height: float) -> Drawing:
     return figure
 
 
-def _fill(axes: Axes, series: Sequence[Series], x_label: str, y_label: str) -> None:
+def _fill(axes: Axes, series: Sequence[Series], y_label: str) -> None:
     for colour, each in zip(cycle(COLOURS), series, strict=False):
         _draw(axes, each, colour)
-    axes.set_xlabel(x_label)
+    axes.set_xlabel("step")
     axes.set_ylabel(y_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
@@ -111,9 +108,8 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def _draw(axes: Axes, series: Series, colour: str) -> None:
     if series.markers or len(series.y) < SMOOTH_FROM:
-        axes.plot(
-            series.x, series.y, color=colour, linewidth=2, marker="o" if series.markers else "", label=series.label
-        )
+        marker = "o" if series.markers else ""
+        axes.plot(series.x, series.y, color=colour, linewidth=2, marker=marker, label=series.label)
         return
     axes.plot(series.x, series.y, color=colour, linewidth=0.8, alpha=0.3)
     smooth = running_mean(series.y, max(1, len(series.y) // 30))

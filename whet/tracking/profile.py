@@ -62,8 +62,7 @@ def observed(
 
 
 class StepProfile:
-    """Profiles the steps in `steps`, with `phases.watching(StepProfile(...).phase)`; `next_step` returns the number of
-    the step that starts."""
+    """Profiles the steps in `steps`, with `phases.watching(StepProfile(...).phase)`; `next_step` tells which starts."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around) -> None:
         self._folder, self._steps, self._next_step, self._ranks = folder, set(steps), next_step, ranks
@@ -230,8 +229,7 @@ class PhaseClock:
 
 
 def status_bytes(name: str) -> int:
-    """Returns a number of the process's status file in bytes: VmRSS is resident memory, VmHWM its peak; 0 on a system
-    without that file."""
+    """A number of the process's status file in bytes: VmRSS is resident memory, VmHWM its peak; 0 without a file."""
     found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     return int(found[1]) * 1024 if found else 0
 

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,7 @@ from whet.tracking.runs import nearest
 Record = Mapping[str, Any]
 ALIASES = {"length": "tokens", "score": "reward"}
 CONDITION = re.compile(r"\s*([\w./-]+?)\s*(!=|<=|>=|=|<|>|~)\s*(.*)", re.DOTALL)
-COMPARISONS = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+COMPARISONS = {"=": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge}
 
 
 def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None) -> Path:
@@ -55,10 +48,8 @@ def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None
         if (number, each) in found:
             return found[number, each]
     near = ", ".join(map(str, sorted({at for at, _ in found}, key=lambda at: (abs(at - number), at))[:5]))
-    raise DataError(
-        f"{run}/rollouts has nothing of step {number}; the nearest steps that were written are {near} "
-        "(trainer.log_rollouts sets how often)"
-    )
+    problem = f"{run}/rollouts has nothing of step {number}"
+    raise DataError(f"{problem}; the nearest steps that were written are {near} (trainer.log_rollouts sets how often)")
 
 
 def read_rollouts(file: Path) -> list[Record]:
@@ -113,9 +104,8 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
     left, right = _comparable(value), _comparable(wanted)
     if isinstance(left, float) != isinstance(right, float):
         if isinstance(left, float) and sign not in ("=", "!="):
-            raise DataError(
-                f"--where {condition}: {name} is a number, and {wanted!r} is none; compare it with a number"
-            )
+            problem = f"--where {condition}: {name} is a number, and {wanted!r} is none"
+            raise DataError(f"{problem}; compare it with a number")
         left, right = str(value), wanted
     return bool(COMPARISONS[sign](left, right))
 
@@ -154,10 +144,8 @@ def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: st
             if hit is not None:
                 found[number] = those.pop(hit)
     if left and not found:
-        raise DataError(
-            f"{name} and {other} have no prompt in common; compare validations (--validation), or runs with the same "
-            "data and trainer.seed"
-        )
+        problem = f"{name} and {other} have no prompt in common"
+        raise DataError(f"{problem}; compare validations (--validation), or runs with the same data and trainer.seed")
     return [(left[number], found[number]) for number in sorted(found)]
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from whet import files
 from whet.errors import DataError
-from whet.tracking.jsonl import METRIC_FILES, read_records
+from whet.tracking.jsonl import METRIC_FILES, read_records, with_nan
 
 STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
 # ended: by an older version of whet; not begun: of a sweep
@@ -84,8 +84,7 @@ class RunFolder:
         return chosen if chosen and str(chosen).removeprefix("-") in known else usual
 
     def best(self, metric: str) -> tuple[float, int] | None:
-        """The best value of a metric and the first step that has it; None without any. A minus before the name: the
-        lowest is best."""
+        """The best value of a metric, with a minus before its name the lowest, and its first step; None without any."""
         pick = min if metric.startswith("-") else max
         steps, values = self.curve(metric.removeprefix("-"))
         found = pick(values, default=None)
@@ -204,6 +203,5 @@ def read_steps(folder: Path) -> list[dict[str, float]]:
     for name in METRIC_FILES:
         if (folder / name).is_file():
             for record in read_records(folder / name):
-                numbers = {key: math.nan if value is None else value for key, value in record.items()}
-                merged.setdefault(record["step"], {}).update(numbers)
+                merged.setdefault(record["step"], {}).update(with_nan(record))
     return [merged[step] for step in sorted(merged)]

@@ -20,7 +20,7 @@ from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.load import VAL, Loaded, load_prompts
+from whet.data.load import VAL, Loaded, load_items
 from whet.data.loader import run_steps
 from whet.data.preview import shortened
 from whet.data.samplers import make_loader
@@ -30,7 +30,7 @@ from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
 from whet.models.load import stop_token_ids
-from whet.planning.forecast import Counts, introduce
+from whet.planning.forecast import Counts
 from whet.planning.memory import Lengths, Setup
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
@@ -50,10 +50,7 @@ from whet.rollout.groups import Filter, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts
-from whet.trainers import (
-    judged as judged,  # its provider
-    workers,
-)
+from whet.trainers import judged as judged, workers  # judged: its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
@@ -152,11 +149,9 @@ def build(
     inputs = digests(config, begun.prompts, val_prompts, reward)
     with ExitStack() as ahead:  # what an environment refuses is said before an earlier run is deleted
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
-        with opened_for(config, setup, lengths, inputs, dry_run=dry_run) as (opened, services), ExitStack() as undo:
-            if "console" in config.trainer.logger and not dry_run:
-                likely = likely_steps(begun.callbacks, total_steps)
-                counts = Counts(len(lengths), len(val_prompts), total_steps, opened.first_step, likely)
-                introduce(setup(config, lengths), counts)
+        counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))
+        taken = opened_for(config, setup, lengths, inputs, counts, dry_run=dry_run)
+        with taken as (opened, services), ExitStack() as undo:
             roles = launch_roles(specs, config.cluster)
             undo.callback(roles["rollout"].close)
             scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
@@ -240,13 +235,12 @@ def _prompts(
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
     """The prompts to train on and those to validate on, each in its domain."""
     files, seed = with_tools(config.data, config.environment), config.trainer.seed
-    loaded = load_prompts(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
+    loaded = load_items(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
     loaded = replace(loaded, items=checked(loaded, config.reward, reward))
     held_out = tuple[Prompt, ...]()
     if files.val_files or val_data is not None:
-        given = load_prompts(
-            files, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=media_folder
-        )
+        own: dict[str, Any] = {"rows": val_data, "argument": "val_data", "seed": seed, "media_folder": media_folder}
+        given = load_items(files, tokenizer, VAL, **own)
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
     workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
@@ -270,9 +264,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     model, ref, critic = config.model, config.ref, config.critic
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
-        return workers.settings_trained(
-            config, role, steps * updates_per_step(role, config.data.train_batch_size), path
-        )
+        updates = steps * updates_per_step(role, config.data.train_batch_size)
+        return workers.settings_trained(config, role, updates, path)
 
     actor_steps = max(1, total_steps - (critic.warmup_steps if "critic" in columns.roles else 0))
     actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze))
@@ -315,16 +308,15 @@ def _rollouts(
     tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    kind = BackgroundCollector if is_continuous(config) else Collector
+    kind, folder = Collector, run_folder(config.trainer) / MEDIA
     make: Callable[..., Rollouts] = Rollouts
     if is_continuous(config):
         staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
+        kind = BackgroundCollector
         make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=begun.total_steps)
     made = make(
         begun.loader,
-        build_collector(
-            config, tokenizer, engine, config.trainer.seed, kind, hosts, run_folder(config.trainer) / MEDIA
-        ),
+        build_collector(config, tokenizer, engine, config.trainer.seed, kind, hosts, folder),
         scorer,
         tokenizer,
         n=config.rollout.n,
@@ -377,9 +369,8 @@ def _group_filter(config: TrainConfig) -> Filter | None:
     general = made(config.algorithm.filter, "algorithm")
     if general is None and not of_domain:
         return None
-    return replace(
-        general or Filter(keep_all, {}), max_refills=config.algorithm.filter.max_refills, of_domain=of_domain
-    )
+    refills = config.algorithm.filter.max_refills
+    return replace(general or Filter(keep_all, {}), max_refills=refills, of_domain=of_domain)
 
 
 def show_batch(

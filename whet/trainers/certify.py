@@ -190,11 +190,8 @@ class Step:
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
-        longest, buffer = self.world.length, overlong.buffer_length
-        penalty = overlong.penalty
-        return self.world.scores + soft_overlong(
-            lengths, max_response_length=longest, buffer_length=buffer, penalty=penalty
-        )
+        limits: dict[str, Any] = {"max_response_length": self.world.length, "buffer_length": overlong.buffer_length}
+        return self.world.scores + soft_overlong(lengths, penalty=overlong.penalty, **limits)
 
     def expected_gradient(self, n: int, staleness: float, gap: float) -> tuple[Tensor, Tensor]:
         """The expected step [S V] over all groups of n responses, and its variance."""
@@ -360,11 +357,10 @@ def rows_of(entry: Entry) -> list[Certified]:
         return [Certified(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in terms]
     if entry.alias_of is not None:
         return []
+    mode = entry.marks.get("aggregation", SUMS)
     by_kind = {
         ADV_ESTIMATORS.kind: lambda: Certified(kind, name, plain(adv_estimator=name), exact),
-        POLICY_LOSSES.kind: lambda: Certified(
-            kind, name, plain(policy_loss=name), exact, entry.marks.get("aggregation", SUMS)
-        ),
+        POLICY_LOSSES.kind: lambda: Certified(kind, name, plain(policy_loss=name), exact, mode),
         AGGREGATIONS.kind: lambda: Certified(kind, name, plain(), exact, mode=name),
         WEIGHTS.kind: lambda: Certified(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP),
     }

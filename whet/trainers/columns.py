@@ -274,10 +274,8 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
     """
     for name in fields:
         if name in COLUMNS:
-            raise ConfigError(
-                f"reward.columns names {name!r}, which is a column of every batch or has a provider already; take it "
-                "out, or let the reward report its number under another name"
-            )
+            problem = f"reward.columns names {name!r}, which is a column of every batch or has a provider already"
+            raise ConfigError(f"{problem}; take it out, or let the reward report its number under another name")
     given = {*fields, *(column.name for column in COLUMNS.values() if column.is_in_every_batch)}
     planned: dict[str, Column] = {}
 
@@ -338,9 +336,8 @@ def reward_baselines(batch: DataProto, sources: Sources) -> torch.Tensor:
     """The score of the greedy response to each row's prompt; 0 where that failed.   [B]"""
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
-    groups = sources.rollouts.sample(
-        prompts, 1, greedy, step=sources.step, metrics=Metrics(), purpose="reward_baselines"
-    )
+    step = sources.step
+    groups = sources.rollouts.sample(prompts, 1, greedy, step=step, metrics=Metrics(), purpose="reward_baselines")
     return torch.tensor([group.trajectories[0].score for group in groups])[batch["uid"]]
 
 
@@ -360,9 +357,8 @@ def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
     Equal states have equal numbers; 0 on text that was not sampled.   [B, R] int64
     """
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
-    table = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(_states(trajectory) or [0]) for trajectory in trajectories], batch_first=True
-    )
+    states = [torch.tensor(_states(trajectory) or [0]) for trajectory in trajectories]
+    table = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
     turns = batch["turn_ids"]
     return table[batch["trajectory_uid"]].gather(1, turns.clamp(min=0)).masked_fill(turns < 0, 0)
 

@@ -44,8 +44,7 @@ class EnvironmentWorker(MeasuredWorker):
     def serve(
         self, calls: Sequence[Call], timeout_seconds: float
     ) -> tuple[list[tuple[str, Result]], list[tuple[str, str]]]:
-        """Carries out calls, and waits for first results.  Returns each with its agent, and so the ids of the episodes
-        that began."""
+        """Carries out calls, and waits for first results.  Returns these and ids of begun episodes, with agents."""
         for agent, method, uid, arguments in calls:
             getattr(self._hosts[agent], method)(uid, *arguments)
         seconds = timeout_seconds if len(self._hosts) == 1 else min(timeout_seconds, SHORT_SECONDS)
@@ -114,11 +113,8 @@ class PlacedEnvironments:
             if rank not in self._open and (calls or rank in busy):
                 self._calls[rank] = []
                 self._open[rank] = self._group.start_on(rank, "serve", calls, GATHER_SECONDS)
-        wait(
-            [reply for call in self._open.values() for reply in call.replies.values()],
-            timeout=timeout_seconds,
-            return_when=FIRST_COMPLETED,
-        )
+        replies = [reply for call in self._open.values() for reply in call.replies.values()]
+        wait(replies, timeout=timeout_seconds, return_when=FIRST_COMPLETED)
         for call in self._open.values():
             call.expire()
         for rank in [rank for rank, call in self._open.items() if call.done()]:

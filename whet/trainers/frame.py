@@ -21,7 +21,7 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.hub import Uploads
 from whet.config.checks import check
-from whet.config.schema import Dtype, ExamplesConfig, RewardTrainingConfig, SFTConfig, TrainConfig, TrainerConfig
+from whet.config.schema import Dtype, RewardTrainingConfig, RunConfig, SFTConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics
@@ -29,6 +29,7 @@ from whet.models.load import load_config
 from whet.phases import phase
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_disk, check_fits
+from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Setup
 from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
@@ -57,7 +58,7 @@ class Frame:
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
     default_best_metric: ClassVar[str] = "val/accuracy"
 
-    config: TrainConfig | ExamplesConfig
+    config: RunConfig
     opened: RunDir
     services: Trackers
     tokenizer: PreTrainedTokenizerBase
@@ -324,15 +325,17 @@ class Frame:
 
 @contextmanager
 def opened_for(
-    config: TrainConfig | ExamplesConfig,
+    config: RunConfig,
     setup: Callable[[Any, Sequence[int]], Setup],
     lengths: Sequence[int],
     inputs: Mapping[str, str],
+    counts: Counts,
     *,
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
-    """Checks that a run fits, takes its folder and opens the services of `trainer.logger`, all before its workers
-    start; lets go of them where the block fails. A dry run takes and opens nothing. `inputs`: digests of code and data.
+    """Checks that a run fits, takes its folder, opens the services of `trainer.logger` and logs first lines, all before
+    its workers start; lets go of them where the block fails. A dry run does none of it but the check. `inputs`: digests
+    of code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
@@ -345,9 +348,8 @@ def opened_for(
         return
     with ExitStack() as undo:
         opened = undo.enter_context(closing(open_run_dir(run_dir, config, inputs)))
-        opened = replace(
-            opened, path=run_dir.absolute(), checkpoint_bytes=needed
-        )  # user code may change the working folder
+        # User code may change the working folder.
+        opened = replace(opened, path=run_dir.absolute(), checkpoint_bytes=needed)
         tracked = TrackedRun(
             folder=opened.path,
             project=trainer.project_name,
@@ -360,6 +362,8 @@ def opened_for(
         undo.push(lambda kind, error, at: None if error is None else write_state(opened.path, "failed", None, error))
         services = Trackers(open_services(list(names), tracked))
         undo.callback(services.close, failed=True)
+        if "console" in trainer.logger:
+            introduce(setup(config, lengths), replace(counts, first_step=opened.first_step))
         yield opened, services
         undo.pop_all()
 
@@ -402,7 +406,7 @@ def with_named_dtypes(config: C) -> C:
     return named
 
 
-def _dtypes_before(config: TrainConfig | ExamplesConfig, run: Path) -> dict[str, Dtype]:
+def _dtypes_before(config: RunConfig, run: Path) -> dict[str, Dtype]:
     """The dtypes of the run in a folder, by key; empty where there is none."""
     with suppress(ConfigError):  # damaged, or of another command: `open_run_dir` says so
         before = noted(run, config)

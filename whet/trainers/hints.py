@@ -99,10 +99,8 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     conversations = []
     for prompt, hint in asked:
         if prompt.media:
-            raise DataError(
-                f"row {prompt.index} has images or videos, and hints are for prompts of text; unset teacher.hint, or "
-                "exclude such rows (data.filter)"
-            )
+            problem = f"row {prompt.index} has images or videos, and hints are for prompts of text"
+            raise DataError(f"{problem}; unset teacher.hint, or exclude such rows (data.filter)")
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
         text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
@@ -200,9 +198,8 @@ def judge(
     with its retries and cache, or that of `complete`, a function of messages that returns text, as
     `path/file.py:function`. One that raises gives no hint, nor do those without a result `timeout_seconds` after
     the first was asked, all prompts together; both are logged."""
-    asked = [
-        [{"role": "system", "content": instruction}, *(m.to_dict() for m in group.prompt.messages)] for group in groups
-    ]
+    system = {"role": "system", "content": instruction}
+    asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:
         function: Callable[[list[dict[str, Any]]], str] = load_target(complete)
         threads = Background("whet-judge", parallel)
@@ -242,9 +239,7 @@ def text(trajectory: Trajectory) -> str | None:
 
 def _solution(prompt: Prompt, field: str | None) -> str | None:
     if field is not None and field not in prompt.extra_info:
-        raise ConfigError(
-            f"teacher.hint_options.field={field}, which row {prompt.index} does not have; it has "
-            f"{', '.join(prompt.extra_info) or 'no other fields'}"
-        )
+        problem = f"teacher.hint_options.field={field}, which row {prompt.index} does not have"
+        raise ConfigError(f"{problem}; it has {', '.join(prompt.extra_info) or 'no other fields'}")
     found = prompt.extra_info.get(field or "solution", prompt.ground_truth)
     return None if found is None else str(found)

@@ -279,13 +279,8 @@ def measure_pairs(
     """Losses of pairs [n], whose scores [2n] alternate; records means, and how often the chosen score is higher."""
     chosen, rejected = scores[::2], scores[1::2]
     loss = bradley_terry(chosen, rejected, margin, center_coef=center_coef)
-    means = {
-        "loss": loss,
-        "accuracy": (chosen > rejected).float(),
-        "margin": chosen - rejected,
-        "chosen": chosen,
-        "rejected": rejected,
-    }
+    means = {"loss": loss, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
+    means |= {"chosen": chosen, "rejected": rejected}
     for name, values in means.items():
         metrics.mean(prefix + name, values.detach().mean(), len(values))
     return loss

@@ -47,6 +47,7 @@ GOOD_ACCURACY = 0.98  # twice in a row, on the held-out problems, ends the train
 MARK = ".quickstart"  # in a folder that a quickstart may empty
 CURVE = "learning_curve.png"
 PAGE = "answers.png"
+NEXT = Path(__file__).with_suffix(".txt")  # said at the end
 WRITTEN = {
     *("train.jsonl", "held_out.jsonl", "images", "model", "sft", "sft_model", "rl", "rl_model"),
     *("summary.json", CURVE, PAGE),
@@ -163,11 +164,7 @@ def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) 
     """SFT until the correct response's mean probability on some training problems is `warm_enough`."""
     lesson = lesson or ADDITION
     imitated = [{**row, "response": row["answer"]} for row in rows]
-    overrides = {
-        "model.path": str(run_dir / "model"),
-        "trainer.run_dir": str(run_dir / "sft"),
-        "trainer.seed": seed,
-    }
+    overrides = {"model.path": str(run_dir / "model"), "trainer.run_dir": str(run_dir / "sft"), "trainer.seed": seed}
     config = load_config(SFTConfig, lesson.warm_up, overrides, given={"data"}).config
     warm = stop_when_warm(config, imitated[:NUM_CHECKED], lesson.warm_enough, lesson.warm_steps)
     return train_sft(config, data=imitated, callbacks=[warm])
@@ -212,8 +209,7 @@ def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
     """Three sums that were wrong before; the responses after RL are by plain transformers."""
     exported = run_dir / "rl_model"
-    first = run_dir / "rl" / "rollouts" / "validation_000000.jsonl"
-    before = read_rollouts(first)
+    before = read_rollouts(run_dir / "rl" / "rollouts" / "validation_000000.jsonl")
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
     with without_weight_bars():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)
@@ -244,12 +240,7 @@ def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> 
 
 
 def show(
-    console: Console,
-    summary: Mapping[str, Any],
-    examples: Sequence[Shown],
-    run_dir: Path,
-    program: str,
-    lesson: Lesson,
+    console: Console, summary: Mapping[str, Any], examples: Sequence[Shown], run_dir: Path, program: str, lesson: Lesson
 ) -> None:
     """Prints the results, and commands to try next."""
     table = Table(title="held-out problems before and after RL")
@@ -261,28 +252,12 @@ def show(
     count = f"all {summary['held_out_problems']}"
     table.add_row(count, "correct", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
     console.print(table)
-    width, recipe = len(program) + max(40, len(f" show {run_dir}/rl  ")), lesson.recipe
     page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
-    console.print(
-        f"{summary['seconds_total']:.0f} s in all; the first RL step came {summary['seconds_to_first_rl_step']:.0f} s "
-        f"after that stage began.\n\n"
-        f"learning curve   {run_dir}/{CURVE}\n"
-        f"{page}"
-        f"trained model    {run_dir}/rl_model (a plain Hugging Face folder)\n"
-        f"responses        {run_dir}/rl/rollouts/\n"
-        f"every number     {run_dir}/rl/metrics.jsonl, {run_dir}/summary.json\n\n"
-        "What to try next\n"
-        f"  {f'{program} config train {recipe}':{width}}what this run was, and where each value came from\n"
-        f"  {f'{program} view {run_dir}':{width}}curves, responses and their tokens on a page\n"
-        f"  {f'{program} algorithms':{width}}what else there is\n"
-        f"  {f'{program} show {run_dir}/rl':{width}}problems, responses and rewards of the last step\n"
-        f"  {program} train {recipe} model.path={run_dir}/sft_model algorithm.adv_estimator=rloo \\\n"
-        f"      data.train_files={run_dir}/train.jsonl data.val_files={run_dir}/held_out.jsonl \\\n"
-        f"      trainer.experiment_name=rloo\n"
-        f"  {program} init-model --arch qwen2.5 --size tiny my_model",
-        soft_wrap=True,
-        markup=False,
-    )
+    names = {"run_dir": run_dir, "curve": CURVE, "page": page, "program": program, "recipe": lesson.recipe}
+    lines = [line.partition(" | ") for line in NEXT.read_text(encoding="utf-8").format(**summary, **names).splitlines()]
+    width = max(len(command) for command, bar, _ in lines if bar)
+    for command, _, meaning in lines:
+        console.print(f"{command:{width}}  {meaning}".rstrip(), soft_wrap=True, markup=False)
 
 
 GOOD_ENOUGH, ADDS = EarlyStop(None, is_good), EarlyStop(400, is_good)

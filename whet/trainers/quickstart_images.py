@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from PIL import Image
 
 from whet.data.drawn.figures import counting
 from whet.models.init import init_model
-from whet.tracking.rollouts import read_rollouts
+from whet.tracking.rollouts import Record, read_rollouts
 from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown
 
 NUM_TRAINED, NUM_HELD_OUT = 8192, 256
@@ -72,9 +72,7 @@ def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?"
     return [(Path(_files(row)[0]).name, row["answer"], _text(old), _text(new)) for row, old, new in wrong[:3]]
 
 
-def draw_page(
-    path: Path, answers: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]], question: str
-) -> None:
+def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], question: str) -> None:
     """Draws pictures in a grid, with the responses before and after RL below each."""
     figure = Figure(figsize=(1.5 * GRID, 2.0 * GRID), dpi=100, layout=ConstrainedLayoutEngine(h_pad=0.12))
     FigureCanvasAgg(figure)
@@ -89,7 +87,7 @@ def draw_page(
     figure.savefig(path)
 
 
-def side_by_side(row: Mapping[str, Any]) -> Image.Image:
+def side_by_side(row: Record) -> Image.Image:
     """The images of a row, or the frames of its video, at most four beside each other; they have one size."""
     pictures = [Image.open(path).convert("RGB") for path in _files(row)]
     (width, height), columns = pictures[0].size, min(4, len(pictures))
@@ -100,12 +98,12 @@ def side_by_side(row: Mapping[str, Any]) -> Image.Image:
     return sheet
 
 
-def _files(row: Mapping[str, Any]) -> list[str]:
+def _files(row: Record) -> list[str]:
     """The files of a row's images, or of the frames of its video."""
     return [*row["images"]] if "images" in row else [*row["videos"][0]]
 
 
-def _text(answer: Mapping[str, Any]) -> str:
+def _text(answer: Record) -> str:
     return str(answer["response"]).partition("<|")[0].strip() or "nothing"
 
 

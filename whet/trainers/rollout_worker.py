@@ -42,17 +42,14 @@ class Direct:
         self.load, self.status, self.close = self._engine.load, self._engine.status, self._engine.close
 
     def submit(self, request: Request) -> bool:
-        """Implements `RolloutEngine.submit`."""
         with self._named("submit"):
             return self._engine.submit(request)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Implements `RolloutEngine.poll`."""
         with self._named("poll"):
             return self._engine.poll(timeout_seconds)
 
     def sync(self, version: int) -> str:
-        """Implements `Replicas.sync`."""
         with self._named("sync"):
             return self._worker.sync(version)
 
@@ -72,12 +69,7 @@ class RolloutWorker(MeasuredWorker):
     is_replica = True
 
     def __init__(
-        self,
-        placement: Placement,
-        config: RolloutConfig,
-        tokenizer_path: str,
-        model: ModelConfig,
-        num_devices: int = 1,
+        self, placement: Placement, config: RolloutConfig, tokenizer_path: str, model: ModelConfig, num_devices: int = 1
     ) -> None:
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype), model

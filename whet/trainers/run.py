@@ -97,8 +97,7 @@ class Run(Frame):
         return [with_truth(*pair) for pair in zip(groups, found, strict=True)]
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hands a step's numbers to the trackers and to the callbacks; after a validation also warns of a gap between
-        rewards and accuracy."""
+        """Hands a step's numbers to trackers and callbacks; warns of a gap between rewards and held-out accuracy."""
         if lost := self.engine.num_lost:
             metrics.max("rollout/lost_ranks", lost)
         if metrics.value("val/accuracy") is not None:
@@ -259,13 +258,11 @@ def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Ite
     lengths = batch["attention_mask"][:, -shape[1] :].sum(1).tolist()
     for row, length in enumerate(lengths):
         ids = batch["responses"][row, :length].tolist()
-        numbers = {
-            name: [round(value, 6) for value in column[row, :length].tolist()] for name, column in columns.items()
-        }
+        found = {name: column[row, :length].tolist() for name, column in columns.items()}
         yield {
             "uid": batch["trajectory_uid_name"][row],
             **({"agent": agent} if (agent := batch["agent"][row]) else {}),
             "tokens": [tokenizer.decode([token]) for token in ids],
             **{name: batch[name][row, :length].tolist() for name in TOKEN_MARKS if name in batch},
-            **numbers,
+            **{name: [round(value, 6) for value in values] for name, values in found.items()},
         }

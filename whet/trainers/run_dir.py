@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -36,12 +35,12 @@ from whet.checkpoints.checkpoint import disk_errors
 from whet.config.compose import flatten
 from whet.config.load import rename
 from whet.config.render import to_yaml
-from whet.config.schema import ExamplesConfig, RewardTrainingConfig, Section, SFTConfig, TrainConfig
+from whet.config.schema import RewardTrainingConfig, RunConfig, Section, SFTConfig, TrainConfig
 from whet.data.preferences import PreferencePair
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.registry import PACKAGE
-from whet.tracking.jsonl import METRIC_FILES, cut_back
+from whet.tracking.jsonl import METRIC_FILES, cut_back, with_nan
 from whet.tracking.runs import CONFIG, INPUTS
 from whet.types import Prompt
 
@@ -90,7 +89,7 @@ class RunDir:
             self.lock.close()
 
 
-def open_run_dir(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[str, str] | None = None) -> RunDir:
+def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None = None) -> RunDir:
     """Takes the folder, finds the checkpoint to go on from, says which, cuts the run's files back to it, deletes the
     checkpoints over `trainer.save_limit`, and writes the config and the digests of the `inputs` (code and data).
 
@@ -163,9 +162,7 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
             aside = next(path for path in map(folder.with_name, names) if not path.exists())
             folder.rename(aside)
             log.warning("%s is no longer part of this run, which goes on before it; renamed to %s", folder, aside.name)
-    return [
-        {name: math.nan if value is None else value for name, value in each.items()} for each in kept[METRIC_FILES[0]]
-    ]
+    return [with_nan(each) for each in kept[METRIC_FILES[0]]]
 
 
 def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
@@ -194,10 +191,8 @@ def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
 def _check_links(path: Path) -> None:
     for link in files.links_out(path):
         if link.parent == path or link.relative_to(path).parts[0] in OWN:
-            raise ConfigError(
-                f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder; remove "
-                "the link, or set trainer.run_dir to the other place"
-            )
+            problem = f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder"
+            raise ConfigError(f"{problem}; remove the link, or set trainer.run_dir to the other place")
 
 
 def _delete(path: Path) -> None:
@@ -219,7 +214,7 @@ def _unlock() -> None:
 os.register_at_fork(after_in_child=_unlock)
 
 
-def is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[str, str]) -> bool:
+def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
     """Tells whether a folder's run is the one that `config` and `inputs` describe, started as `trainer.resume` says.
 
     Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
@@ -244,7 +239,7 @@ def is_begun(path: Path, config: TrainConfig | ExamplesConfig, inputs: Mapping[s
     return True
 
 
-def noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
+def noted(path: Path, config: RunConfig) -> dict[str, Any]:
     """The config and the digests that the run in a folder was last started with, by dotted key.
 
     Raises: ConfigError for files that are damaged, and for a run of another command."""
@@ -263,16 +258,12 @@ def noted(path: Path, config: TrainConfig | ExamplesConfig) -> dict[str, Any]:
     commands: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
     other = max(commands, key=lambda each: len(sections & each.model_fields.keys()))  # the first of equals
     if sections & (other.model_fields.keys() - type(config).model_fields.keys()):
-        raise ConfigError(
-            f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`; choose another "
-            "trainer.run_dir or trainer.experiment_name"
-        )
+        problem = f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`"
+        raise ConfigError(f"{problem}; choose another trainer.run_dir or trainer.experiment_name")
     return found
 
 
-def digests(
-    config: TrainConfig | ExamplesConfig, train: Items, val: Items, reward: Callable[..., Any] | None = None
-) -> dict[str, str]:
+def digests(config: RunConfig, train: Items, val: Items, reward: Callable[..., Any] | None = None) -> dict[str, str]:
     """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
     import, by key, and of a reward function that was given as an object, as far as its source is known."""
     found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}

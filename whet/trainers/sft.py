@@ -15,7 +15,7 @@ import torch
 from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
-from whet.data.load import VAL, load_examples
+from whet.data.load import VAL, load_items
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
@@ -25,7 +25,7 @@ from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.packing import LATER_MEDIA
 from whet.models.positions import position_ids, rotary_positions
-from whet.planning.forecast import Counts, introduce
+from whet.planning.forecast import Counts
 from whet.planning.memory import Lengths, Setup
 from whet.protocol import DataProto
 from whet.registry import load_target
@@ -51,8 +51,7 @@ Rows = Sequence[Mapping[str, Any]] | None
 
 @dataclass(kw_only=True, repr=False)
 class ExamplesRun(Frame):
-    """A run on examples. A trainer adds `objective_of`, `batch` and `validate`. `callbacks` are called after every
-    step."""
+    """A run on examples. A trainer adds `objective_of`, `batch` and `validate`; `callbacks` come after every step."""
 
     default_best_metric = "-val/loss"
     noun = "examples"
@@ -180,10 +179,10 @@ def _train(
     config = with_named_dtypes(config)
     tokenizer, seed = tokenizer_of(config), config.trainer.seed
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
-    loaded = load_examples(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
+    loaded = load_items(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)
     val_examples = ()
     if config.data.val_files or val_data is not None:
-        val_examples = load_examples(
+        val_examples = load_items(
             config.data, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=folder
         ).items
     examples, shuffle = loaded.items, config.data.shuffle
@@ -195,11 +194,8 @@ def _train(
     total_steps = run_steps(config.trainer, len(examples), config.data.train_batch_size)
     lengths = [example.num_tokens for example in examples]
     inputs = digests(config, examples, val_examples)
-    with opened_for(config, kind.setup, lengths, inputs, dry_run=dry_run) as (opened, services):
-        if "console" in config.trainer.logger and not dry_run:
-            likely = likely_steps(callbacks, total_steps)
-            counts = Counts(len(lengths), len(val_examples), total_steps, opened.first_step, likely)
-            introduce(kind.setup(config, lengths), counts)
+    counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
+    with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
         settings = kind.settings_of(config, total_steps)
         run = kind(
             config=config,

@@ -27,12 +27,8 @@ class Shaper:
         kl = config.algorithm.kl
         self.config = config
         self._scored_by = SCORED_BY.get(config.reward_model.source or "")
-        shaping, domains = config.algorithm.shaping, config.reward.domains.values()
-        norms = {
-            shaping.norm_mean,
-            shaping.norm_std,
-            *(norm for each in domains for norm in (each.norm_mean, each.norm_std)),
-        }
+        shapings: list[Any] = [config.algorithm.shaping, *config.reward.domains.values()]
+        norms = {norm for each in shapings for norm in (each.norm_mean, each.norm_std)}
         self._normalises = not norms <= {"none", None}
         self.running: dict[str, forms.RunningScores] = {}  # by domain; "" without domains
         self.kl_controller: Fixed | AdaptiveKL = (
@@ -97,11 +93,8 @@ class Shaper:
         domains = batch["domain"] if configs else np.full(len(batch), "")
         found = rewards
         for domain in dict.fromkeys(domains.tolist()):
-            own = configs.get(domain)
-            chosen = {
-                "mean": (own and own.norm_mean) or general.norm_mean,
-                "std": (own and own.norm_std) or general.norm_std,
-            }
+            own = configs.get(domain) or general
+            chosen = {"mean": own.norm_mean or general.norm_mean, "std": own.norm_std or general.norm_std}
             if set(chosen.values()) == {"none"}:
                 continue
             rows = torch.from_numpy(domains == domain)

@@ -82,8 +82,7 @@ train_reward = partial(train_on_examples, RewardTrainingRun)
 
 
 def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> DataProto:
-    """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both rows, which packed
-    rows compute once."""
+    """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both, computed once."""
     rows = [(ids, pair) for pair in pairs for ids in (pair.chosen, pair.rejected)]
     prompts = [ids[: pair.num_shared] for ids, pair in rows]
     responses = [ids[pair.num_shared :] for ids, pair in rows]

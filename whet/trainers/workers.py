@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from whet.config.checks import check_context
 from whet.config.schema import (
     ActorConfig,
-    EngineConfig,
     ExamplesConfig,
     ModelConfig,
     RefConfig,
     RewardModelConfig,
+    RunConfig,
     TrainConfig,
 )
 from whet.controller.dispatch import Dispatch, register
@@ -121,9 +121,8 @@ class TrainWorker(EngineWorker):
     def load(self, path: str) -> None:
         """Puts back what `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
-            raise CheckpointError(
-                f"{path} is missing: the checkpoint has no state for the role {self.role!r}; name another checkpoint"
-            )
+            problem = f"{path} is missing: the checkpoint has no state for the role {self.role!r}"
+            raise CheckpointError(f"{problem}; name another checkpoint")
         saved = self.engine.load(Path(path))
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             raise CheckpointError(
@@ -199,9 +198,8 @@ def actor_beside(worker: Worker) -> TrainWorker:
 def with_adapter(engine: TrainEngine) -> TrainsAdapter:
     """The same engine.  Raises: EngineError for one that trains no adapters."""
     if not isinstance(engine, TrainsAdapter):
-        raise EngineError(
-            f"{type(engine).__name__} trains no adapters; unset model.lora.rank, or choose another engine"
-        )
+        problem = f"{type(engine).__name__} trains no adapters"
+        raise EngineError(f"{problem}; unset model.lora.rank, or choose another engine")
     return engine
 
 
@@ -230,7 +228,7 @@ def settings_of(
 
 
 def settings_trained(
-    config: TrainConfig | ExamplesConfig, role: ActorConfig | ExamplesConfig, total_steps: int, path: str | None = None
+    config: RunConfig, role: ActorConfig | ExamplesConfig, total_steps: int, path: str | None = None
 ) -> RoleSettings:
     """The settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
     model = config.model
@@ -245,7 +243,7 @@ def settings_trained(
     )
 
 
-def tokenizer_of(config: TrainConfig | ExamplesConfig, *others: str | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of the policy, which has to be that of the models at `others` too.
 
     Raises: ModelError; ConfigError where the model's context is too short."""
@@ -256,18 +254,17 @@ def tokenizer_of(config: TrainConfig | ExamplesConfig, *others: str | None) -> P
     return tokenizer
 
 
-def check_no_token_shares(config: TrainConfig | ExamplesConfig, media: Mapping[str, Sequence[Media]]) -> None:
+def check_no_token_shares(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None:
     """Checks that no engine splits rows over ranks by tokens where one has images; `media` are those of a
     row, by its name.  Raises: ConfigError."""
     names = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
     row = next((name for name, own in media.items() if own), None)
     for name in names if row is not None else ():
-        engine: EngineConfig = attrgetter(name)(config)
+        engine: Any = attrgetter(name)(config)
         if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
-            split = f"{name}.options.sequence_parallel_size={size} splits rows over ranks by tokens"
-            raise ConfigError(
-                f"{row} has images or videos, and {split}; set it to 1, or exclude such rows (data.filter)"
-            )
+            found = f"{row} has images or videos, and {name}.options.sequence_parallel_size={size}"
+            advice = "set it to 1, or exclude such rows (data.filter)"
+            raise ConfigError(f"{found} splits rows over ranks by tokens; {advice}")
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:

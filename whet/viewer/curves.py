@@ -96,8 +96,7 @@ class Curves:
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, Any]:
-        """Returns metrics that add up, at the same steps: sums over stretches of `width` steps, of at most `most`
-        stretches."""
+        """Returns metrics that add up, at the same steps: sums over at most `most` stretches of `width` steps."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
         starts = sorted({step // width for steps, _ in found.values() for step in list(steps)})
@@ -130,13 +129,8 @@ class Curves:
         if state == "running":
             is_live = is_young or is_locked(self.folder)
             state = "running" if is_live else "killed"
-        return {
-            "step": step,
-            "total": total,
-            "state": state,
-            "error": error,
-            "live": is_live and state in ("", "running"),
-        }
+        is_live = is_live and state in ("", "running")
+        return {"step": step, "total": total, "state": state, "error": error, "live": is_live}
 
 
 def _noted_state(path: Path) -> tuple[str, str, int | None]:
@@ -152,8 +146,7 @@ def _noted_state(path: Path) -> tuple[str, str, int | None]:
 
 
 def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int], list[float]]:
-    """Returns about `most` points of a curve: the least and the largest of each stretch, and both ends, so that no peak
-    is lost."""
+    """Returns about `most` points of a curve: least and largest of each stretch, and both ends: no peak is lost."""
     if len(x) <= most:
         return list(x), list(y)
     stretch = -(-2 * len(x) // most)

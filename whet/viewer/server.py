@@ -25,17 +25,11 @@ from whet.viewer.records import SHOWN, SORTED, Query, Records, inside
 
 MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
 TYPES = {  # of files that are sent; others are not
-    ".html": "text/html; charset=utf-8",
+    **{f".{name}": f"text/{name}; charset=utf-8" for name in ("html", "css")},
+    **{f".{name}": f"image/{name}" for name in ("png", "jpeg", "webp", "gif", "bmp")},
+    **{f".{name}": f"video/{name}" for name in ("mp4", "webm")},
     ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".png": "image/png",
     ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".bmp": "image/bmp",
-    ".mp4": "video/mp4",
-    ".webm": "video/webm",
     ".mov": "video/quicktime",
 }
 HEADERS = {
@@ -213,16 +207,14 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
     """Returns a server that listens; port 0 is a free one.  Raises: ConfigError without runs, and for a port in use."""
     if not root.is_dir() or not find_runs(root):
         state = "holds no run" if root.is_dir() else "is no folder"
-        raise ConfigError(
-            f"{root} {state}; expected a run's folder (it has metrics.jsonl), or a folder with runs in it"
-        )
+        expected = "expected a run's folder (it has metrics.jsonl), or a folder with runs in it"
+        raise ConfigError(f"{root} {state}; {expected}")
     handler = type("SiteHandler", (Handler,), {"site": Site(root), "own_host": host})
     try:
         return Server((host, port), handler)
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror}; choose another port, or 0 for any"
-        ) from error
+        advice = "choose another port, or 0 for any"
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}; {advice}") from error
 
 
 def _static(name: str) -> bytes:

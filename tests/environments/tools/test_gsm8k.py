@@ -14,7 +14,7 @@ from test_families import QWEN25
 from transformers import AutoTokenizer
 
 from whet.config import TrainConfig, load_config
-from whet.data.load import TRAIN, load_prompts
+from whet.data.load import TRAIN, load_items
 from whet.environments.tools.toolbox import with_tools
 from whet.metrics import Metrics
 from whet.rewards.pool import scorer_of
@@ -39,7 +39,7 @@ def test_annotated_solutions_are_right(shared_data: Path, qwen25_folder: Path, t
     tokenizer.chat_template = QWEN25
     given = [f"model.path={qwen25_folder}", f"data.train_files={path}", "data.max_prompt_length=4000"]
     config = load_config(TrainConfig, "gsm8k_tools", [*given, "reward.num_workers=0", "trainer.val_freq=0"]).config
-    prompts = load_prompts(with_tools(config.data, config.environment), tokenizer, TRAIN).items
+    prompts = load_items(with_tools(config.data, config.environment), tokenizer, TRAIN).items
     assert len(prompts) == len(rows) and '"calculator"' in tokenizer.decode(prompts[0].token_ids)
 
     scorer = scorer_of(config, None)

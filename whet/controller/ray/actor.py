@@ -17,8 +17,7 @@ from whet.errors import WorkerError
 
 
 class Message:
-    """Frames pickled as out-of-band buffers: Ray copies them once into its object store, and the receiver reads them
-    there."""
+    """Frames pickled as out-of-band buffers: Ray copies them once, into its object store, where they are read."""
 
     def __init__(self, frames: Sequence[Any]) -> None:
         self.frames = [memoryview(frame) for frame in frames]

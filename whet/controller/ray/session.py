@@ -148,10 +148,8 @@ def alive_nodes() -> list[Node]:
 
 def all_nodes() -> list[Node]:
     """Machines of the cluster, dead ones included, by address."""
-    nodes = [
-        Node(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerPort"], each["Resources"], each["Alive"])
-        for each in ray.nodes()
-    ]
+    names = ("NodeID", "NodeManagerAddress", "NodeManagerPort", "Resources", "Alive")
+    nodes = [Node(*(each[name] for name in names)) for each in ray.nodes()]
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
@@ -162,9 +160,8 @@ def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservat
     Where a node has fewer CPUs than devices, each gets a fraction. Missing and busy nodes are waited for: an
     autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
     here, gpus, count = devices // cluster.nnodes, cluster.n_gpus_per_node, cluster.nnodes
-    fitting = sorted(
-        (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus), reverse=True
-    )
+    cpus_of = (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus)
+    fitting = sorted(cpus_of, reverse=True)
     enough = len(fitting) >= count and fitting[count - 1] > 0
     cpus = min(float(here), fitting[count - 1]) if enough else float(here)
     wanted = f"{count} node{'s' * (count > 1)} with {cpus:g} CPUs" + (f" and {gpus} GPUs" if gpus else "")

@@ -54,7 +54,8 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
     cloudpickle.register_pickle_by_value(here)  # for nodes without whet
     try:
         with connected(cluster.model_copy(update={"address": cluster.address or "auto"})):
-            probes = {node: _start_probe(node) for node in all_nodes() if node.is_alive}
+            made: Any = ray.remote(_Probe)
+            probes = {node: made.options(**_there(node)).remote() for node in alive_nodes()}
             listening: dict[str, tuple[str, int]] = {}
             for node, probe in probes.items():
                 with suppress(RayError):  # `_report` reports it
@@ -76,12 +77,7 @@ def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
         return {}
     ask = ray.remote(devices.bfloat16_instructions)
     with connected(cluster):
-        asked = {
-            node.address: ask.options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
-            ).remote()
-            for node in alive_nodes()
-        }
+        asked = {node.address: ask.options(**_there(node)).remote() for node in alive_nodes()}
         return {address: ray.get(reply, timeout=REPLY_SECONDS) for address, reply in asked.items()}
 
 
@@ -134,9 +130,9 @@ class _Probe:
         }
 
 
-def _start_probe(node: Node) -> Any:
-    here = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    return ray.remote(_Probe).options(num_cpus=0, scheduling_strategy=here).remote()
+def _there(node: Node) -> dict[str, Any]:
+    """The options of what runs on a node, beside all else."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 
 def _ask(method: Any, *arguments: Any) -> Any:

@@ -108,14 +108,12 @@ class RayTransport(RemoteTransport[_Actor]):
             self._listen(peer)
 
     def open(self, lost: _Actor) -> _Actor:
-        """Implements `RemoteTransport.open`."""
         again = f", start {1 + len(self._losses)}"
         fresh: dict[str, Any] = {"calls": deque(), "sending": threading.Lock(), "replies": queue.SimpleQueue()}
         peer = replace(lost, handle=self._start(lost.pool, lost.rank, lost.first, again), location=None, **fresh)
         try:
-            [location] = self._all(
-                "start", lambda each: each.handle.prepare.remote(self._code, False, self.deadline_seconds), [peer]
-            )
+            arguments = self._code, False, self.deadline_seconds
+            [location] = self._all("start", lambda each: each.handle.prepare.remote(*arguments), [peer])
             peer = replace(peer, location=location)
             self._all("become a rank", lambda each: each.handle.assign.remote(self._rank_spec(each)), [peer])
         except BaseException:
@@ -217,8 +215,7 @@ class RayTransport(RemoteTransport[_Actor]):
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
-        """Calls actors, by default all.  Returns their results, in the order of peers. `what` names the call in
-        errors."""
+        """Calls actors, by default all.  Returns their results, in order. `what` names the call in errors."""
         peers = self.peers if peers is None else peers
         pending = {call(peer): peer for peer in peers}
         results: dict[int, Any] = {}

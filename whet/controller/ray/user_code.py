@@ -74,9 +74,8 @@ class UserCode:
 
     def _is_here(self, files: list[zipfile.ZipInfo]) -> bool:
         try:
-            return Path(self.folder).is_dir() and all(
-                zlib.crc32(Path("/", file.filename).read_bytes()) == file.CRC for file in files
-            )
+            same = (zlib.crc32(Path("/", file.filename).read_bytes()) == file.CRC for file in files)
+            return Path(self.folder).is_dir() and all(same)
         except OSError:
             return False
 

@@ -27,10 +27,8 @@ NUM_TRAINED, NUM_HELD_OUT = 4096, 256  # rows, by default
 MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held out
 
 
-def draw_rows(
-    split: str, seed: int, num_rows: int | None, draw: Callable[[random.Random], DataRow]
-) -> Iterator[DataRow]:
-    """Yields `num_rows` rows (by default 4096 of the split train, 256 of another) from `draw`, which gets a generator.
+def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.Random], DataRow]) -> Iterator[DataRow]:
+    """Yields `count` rows (by default 4096 of the split train, 256 of another) from `draw`, which gets a generator.
 
     The digest of a row's pictures assigns it to the split train or to the others, so that with any seeds no picture of
     one is in the other.
@@ -38,17 +36,15 @@ def draw_rows(
     """
     is_train = split == "train"
     draws = random.Random(key(seed, "drawn rows", split))
-    for number in range(num_rows or (NUM_TRAINED if is_train else NUM_HELD_OUT)):
+    for number in range(count or (NUM_TRAINED if is_train else NUM_HELD_OUT)):
         for _ in range(MOST_DRAWS):
             row = draw(draws)
             if is_train != _is_held_out(row):
                 yield row
                 break
         else:
-            raise DataError(
-                f"row {number}: {MOST_DRAWS} pictures in a row are not in the split {split}; expected more different "
-                "pictures: raise pixels or the number of figures"
-            )
+            problem = f"row {number}: {MOST_DRAWS} pictures in a row are not in the split {split}"
+            raise DataError(f"{problem}; expected more different pictures: raise pixels or the number of figures")
 
 
 def _is_held_out(row: DataRow) -> bool:
@@ -83,7 +79,5 @@ def to_png(image: Image.Image) -> bytes:
 def check_room(pixels: int, cells: int, smallest: int) -> None:
     """Checks that each of `cells` cells in a row gets `smallest` pixels.  Raises: DataError."""
     if pixels < cells * smallest:
-        raise DataError(
-            f"pixels={pixels} leaves {pixels // cells} pixels for each of {cells} figures in a row; expected at least "
-            f"{smallest}: set pixels to {cells * smallest} or more"
-        )
+        problem = f"pixels={pixels} leaves {pixels // cells} pixels for each of {cells} figures in a row"
+        raise DataError(f"{problem}; expected at least {smallest}: set pixels to {cells * smallest} or more")

@@ -130,8 +130,7 @@ def reading(
     most: Count = 2,
     prompt: str = "<image>Read the text.",
 ) -> Iterator[DataRow]:
-    """Rows with a line of 1 to `most` words of four letters, a quarter as high as wide; the answer is the line, for the
-    reward `ocr`."""
+    """Rows with a line of 1 to `most` words of four letters, a quarter as high as wide; it is the answer for `ocr`."""
     check_room(pixels, most, 40)
     font = ImageFont.load_default(pixels / most / 4)
 
@@ -160,6 +159,5 @@ def _place(draws: random.Random, pixels: int, side: int) -> tuple[int, int]:
 def _check_grid(pixels: int, grid: int, most: int) -> None:
     check_room(pixels, grid, 8)
     if most > grid * grid:
-        raise DataError(
-            f"most={most} figures are more than the {grid * grid} cells of grid={grid}; raise grid, or lower most"
-        )
+        problem = f"most={most} figures are more than the {grid * grid} cells of grid={grid}"
+        raise DataError(f"{problem}; raise grid, or lower most")

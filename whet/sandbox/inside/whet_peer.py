@@ -41,19 +41,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, list, tup
 CONTAINERS = {collections.OrderedDict, collections.deque, collections.Counter, decimal.Decimal, fractions.Fraction}
 DATES = {dt.date, dt.datetime, dt.time, dt.timedelta}
 COPIED = PLAIN | CONTAINERS | DATES
-BASES = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    tuple,
-    list,
-    dict,
-    frozenset,
-    set,
-)  # of types that are copied as these
+# Values of types that are derived from one of these are copied as one of it.
+BASES = (int, float, complex, str, bytes, bytearray, tuple, list, dict, frozenset, set)
 GLOBALS = {(kind.__module__, kind.__qualname__): kind for kind in COPIED}
 CHANGEABLE = {collections.Counter, fractions.Fraction}  # classes in Python, whose attributes can be set
 MUTABLE = (list, dict, set, bytearray, collections.deque)
@@ -218,15 +207,11 @@ class Peer:
         return bytes(data)
 
     def _error(self, names: list[str], arguments: list[str]) -> BaseException:
-        kind = next((each for name in names if (each := self._error_type(name)) is not None), Exception)
+        known: list[Any] = [self.errors.get(name) or getattr(builtins, name, None) for name in names]
         try:
-            return kind(*arguments)
+            return next(each for each in known if isinstance(each, type) and issubclass(each, Exception))(*arguments)
         except Exception:
             return Exception(*arguments)
-
-    def _error_type(self, name: str) -> type[BaseException] | None:
-        found = self.errors.get(name) or getattr(builtins, name, None)
-        return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
 class Remote:
@@ -254,9 +239,7 @@ class Remote:
         return hash(self._number)
 
     def __contains__(self, wanted: object) -> bool:
-        return any(
-            wanted == each for each in iter(self._peer.ask("iter", self))
-        )  # without telling the code what is wanted
+        return any(wanted == each for each in iter(self._peer.ask("iter", self)))  # the code hears of no wanted value
 
 
 def _forward(name: str) -> Any:
@@ -298,14 +281,8 @@ def _is_numpy_number(obj: Any) -> bool:
 
 def _fill(old: Any, new: Any) -> None:
     """Gives a container the content that a call left in its copy."""
-    if isinstance(old, (list, bytearray)):
-        old[:] = new
-    elif isinstance(old, collections.deque):
-        old.clear()
-        old.extend(new)
-    elif isinstance(old, (dict, set)):
-        old.clear()
-        old.update(new)
+    old.clear()
+    (old.update if isinstance(old, (dict, set)) else old.extend)(new)
 
 
 # -- the candidate's side

@@ -7,43 +7,18 @@ those that an empty network namespace makes harmless, and memory that no limit c
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import errno
 import os
 import struct
 
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
-# By name: the numbers on x86_64 and aarch64; one number where they are equal, None where there is no such call.
-DENIED: dict[str, tuple[int | None, ...]] = {
-    # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440,),
-    "pidfd_getfd": (438,), "kcmp": (312, 272),
-    # namespaces and mounts
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428,), "move_mount": (429,), "fsopen": (430,), "fsconfig": (431,),
-    "fsmount": (432,), "fspick": (433,), "mount_setattr": (442,),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    # the kernel
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425,),
-    "io_uring_enter": (426,), "io_uring_register": (427,), "keyctl": (250, 219), "add_key": (248, 217),
-    "request_key": (249, 218), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224),
-    "swapoff": (168, 225), "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443,),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "fanotify_init": (300, 262),
-    "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "iopl": (172, None), "ioperm": (173, None),
-    "modify_ldt": (154, None), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # memory that is in no process
-    "memfd_create": (319, 279), "memfd_secret": (447,), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    "mq_open": (240, 180),
-}  # fmt: skip
-# What Landlock does not hold: modes and owners of this user's files, and, on older kernels, lengths by path.
-UNHELD: dict[str, tuple[int | None, ...]] = {
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452,), "chown": (92, None),
-    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45), "setxattr": (188, 5),
-    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16), "setxattrat": (463,), "removexattrat": (466,),
-}  # fmt: skip
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of numbers, AUDIT_ARCH
+# The numbers of denied calls, by what they reach; empty where an architecture has no such call.
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "whet_syscalls.csv")) as _file:
+    DENIED = [*csv.DictReader(_file)]
+# What Landlock does not hold: modes and owners of files, and, on older kernels, lengths by path.
+UNHELD = "this user's files"
 CLONE, CLONE3, IOCTL, SOCKET, SOCKETPAIR = (56, 220), 435, (16, 29), (41, 198), (53, 199)
 NEW_NAMESPACE = 0x7E020000  # the CLONE_NEW* flags
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
@@ -61,12 +36,11 @@ def program(*, isolated: bool) -> bytes:
     sockets, by which it could ask services of this user for what it may not do.  Raises: OSError for another
     architecture."""
     if os.uname().machine not in ARCHITECTURES:
-        raise OSError(
-            errno.ENOSYS, f"no filter of system calls for {os.uname().machine}; there is one for x86_64, aarch64"
-        )
+        found = f"no filter of system calls for {os.uname().machine}; there is one for {', '.join(ARCHITECTURES)}"
+        raise OSError(errno.ENOSYS, found)
     column, architecture = ARCHITECTURES[os.uname().machine]
-    calls = [*DENIED.values(), *([] if isolated else UNHELD.values())]
-    denied = [number for numbers in calls if (number := numbers[column if len(numbers) > 1 else 0]) is not None]
+    calls = [call for call in DENIED if not isolated or call["reaches"] != UNHELD]
+    denied = [int(number) for call in calls if (number := call[os.uname().machine])]
     deny = _statement(_RETURN, _ERRNO | errno.EPERM)
     code = [_statement(_LOAD, _ARCHITECTURE), _jump(_EQUAL, architecture, 1, 0), _statement(_RETURN, _KILL)]
     code += [_statement(_LOAD, _NUMBER), _jump(_AT_LEAST, X32, 0, 1), deny]

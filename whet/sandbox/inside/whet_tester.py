@@ -179,17 +179,12 @@ def main() -> None:
 
 
 def _read_frame() -> str:
-    size = b""
-    while not size.endswith(b"\n"):
-        size += _read(1)
-    return _read(int(size)).decode()
-
-
-def _read(size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = os.read(0, size - len(data))
-        if not part:
-            raise EOFError("standard input has ended")
-        data += part
-    return bytes(data)
+    """Reads a frame, and nothing of the next one."""
+    with open(0, "rb", buffering=0, closefd=False) as raw:
+        data, size = b"", int(raw.readline())
+        while len(data) < size:
+            part = raw.read(size - len(data))
+            if not part:
+                raise EOFError("standard input has ended")
+            data += part
+    return data.decode()

@@ -64,8 +64,8 @@ class SetupError(Exception):
 def serve(control: socket.socket, isolated: bool) -> None:
     """Forks a supervisor for each connection, until the other end is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need not be waited for
-    for each in (signal.SIGINT, signal.SIGPIPE):
-        signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     while True:
         try:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -156,18 +156,11 @@ class Program:
         """Gives the program's user namespace its one user: nobody for root, else the user itself."""
         if self.state.recv(1) != b"u":
             raise SetupError("no namespace of users; is it allowed here (user.max_user_namespaces)?")
-        outside = NOBODY if os.getuid() == 0 else os.getuid()
-        group = NOBODY if os.getuid() == 0 else os.getgid()
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{NOBODY} {outside} 1"),
-            ("gid_map", f"{NOBODY} {group} 1"),
-        ):
-            descriptor = os.open(f"/proc/{self.pid}/{name}", os.O_WRONLY)
-            try:
-                os.write(descriptor, text.encode())
-            finally:
-                os.close(descriptor)
+        user, group = (NOBODY, NOBODY) if os.getuid() == 0 else (os.getuid(), os.getgid())
+        settings = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
+        for name, text in settings.items():
+            with open(f"/proc/{self.pid}/{name}", "w") as file:
+                file.write(text)
         self.state.sendall(b"m")
 
     def watch(self, given: bytes, channel: socket.socket) -> dict[str, Any]:
