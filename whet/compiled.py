@@ -33,8 +33,7 @@ def library(source: Path) -> ctypes.CDLL | None:
         log.warning("no C++ compiler found for %s; whet uses plain torch instead, which is slower", source.name)
         return None
     made_from = source.read_bytes() + " ".join([found, *FLAGS, instruction_set()]).encode()
-    folder = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    path = Path(folder) / "whet" / f"{source.stem}_{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+    path = cache_folder() / f"{source.stem}_{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     try:
         if not _is_whole(path):
             _compile(found, source, path)
@@ -43,6 +42,12 @@ def library(source: Path) -> ctypes.CDLL | None:
         message = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else error
         log.warning("%s did not compile; whet uses plain torch instead, which is slower: %s", source.name, message)
         return None
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what whet makes once for a user."""
+    folder = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(folder) / "whet"
 
 
 def compiler() -> str | None:

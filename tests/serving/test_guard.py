@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 from test_app import SETTINGS, Hanging
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from whet import guard
+from whet.guard import RefusedError, check_client, is_own, with_deadline
 from whet.models.load import load_tokenizer, stop_token_ids
-from whet.serving import guard
 from whet.serving.app import App
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
-from whet.serving.guard import RefusedError, check_client, is_own, with_deadline
 
 
 @pytest.mark.parametrize(

@@ -121,16 +121,20 @@ def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
 
 def quickstart(
     run_dir: Annotated[
-        Path | None, typer.Option(help="the folder to write; unset: runs/quickstart, or runs/vlm_quickstart")
+        Path | None, typer.Option(help="the folder to write; unset: runs/ and the recipe's name")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
     images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and lists")] = False,
 ) -> None:
-    """Train a small model to add, or to count in pictures."""
+    """Train a small model to add, to count in pictures, or a pretrained one to answer shortly and right."""
     from whet.tracking.long_phases import LongPhases
-    from whet.trainers.quickstart import quickstart as run
+    from whet.trainers.quickstart import ADDITION, quickstart as run
     from whet.trainers.quickstart_images import COUNTING
+    from whet.trainers.quickstart_pretrained import PRETRAINED
 
-    lesson = COUNTING if images else None
+    if images and pretrained:
+        raise typer.BadParameter("--images and --pretrained are two quickstarts; choose one")
+    lesson = COUNTING if images else PRETRAINED if pretrained else ADDITION
     with LongPhases().watch():
-        run(run_dir or Path("runs/vlm_quickstart" if images else "runs/quickstart"), seed, program(), lesson)
+        run(run_dir or Path("runs", lesson.recipe), seed, program(), lesson)

@@ -27,12 +27,12 @@ from starlette.types import Receive, Scope, Send
 
 from whet.config.schema import Dtype
 from whet.errors import WhetError
+from whet.guard import RefusedError, check_client, read_body
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
 from whet.serving.bodies import ApiError, Asked, BodyReader, ChatBody, unsupported
 from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
-from whet.serving.guard import RefusedError, check_client, read_body
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 

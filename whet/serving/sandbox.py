@@ -20,9 +20,9 @@ from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from whet.errors import SandboxError
+from whet.guard import LOCAL, RefusedError, check_client, read_body, with_deadline
 from whet.sandbox.http import SERVED, TOLD
 from whet.sandbox.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
-from whet.serving.guard import LOCAL, RefusedError, check_client, read_body, with_deadline
 
 logger = logging.getLogger(__name__)
 NAMES = {theirs: ours for ours, theirs in SERVED.items()} | {name: name for name in ("c", "javascript")}

@@ -20,13 +20,13 @@ from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError, describe
 from whet.evaluation.evaluate import open_engine
+from whet.guard import LOCAL, with_deadline
 from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.planning.dtypes import choose
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
 from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread, named
-from whet.serving.guard import LOCAL, with_deadline
 from whet.tracking.long_phases import long_phase
 
 log = logging.getLogger(__name__)

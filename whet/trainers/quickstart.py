@@ -23,7 +23,7 @@ from rich.table import Table
 from whet import files
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.export import export
-from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
 from whet.errors import ConfigError
@@ -50,7 +50,7 @@ PAGE = "answers.png"
 NEXT = Path(__file__).with_suffix(".txt")  # said at the end
 WRITTEN = {
     *("train.jsonl", "held_out.jsonl", "images", "model", "sft", "sft_model", "rl", "rl_model"),
-    *("summary.json", CURVE, PAGE),
+    *("before", "after", "summary.json", CURVE, PAGE),
 }
 Rows = Sequence[dict[str, Any]]
 Shown = tuple[str, str, str, str]  # a problem, its answer, the responses before and after RL
@@ -63,11 +63,11 @@ class Lesson:
     goal: str  # of the model
     curve: str  # title of the learning curve
     recipe: str
-    warm_up: str  # its recipe
-    warm_enough: float  # mean probability of the correct response that ends the warm-up
     write_problems: Callable[[Path, int], tuple[Rows, Rows]]  # in a folder, by a seed: to train on, held out
     write_model: Callable[[Path, int], str]  # returns a description
     read_back: Callable[[Path, Rows], list[Shown]]  # problems that were wrong before
+    warm_up: str | None = None  # its recipe; without one the model itself is evaluated and trained
+    warm_enough: float = 1.0  # mean probability of the correct response that ends the warm-up
     warm_steps: int | None = None  # at which the warm-up is expected to end
     stop: str = "whet.trainers.quickstart:GOOD_ENOUGH"  # callback that ends the training
     problem: str = "problem"
@@ -108,16 +108,23 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
     say = partial(console.print, soft_wrap=True, markup=False)  # a path that is broken in two cannot be copied
     say(f"1  {len(train_rows)} problems to train on, {len(held_out)} held out, in {run_dir}/*.jsonl")
     say(f"2  {lesson.write_model(run_dir / 'model', seed)}, in {run_dir}/model")
-    say("3  supervised warm-up on correct responses, stopped early")
-    warm_up(run_dir, seed, train_rows, lesson)
-    sft_model = export(run_dir / "sft", run_dir / "sft_model")
+    start, estimates = run_dir / "model", dict[str, Any]()
+    if lesson.warm_up is None:
+        say(f"3  evaluation of the model as it is, as `{program} eval` does")
+        estimates["before"] = evaluated(lesson, run_dir, start, "before")
+    else:
+        say("3  supervised warm-up on correct responses, stopped early")
+        warm_up(run_dir, seed, train_rows, lesson)
+        start = export(run_dir / "sft", run_dir / "sft_model")
 
     good = f"until {GOOD_ACCURACY:.0%} of the held-out problems are solved twice in a row"
     say(f"4  reinforcement learning (GRPO) from right and wrong alone, {good}")
     rl_started = time.time()
-    run = reinforce(run_dir, seed, sft_model, lesson)
+    run = reinforce(run_dir, seed, start, lesson)
     assert run.first_update_at is not None
     export(run_dir / "rl", run_dir / "rl_model")
+    if estimates:
+        estimates["after"] = evaluated(lesson, run_dir, run_dir / "rl_model", "after")
 
     examples = lesson.read_back(run_dir, held_out)
     accuracies = [(record["step"], record["val/accuracy"]) for record in run.history if "val/accuracy" in record]
@@ -129,6 +136,7 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
         "steps": run.total_steps,
         "seed": seed,
         "held_out_problems": len(held_out),
+        **estimates,
         "versions": {
             "whet": __version__,
             "python": platform.python_version(),
@@ -138,8 +146,22 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     plot(run_dir / CURVE, run.history, lesson)
-    show(console, summary, examples, run_dir, program, lesson)
+    show(console, {**summary, "start": start}, examples, run_dir, program, lesson)
     return summary
+
+
+def evaluated(lesson: Lesson, run_dir: Path, model: Path, name: str) -> dict[str, list[float]]:
+    """Evaluates a model on the held-out problems as `whet eval` does, into a folder of this name.  Returns by data
+    source the accuracy and the ends of its 95 % interval."""
+    from whet.evaluation.evaluate import evaluate
+
+    values = {"model.path": str(model), "data.val_files": [str(run_dir / "held_out.jsonl")]}
+    recipe = load_config(TrainConfig, lesson.recipe, values, given={"data"}).config
+    parts = {"model": recipe.model, "data": recipe.data, "reward": recipe.reward}
+    found = evaluate(EvalConfig.model_validate({**parts, "output": str(run_dir / name)}))
+    by_source = {**found.by_data_source, "all": found.metrics}
+    means = {source: metrics[f"mean@{found.n}"] for source, metrics in by_source.items()}
+    return {source: [mean.value, mean.low, mean.high] for source, mean in means.items()}
 
 
 def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
@@ -249,8 +271,10 @@ def show(
     for row in examples:
         table.add_row(*row)
     table.add_section()
-    count = f"all {summary['held_out_problems']}"
-    table.add_row(count, "correct", f"{summary['sft_accuracy']:.1%}", f"{summary['rl_accuracy']:.1%}")
+    before, after = (summary.get(name, {"all": [summary[f"{stage}_accuracy"]]}) for name, stage in STAGES)
+    for source in before:
+        count = f"all {summary['held_out_problems']}" if source == "all" else source
+        table.add_row(count, "correct", *(_shown(each[source]) for each in (before, after)))
     console.print(table)
     page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
     names = {"run_dir": run_dir, "curve": CURVE, "page": page, "program": program, "recipe": lesson.recipe}
@@ -260,6 +284,13 @@ def show(
         console.print(f"{command:{width}}  {meaning}".rstrip(), soft_wrap=True, markup=False)
 
 
+def _shown(estimate: Sequence[float]) -> str:
+    """`48.4%`, or with the ends of its interval."""
+    value, *ends = (f"{each:.1%}" for each in estimate)
+    return f"{value} ({' to '.join(ends)})" if ends else value
+
+
+STAGES = (("before", "sft"), ("after", "rl"))
 GOOD_ENOUGH, ADDS = EarlyStop(None, is_good), EarlyStop(400, is_good)
 ADDITION = Lesson(
     goal="to add",

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from whet.errors import ConfigError
-from whet.serving.guard import HEAD_SECONDS, is_own
+from whet.guard import HEAD_SECONDS, is_own
 from whet.tracking.runs import MAIN
 from whet.viewer.curves import Curves, find_runs
 from whet.viewer.records import SHOWN, SORTED, Query, Records, inside
