@@ -146,7 +146,7 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
     plot(run_dir / CURVE, run.history, lesson)
-    show(console, {**summary, "start": start}, examples, run_dir, program, lesson)
+    show(console, summary, examples, run_dir, program, lesson)
     return summary
 
 
@@ -277,8 +277,12 @@ def show(
         table.add_row(count, "correct", *(_shown(each[source]) for each in (before, after)))
     console.print(table)
     page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
+    start = run_dir / ("sft_model" if lesson.warm_up else "model")
     names = {"run_dir": run_dir, "curve": CURVE, "page": page, "program": program, "recipe": lesson.recipe}
-    lines = [line.partition(" | ") for line in NEXT.read_text(encoding="utf-8").format(**summary, **names).splitlines()]
+    lines = [
+        line.partition(" | ")
+        for line in NEXT.read_text(encoding="utf-8").format(**summary, **names, start=start).splitlines()
+    ]
     width = max(len(command) for command, bar, _ in lines if bar)
     for command, _, meaning in lines:
         console.print(f"{command:{width}}  {meaning}".rstrip(), soft_wrap=True, markup=False)

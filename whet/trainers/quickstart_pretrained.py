@@ -21,12 +21,12 @@ horse house insect island jacket jungle king kitten ladder lemon mirror mountain
 pencil piano queen rabbit river rocket school silver stone sugar table ticket train uncle valley violin wagon water
 window winter yellow zebra
 """
-LISTED = 5  # words of a list
+LISTED = 3  # words of a list
 
 
 def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
-    """Writes sums of two-digit numbers, and questions for the next word of a list, in turn; no question twice."""
-    draw, kinds, rows = random.Random(key(seed, "quickstart split")), (_sum, _next_word), dict[str, dict[str, Any]]()
+    """Writes sums of two-digit numbers, and questions for the last word of a list, in turn; no question twice."""
+    draw, kinds, rows = random.Random(key(seed, "quickstart split")), (_sum, _last_word), dict[str, dict[str, Any]]()
     while len(rows) < NUM_TRAINED + NUM_HELD_OUT:
         row = kinds[len(rows) % len(kinds)](draw)
         rows.setdefault(row["prompt"], row)
@@ -42,10 +42,10 @@ def _sum(draw: random.Random) -> dict[str, Any]:
     return {"data_source": "sums", "prompt": f"What is {a} + {b}? Give only the number.", "answer": str(a + b)}
 
 
-def _next_word(draw: random.Random) -> dict[str, Any]:
-    words, place = draw.sample(WORDS.split(), LISTED), draw.randrange(LISTED - 1)
-    question = f"Which word comes after {words[place]} in this list: {', '.join(words)}? Give only the word."
-    return {"data_source": "words", "prompt": question, "answer": words[place + 1]}
+def _last_word(draw: random.Random) -> dict[str, Any]:
+    words = draw.sample(WORDS.split(), LISTED)
+    question = f"What is the last word of: {' '.join(words)}? Give only the word."
+    return {"data_source": "words", "prompt": question, "answer": words[-1]}
 
 
 def last_word(solution_str: str, ground_truth: str, **_: Any) -> float:
