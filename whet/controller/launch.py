@@ -77,6 +77,7 @@ class SameProcess(Transport):
         self.ended = threading.Event()
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+        """Builds the workers.  Returns their layouts by role."""
         try:
             return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
         except BaseException:

@@ -44,10 +44,8 @@ class Counters:
 
     def text(self, status: Status) -> str:
         """The page of /metrics."""
-        lines = [
-            "# HELP whet_requests_total Requests by path and HTTP status; 499: the client left.",
-            "# TYPE whet_requests_total counter",
-        ]
+        lines = ["# HELP whet_requests_total Requests by path and HTTP status; 499: the client left."]
+        lines.append("# TYPE whet_requests_total counter")
         for (path, code), count in sorted(self.requests.items()):
             lines.append(f'whet_requests_total{{path="{path}",status="{code}"}} {count}')
         for name, kind, meaning, value in (

@@ -42,14 +42,17 @@ class Direct:
         self.load, self.status, self.close = self._engine.load, self._engine.status, self._engine.close
 
     def submit(self, request: Request) -> bool:
+        """Gives the engine a request; False where it has no room."""
         with self._named("submit"):
             return self._engine.submit(request)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
+        """Samples, and returns the next events."""
         with self._named("poll"):
             return self._engine.poll(timeout_seconds)
 
     def sync(self, version: int) -> str:
+        """Lets the engine have the weights of `version`.  Returns their digest."""
         with self._named("sync"):
             return self._worker.sync(version)
 

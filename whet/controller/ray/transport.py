@@ -79,10 +79,8 @@ class RayTransport(RemoteTransport[_Actor]):
             is_alone = on_error.enter_context(connected(cluster))
             self._reserved = reserve(wanted, cluster, is_alone=is_alone)
             self._connection = on_error.pop_all()
-        self.peers = [
-            _Actor(pool=pool, rank=rank, handle=self._start(pool, rank, first), first=first)
-            for pool, rank, first in ranks
-        ]
+        for pool, rank, first in ranks:
+            self.peers.append(_Actor(pool=pool, rank=rank, handle=self._start(pool, rank, first), first=first))
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Implements `RemoteTransport.build`; waits for the actors first."""
