@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 MAX_DEPTH = 50  # of commands in commands, and of substitutions in words
 _PLAIN = re.compile(r"[^\s;&|()<>\"'`$\\]+")
-_BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n|\\\Z)+")
+_SKIPPED = re.compile(r"(?:[ \t\r]|\\\r?\n|\\\Z)+|#[^\n]*")
 _OPERATOR = re.compile(r"&&|\|\||;;&?|;&|\|&|[\n;&|()]")
-_REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>\||[<>]&?)(?:-|\d+(?=[\s;&|)]|\Z))?")
+_REDIRECTION = re.compile(r"(?:\d*|&)(<<<|<<-?|>>|>\||[<>]&?)(-|\d+(?=[\s;&|)]|\Z))?")
 _IN_QUOTES = {'"': re.compile(r"[^\"\\$`]+"), "(": re.compile(r"[^\"'\\$`()]+"), "{": re.compile(r"[^\"'\\$`{}]+")}
 _CLOSING = {'"': '"', "(": ")", "{": "}"}
 _VARIABLE = re.compile(r"\$(?:\w+|[@*#?$!-])?")
@@ -65,24 +65,30 @@ def piece_end(text: str, start: int, depth: int = 0) -> int:
 
 def _tokens_of(text: str) -> list[Token]:
     """The words and operators of a script, without comments, redirections and here-documents."""
-    tokens, place, documents, in_test = list[Token](), 0, list[str](), False
+    tokens, place, documents, in_test, redirection = list[Token](), 0, list[str](), False, ""
     while place < len(text):
         last = tokens[-1][1] if tokens and tokens[-1][0] == "word" else ""
-        if found := _BLANK.match(text, place):
+        if found := _SKIPPED.match(text, place):
             place = found.end()
-        elif text[place] == "#":
-            place = _line_end(text, place)
         elif (found := _REDIRECTION.match(text, place)) and not in_test:
-            place = _target_end(text, found, documents)
+            place, redirection = found.end(), found[0] if found[2] is None or found[1].startswith("<<") else ""
+            if text.startswith("(", place):
+                place, redirection = piece_end(text, place), ""  # the output of a command as a file
         elif text.startswith("((", place) and last in _BEFORE_A_COMMAND:
             tokens.append(("word", text[place : (place := piece_end(text, place))]))
         elif found := _OPERATOR.match(text, place):
-            place = found.end()
+            place, redirection = found.end(), ""
             tokens.append(("op", found[0]))
-            if found[0] == "\n" and documents:
-                place, documents = _after(text, place, documents), []
+            while found[0] == "\n" and documents:
+                end = re.compile(rf"^[^\S\n]*{documents.pop(0)}[^\S\n]*$\n?|\Z", re.MULTILINE).search(text, place)
+                place = end.end() if end else place
         else:
             word = text[place : (place := max(_word_end(text, place), place + 1))]
+            if redirection:  # the word is its target
+                is_document = redirection.rstrip("-").endswith("<<") and "<<<" not in redirection
+                documents += [re.escape(re.sub(r"[\"'\\]", "", word))] * is_document
+                redirection = ""
+                continue
             if text.startswith("(", place) and re.fullmatch(r"\w+\+?=", word):
                 word, place = f"{word}(", place + 1
             tokens.append(("word", word))
@@ -90,37 +96,9 @@ def _tokens_of(text: str) -> list[Token]:
     return tokens
 
 
-def _line_end(text: str, place: int) -> int:
-    return text.find("\n", place) % (len(text) + 1)
-
-
 def _word_end(text: str, place: int) -> int:
     while place < len(text) and text[place] not in " \t\r\n;&|()<>" and not text.startswith(("\\\n", "\\\r\n"), place):
         place = piece_end(text, place)
-    return place
-
-
-def _target_end(text: str, found: re.Match[str], documents: list[str]) -> int:
-    """The end of a redirection; the delimiter of a here-document is added."""
-    place = found.end()
-    if found[0][-1] in "-0123456789" and "<<" not in found[0]:
-        return place
-    if text.startswith("(", place):
-        return piece_end(text, place)  # the output of a command as a file
-    if blank := _BLANK.match(text, place):
-        place = blank.end()
-    end = _word_end(text, place)
-    if "<<" in found[0] and "<<<" not in found[0]:
-        documents.append(re.sub(r"[\"'\\]", "", text[place:end]))
-    return end
-
-
-def _after(text: str, place: int, documents: list[str]) -> int:
-    """The place after here-documents that begin at `place`."""
-    for delimiter in documents:
-        line = "\0"
-        while place < len(text) and line.strip() != delimiter:
-            line, place = text[place : _line_end(text, place)], _line_end(text, place) + 1
     return place
 
 
@@ -188,6 +166,10 @@ class _Parser:
             name = self._take()
             self._skip("(", ")", "\n")
             return Node("function", (name,), ((self._command(),),))
+        if self._word == "case":
+            return self._case()
+        if self._word not in ("(", "{", "while", "until", "for", "if"):
+            return self._simple()
         word = self._take()
         if word in ("(", "{"):
             return Node("group", (), (self.body(")" if word == "(" else "}"),))
@@ -198,30 +180,24 @@ class _Parser:
             while (each := self._take()) != "do":
                 words += [each] if each not in ("\n", ";") else []
             return Node("for", (words[0], *(words[2:] or ['"$@"'])), (self.body("done"),))
-        if word == "if":
-            parts = list[tuple[Node, ...]]()
-            while self._end != "fi" or not parts:
-                parts += [self.body("then")] if self._end != "else" or not parts else []
-                parts.append(self.body("elif", "else", "fi"))
-            self._end = ""
-            return Node("if", (), tuple(parts))
-        self._place -= 1
-        return self._case() if word == "case" else self._simple()
+        parts = [self.body("then"), self.body("elif", "else", "fi")]
+        while self._end != "fi":
+            parts += [self.body("then")] if self._end == "elif" else []
+            parts.append(self.body("elif", "else", "fi"))
+        return Node("if", (), tuple(parts))
 
     def _case(self) -> Node:
-        words, parts = [(self._take(), self._take())[1]], list[tuple[Node, ...]]()
+        self._take()
+        words, parts, self._end = [self._take()], list[tuple[Node, ...]](), ""
         self._skip("\n", "in")
-        self._end = ""
-        while not self._skip("esac") and self._end != "esac":
+        while self._end != "esac" and not self._skip("esac"):
             self._skip("(", "\n")
-            if self._skip("esac"):
-                break
             patterns = list[str]()
             while (each := self._take()) != ")":
                 patterns += [each] if each != "|" else []
             words.append("\n".join(patterns))
             parts.append(self.body(";;", ";&", ";;&", "esac"))
-        self._end = ""
+            self._skip("\n")
         return Node("case", tuple(words), tuple(parts))
 
     def _simple(self) -> Node:
