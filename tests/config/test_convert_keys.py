@@ -239,6 +239,21 @@ def test_lengths_of_roll(keys: dict[str, Any], response: int | None, turn: int |
     assert (values.get("data.max_response_length"), values.get("environment.max_turn_tokens")) == (response, turn)
 
 
+@pytest.mark.parametrize(
+    ("method", "norms"),
+    [("mean_std", ("group", "group")), ("mean", ("group", "none")), ("identity", ("none", "none"))],
+)
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce"])
+def test_rewards_of_environments_are_normalised_as_their_key_says(
+    method: str, norms: tuple[str, str], estimator: str
+) -> None:
+    keys = {"reward_normalization.method": method, "reward_normalization.grouping": "traj_group_id"}
+    environment = {"train_env_manager.group_size": 8, "rollout_batch_size": 64, "adv_estimator": estimator}
+    values = convert(Written({**environment, **keys}), "roll").values
+    assert (values["algorithm.shaping.norm_mean"], values["algorithm.shaping.norm_std"]) == norms
+
+
+
 def test_environments_of_roll() -> None:
     """rollout_batch_size counts trajectories: 32 of 8 a group are 4 prompts; an update reads 2 x 8 of them."""
     keys: dict[str, Any] = {"rollout_batch_size": 32, "train_env_manager.group_size": 8}

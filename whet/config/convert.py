@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from whet.config import convert_units
 from whet.config.checks import problems
 from whet.config.convert_cluster import place
-from whet.config.convert_units import UNITS
 from whet.config.foreign import UNSET, KeyRow, Table, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
-from whet.config.foreign_python import literal
+from whet.config.foreign_python import calculated
 from whet.config.foreign_shell_words import OTHER
 from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
@@ -214,7 +213,7 @@ class Conversion:
             if value and not self._by_another(row, key, value):
                 self.result.check.append(f"{shown}: only {pattern} has a counterpart" + _remark(row))
         elif row.unit is not None:
-            for target, each in UNITS[row.unit](self, key, value, row, ours):
+            for target, each in getattr(convert_units, row.unit)(self, key, value, row, ours):
                 self.write(target, each, origin)
         elif row.kind in ("speed", "same"):
             self.result.speed.append(key)
@@ -232,10 +231,13 @@ class Conversion:
             self._copy(row, value if is_word else self._calculated(str(row.formula), value), ours, origin)
 
     def _calculated(self, formula: str, value: Any) -> Any:
-        """The result of a formula of a row, in which {KEY} is the value of another key."""
-        text = re.sub(r"\{([\w.]+)\}", lambda found: repr(self.value(found[1])), formula)
-        names = {"value": ast.parse(repr(value), mode="eval").body}
-        return literal(ast.parse(text.strip(), mode="eval").body, names)
+        """The result of a formula of a row, in which {KEY} or {KEY,DEFAULT} is the value of another key."""
+
+        def of_key(found: re.Match[str]) -> str:
+            other = self.value(found[1])
+            return str(found[2]) if other is None else repr(other)
+
+        return calculated(re.sub(r"\{([\w.]+)(?:,([\w.]+))?\}", of_key, formula), {"value": value})
 
     def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
         """Writes a value, translated by the row; of a list each item."""

@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from whet.config.foreign import KeyRow
-from whet.config.foreign_python import literal
+from whet.config.foreign_python import calculated
 
 if TYPE_CHECKING:
     from whet.config.convert import Conversion
 
 Unit = Iterator[tuple[str, Any]]
 GPUS_OF_A_NODE = 8
-MAX_DEVICES = 100_000
 _SAMPLE = "cluster.placement.sample"
 _SIZES = ("tensor_parallel_size", "sequence_parallel_size", "shard_size")
 
@@ -79,18 +77,11 @@ def devices_of(value: Any) -> list[int] | None:
     """The numbers of devices of `list(range(0,8))`, `[0, 1]` and sums of these; None for anything else."""
     if isinstance(value, list):
         return value
-    plain = re.sub(r"\blist\(\s*(\[[^][]*\]|range\([^()]*\))\s*\)", r"\1", str(value))
-    plain = re.sub(r"\brange\((\s*\d{1,6}\s*(?:,\s*\d{1,6}\s*){0,2})\)", _listed, plain)
     try:
-        found = literal(ast.parse(plain.strip(), mode="eval").body, {})
-    except (SyntaxError, ValueError, TypeError, ArithmeticError):
+        found = calculated(str(value))
+    except ValueError:
         return None
     return found if isinstance(found, list) and all(isinstance(each, int) for each in found) else None
-
-
-def _listed(found: re.Match[str]) -> str:
-    bounds = [int(each) for each in found[1].split(",")]
-    return str(list(range(*bounds)[:MAX_DEVICES])) if len(bounds) < 3 or bounds[2] else "None"
 
 
 def roll_devices(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
@@ -108,9 +99,10 @@ def roll_devices(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[
         yield from {
             "cluster.placement.train.processes": len(training),
             "cluster.placement.train.roles": ["actor"],
+            f"{_SAMPLE}.processes": len(sampling) // size,
+            f"{_SAMPLE}.roles": ["rollout"],
+            f"{_SAMPLE}.devices": size,
         }.items()
-        yield from {f"{_SAMPLE}.processes": len(sampling) // size, f"{_SAMPLE}.roles": ["rollout"]}.items()
-        yield f"{_SAMPLE}.devices", size
         return
     if sampling and {*training} != {*sampling}:
         told = f"{len(training)} train and {len(sampling)} sample, some of them both; here all {len(training)} do both"

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function."""
+"""Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function.
+
+A function yields keys of whet with their values, for one `key` of a `row`, its value, and its counterparts `ours`."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from whet.config.convert_cluster import devices_of, roll_devices
+from whet.config.convert_cluster import devices_of, roll_devices as roll_devices
 from whet.config.foreign import KeyRow
 from whet.config.keys import leaf_fields
 from whet.config.schema import TrainConfig
@@ -17,36 +19,28 @@ if TYPE_CHECKING:
     from whet.config.convert import Conversion
 
 Unit = Iterator[tuple[str, Any]]
-_OF_WORKERS = (
-    r"\.(data_args|model_args|strategy_args|world_size|infer_batch_size|device_mapping)\b"  # of rules: no model
-)
-
+# Of rules: no model.
+_OF_WORKERS = r"\.(data_args|model_args|strategy_args|world_size|infer_batch_size|device_mapping)\b"
 # The newest first.
 VERL_MANAGER = ("reward.reward_manager.name", "reward.reward_manager", "reward_model.reward_manager")
 
 
-def _batch(of: Conversion) -> int:
-    """Prompts of a step."""
-    default: int = leaf_fields(TrainConfig)["data.train_batch_size"].default
-    return of.result.values.get("data.train_batch_size") or default
-
-
 def _updates(of: Conversion, role: str) -> int:
     """Updates of a role (actor, critic) in a step; of a run on examples one."""
-    values, batch = of.result.values, _batch(of)
-    if of.schema is not TrainConfig:
-        return 1
-    updates: int = -(-batch // (values.get(f"{role}.mini_batch_size") or batch)) * values.get(f"{role}.epochs", 1)
-    return updates
+    values, default = of.result.values, leaf_fields(TrainConfig)["data.train_batch_size"].default
+    batch: int = values.get("data.train_batch_size") or default
+    mini_batch: int = values.get(f"{role}.mini_batch_size") or batch
+    epochs: int = values.get(f"{role}.epochs", 1)
+    return -(-batch // mini_batch) * epochs if of.schema is TrainConfig else 1
 
 
-def _in_updates(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def updates(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Steps of the loop in updates of the optimizer; a negative number is none."""
     if value > 0:
         yield ours[0], value * _updates(of, ours[0].partition(".")[0])
 
 
-def _in_steps(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def steps(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Updates of the optimizer in steps of the loop, rounded up; a number below 1 is a share of all updates."""
     total, each = of.value("max_steps") or -1, _updates(of, "actor")
     updates = value * total if 0 < value < 1 else value
@@ -56,7 +50,7 @@ def _in_steps(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str
         of.result.check.append(f"{key}={value}: set {ours[0]}; there it counts updates, and a step has {each} here")
 
 
-def _refills(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def refills(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The most batches of a step, of which the first is no refill."""
     if value > 0:
         yield ours[0], value - 1
@@ -65,13 +59,13 @@ def _refills(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str,
         of.result.check.append(f"{key}={value}: no limit there; set {ours[0]}, which is {default} where it is not set")
 
 
-def _trackers(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def trackers(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The trackers, and the two that whet's own commands read."""
     names = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
     yield ours[0], list(dict.fromkeys([*(row.values.get(name, name) for name in names), "console", "jsonl"]))
 
 
-def _ratio(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def ratio(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """A share of all steps in updates, where their number is known; TRL's are updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not value:
@@ -84,7 +78,7 @@ def _ratio(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, .
         of.result.check.append(f"{key}={value}: set {ours[0]} to this share of all updates, whose number is not known")
 
 
-def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """DAPO's penalty, where the buffer is switched on and the manager reads it."""
     manager = next((name for each in VERL_MANAGER if isinstance(name := of.value(each), str)), "naive")
     if manager != "dapo":
@@ -93,7 +87,7 @@ def _overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str
         yield ours[0], value
 
 
-def _response_length(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def response_length(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The length from which DAPO's penalty counts back: that of responses here."""
     if value != of.given.get(ours[0], leaf_fields(TrainConfig)[ours[0]].default):  # one default here and there
         of.result.check.append(f"{key}={value}: the penalty counts back from data.max_response_length here")
@@ -110,7 +104,7 @@ def _weight(level: str, is_masked: bool, low: float | None, high: float | None) 
     yield f"algorithm.correction.weight_options.{upper}", math.inf if high is None else high
 
 
-def _verl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def verl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """A threshold is the cap, or `low_high` the bounds outside which the weight is 0."""
     if key != row.theirs[0] or not value:
         return
@@ -140,7 +134,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
     return None
 
 
-def _verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Bounds of k1 are bounds of the ratio there, the lower one by default 1 / upper; of k2 and k3 there is one."""
     if key != row.theirs[0] or not value:
         return
@@ -158,13 +152,7 @@ def _verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tup
         yield f"algorithm.correction.rejection_options.{name}", each
 
 
-def _beta(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    for target in ours if value else ():
-        name, _, setting = target.partition("=")
-        yield name, setting or value
-
-
-def _trl_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def trl_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Prompts of a step and of an update, from products that count responses. A step is one batch of generation, or
     one update where that needs several."""
     given, n = of.given, of.value("num_generations")
@@ -180,7 +168,7 @@ def _has_environments(of: Conversion) -> bool:
     return any(key.startswith(("train_env_manager.", "custom_envs.")) for key in of.given)
 
 
-def _roll_lengths(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def roll_lengths(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Tokens of a response: those of a sequence without its prompt, or max_new_tokens, with environments of a turn."""
     sequence, *of_turn = row.theirs
     if key == sequence:
@@ -204,12 +192,13 @@ def _responses(of: Conversion) -> tuple[int, int]:
     return of.value("rollout_batch_size") * n, n
 
 
-def _roll_step(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def roll_step(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+    """Prompts of a step."""
     step, n = _responses(of)
     yield from ((target, each) for target, each in _prompts(of, step, n, n) if target == ours[0])
 
 
-def _roll_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def roll_batches(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Prompts or examples of an update: rows of a device, times accumulation, times the ranks that read other rows."""
     given, role = of.given, key.partition(".")[0]
     ranks = len(devices_of(given.get(f"{role}.device_mapping", [0])) or [0])
@@ -234,7 +223,7 @@ def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
     yield "actor.mini_batch_size", update // n
 
 
-def _function_path(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def function_path(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """A function by the path of its module, or `reward_func` of a file; no function of a URL."""
     if str(value).endswith(".py"):
         yield ours[0], f"{value}:reward_func"
@@ -244,7 +233,7 @@ def _function_path(of: Conversion, key: str, value: Any, row: KeyRow, ours: tupl
         of.result.check.append(f"{key}={value}: set {ours[0]}{f' ({row.remark})' if row.remark else ''}")
 
 
-def _functions(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def functions(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Functions of the script; the others are asked for."""
     names = [value] if isinstance(value, str) else [str(each) for each in value]
     if others := [name for name in names if ":" not in name]:
@@ -252,7 +241,7 @@ def _functions(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[st
     yield ours[0], [name for name in names if ":" in name]
 
 
-def _roll_environment(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def roll_environment(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The environment of the first tag of training, with its settings."""
     tags = of.given.get("train_env_manager.tags") or [""]
     used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
@@ -267,38 +256,25 @@ def _roll_environment(of: Conversion, key: str, value: Any, row: KeyRow, ours: t
         of.result.check += [f"{key}.{used[0]}.env_config: set {ours[1]} from {settings}"] if settings else []
 
 
-def _shares(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def shares(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Shares of domains, of which the last has the rest."""
     *first, last = (name for name in value)
     domains = {name.rpartition(".")[2]: round(value[name], 6) for name in first}
     yield ours[0], {**domains, last.rpartition(".")[2]: round(1 - sum(domains.values()), 6)}
 
 
-def _staleness(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    """Old tokens are trained on without a correction there; whet needs one, and gets a bound that rejects nothing."""
-    if value:
-        yield ours[0], value
-        yield "algorithm.correction.rejection", "divergence"
-        yield "algorithm.correction.rejection_options.high", 1e30
-        told = (
-            "old tokens are not corrected there, so the bound of algorithm.correction.rejection rejects none; lower it"
-        )
-        of.result.check.append(f"{key}={value}: {told}, or choose a weight")
-
-
-def _roll_norm(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def roll_norm(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Rewards of environments are normalised as this says, whatever the estimator."""
     if key != row.theirs[0] or of.value("adv_estimator") in ("step_reinforce", "gigpo"):
         return
     over = "batch" if of.given.get(row.theirs[1], "batch") == "batch" else "group"
-    for name, methods in zip(
-        ours or row.ours, (("mean", "mean_std", "asym_clip"), ("mean_std", "asym_clip")), strict=False
-    ):
+    methods = {row.ours[0]: ("mean", "mean_std", "asym_clip"), row.ours[1]: ("mean_std", "asym_clip")}
+    for name, with_it in methods.items():
         of.result.values.pop(name, None)
-        yield name, over if value in methods else "none"
+        yield name, over if value in with_it else "none"
 
 
-def _rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """ROLL's worker classes as functions: one for all rows, or one for each domain."""
     workers = {name.split(".")[1]: each for name, each in value.items() if name.endswith(".worker_cls")}
     for name, each in value.items():
@@ -321,11 +297,7 @@ def _rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str,
             yield f"reward.domains.{domain}.sources", sources
 
 
-def _betas(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
-    yield ours[0], [of.given.get(name, default) for name, default in zip(row.theirs, (0.9, 0.999), strict=True)]
-
-
-def _trl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def trl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The weight for vLLM's probabilities by its mode, such as token_truncate, with the bounds of other keys."""
     mode, *uppers, lower = row.theirs
     if key == mode:
@@ -335,7 +307,7 @@ def _trl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[s
         yield from _weight(level, how == "mask", of.given.get(lower), high)
 
 
-def _trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
+def trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """Functions of trl.rewards, and others by the path of their module; the penalty for length is no function here."""
     names = [value] if isinstance(value, str) else [str(each) for each in value]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
@@ -359,32 +331,3 @@ def _trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[
         of.result.values["reward.weights"] = list(kept.values())
     if kept:
         yield ours[0], list(kept) if len(kept) > 1 else next(iter(kept))
-
-
-UNITS: Mapping[str, Callable[..., Unit]] = {
-    "roll_devices": roll_devices,
-    "function_path": _function_path,
-    "functions": _functions,
-    "roll_environment": _roll_environment,
-    "roll_norm": _roll_norm,
-    "shares": _shares,
-    "staleness": _staleness,
-    "updates": _in_updates,
-    "steps": _in_steps,
-    "refills": _refills,
-    "trackers": _trackers,
-    "ratio": _ratio,
-    "overlong": _overlong,
-    "response_length": _response_length,
-    "verl_weight": _verl_weight,
-    "verl_rejection": _verl_rejection,
-    "beta": _beta,
-    "trl_batches": _trl_batches,
-    "roll_lengths": _roll_lengths,
-    "roll_step": _roll_step,
-    "roll_batches": _roll_batches,
-    "rewards": _rewards,
-    "betas": _betas,
-    "trl_weight": _trl_weight,
-    "trl_rewards": _trl_rewards,
-}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,48 +17,40 @@ _COMPARISONS |= {ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge
 _MAKERS = ("Config", ".parse_args_and_config", ".parse_args_into_dataclasses")  # of configs
 _FUNCTIONS = ("reward_funcs", "tools", "environment_factory")  # arguments that name functions and classes
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.ExceptHandler)
+_QUOTES = "'\"-"
+DEFAULTS = {"LoraConfig": {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}}  # of peft, not of TRL
 _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove", "clear")
 
 
 def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[dict[str, Any], list[str], str]:
     """Returns the values of arguments by name, those that are neither literals nor constants of the script, and the
     names of the configs and trainers. Functions that the script at `path` defines are PATH:NAME."""
-    values, unread, names = dict[str, Any](), list[str](), _constants(tree) | _flags(tree)
-    called = list[str]()
+    values, unread, called, names = dict[str, Any](), list[str](), list[str](), constants(tree)
     own = {each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    for call in ast.walk(tree):
-        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
-        if not isinstance(call, ast.Call) or not name.endswith(("Config", "Trainer")):
+    for call in _calls(tree):
+        name = ast.unparse(call.func).rpartition(".")[2]
+        if not name.endswith(("Config", "Trainer")):
             continue
         called.append(name)
-        if name == "LoraConfig":
-            values |= {
-                "use_peft": True,
-                "lora_r": 8,
-                "lora_alpha": 8,
-                "lora_dropout": 0.0,
-            }  # the defaults of peft, not of TRL
+        values |= DEFAULTS.get(name, {})
         for each in call.keywords:
-            if name.endswith("Trainer") and each.arg not in ("model", *_FUNCTIONS):
-                continue
-            try:
-                of_rewards = each.arg in _FUNCTIONS
-                found: Any = _functions(each.value, names) if of_rewards else literal(each.value, names)
-                found = [f"{path}:{name}" if path and name in own else name for name in found] if of_rewards else found
-                values |= found if each.arg is None else {each.arg: found}
-                if isinstance(each.value, ast.Attribute):
-                    unread.append(f"{each.arg}={ast.unparse(each.value)}: {found}, the default of that flag")
-            except (ValueError, TypeError, SyntaxError, ArithmeticError):
-                shown = f"{each.arg}=" if each.arg else "**"
-                unread.append(f"{shown}{ast.unparse(each.value)} is not a literal: set it by hand")
+            if each.arg in _FUNCTIONS:
+                listed = _functions(each.value, names)
+                values[each.arg] = [f"{path}:{name}" if path and name in own else name for name in listed]
+            elif each.arg == "model" or not name.endswith("Trainer"):
+                values |= (found := _value(each.arg, each.value, names, unread))
+                told = [
+                    f"{name}={ast.unparse(each.value)}: {value}, the default of that flag"
+                    for name, value in found.items()
+                ]
+                unread += told if isinstance(each.value, ast.Attribute) else []
     return values, unread, " ".join(sorted(called, key=lambda name: not name.endswith("Trainer")))
 
 
 def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
     """Returns the constants that a script assigns to attributes of its configs, by name, and assignments not read: of
     what is no constant, in a branch or a loop, of several names at once."""
-    values, unread, configs = dict[str, Any](), list[str](), _configs(tree)
-    names = _constants(tree) | _flags(tree)
+    values, unread, configs, names = dict[str, Any](), list[str](), _configs(tree), constants(tree)
     branches = [block for block in ast.walk(tree) if isinstance(block, _BRANCHES)]
     guarded = [block for block in branches if not ast.unparse(block).startswith("if __name__ ==")]
     undecided = {each for block in guarded for each in ast.walk(block)}
@@ -70,12 +62,22 @@ def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
                 continue
             if node in undecided or isinstance(node, ast.AugAssign) or stored not in targets or node.value is None:
                 unread.append(f"{ast.unparse(node)} is not read: set {stored.attr} by hand")
-                continue
-            try:
-                values[stored.attr] = literal(node.value, names)
-            except (ValueError, TypeError, SyntaxError, ArithmeticError):
-                unread.append(f"{stored.attr}={ast.unparse(node.value)} is not a literal: set it by hand")
+            else:
+                values |= _value(stored.attr, node.value, names, unread)
     return values, unread
+
+
+def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unread: list[str]) -> dict[str, Any]:
+    """The value of an argument, or of those of a mapping behind **; a line of `unread` where it is not known."""
+    try:
+        return {name: literal(node, names)} if name else {**literal(node, names)}
+    except (ValueError, TypeError):
+        unread.append(f"{f'{name}=' if name else '**'}{ast.unparse(node)} is not a literal: set it by hand")
+        return {}
+
+
+def _calls(tree: ast.Module) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
@@ -84,10 +86,9 @@ def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]
 
 def _configs(tree: ast.Module) -> set[str]:
     """Names of configs: given to a trainer as `args`, made by a ...Config(...), or parsed from the command line."""
-    found = set[str]()
+    trainers = [call for call in _calls(tree) if ast.unparse(call.func).endswith("Trainer")]
+    found = {ast.unparse(each.value) for call in trainers for each in call.keywords if each.arg == "args"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer"):
-            found |= {ast.unparse(each.value) for each in node.keywords if each.arg == "args"}
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
             targets = _targets(node) if ast.unparse(node.value.func).endswith(_MAKERS) else []
             found |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
@@ -120,17 +121,36 @@ class TooMuch(Exception):  # noqa: N818
     """A script that goes beyond a limit; the reader names it."""
 
 
+def calculated(text: str, values: Mapping[str, Any] | None = None, budget: Budget | None = None) -> Any:
+    """The value of an expression, in which `values` are known by name.  Raises: ValueError."""
+    try:
+        names = {name: ast.parse(repr(value), mode="eval").body for name, value in (values or {}).items()}
+        return literal(ast.parse(text.strip(), mode="eval").body, names, budget)
+    except SyntaxError as error:
+        raise ValueError(f"{text[:60]!r} is no expression") from error
+
+
 def literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget | None = None) -> Any:
-    """The value of literals, constants, `dict()`, arithmetic and comparisons.  Raises: ValueError, ..."""
-    budget = budget or Budget()
+    """The value of literals, `names`, `dict()`, `list()`, `range()`, arithmetic, comparisons.  Raises: ValueError."""
+    try:
+        return _literal(node, names, budget or Budget())
+    except (TypeError, SyntaxError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"{error}, in {ast.unparse(node)[:60]!r}") from error
+
+
+def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> Any:
     budget.step()
-    read = partial(literal, names=names, budget=budget)
+    read = partial(_literal, names=names, budget=budget)
     if isinstance(node, (ast.Name, ast.Attribute)) and (written := ast.unparse(node)) in names:
-        return literal(names[written], {name: value for name, value in names.items() if name != written}, budget)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-        keys: list[ast.expr | None] = [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
-        node = ast.Dict(keys, [each.value for each in node.keywords])
+        return _literal(names[written], {name: value for name, value in names.items() if name != written}, budget)
     match node:
+        case ast.Call(func=ast.Name("dict"), args=[]):
+            keys: list[ast.expr | None] = [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
+            return read(ast.Dict(keys, [each.value for each in node.keywords]))
+        case ast.Call(func=ast.Name("list"), args=[ast.List() | ast.Call(func=ast.Name("range")) as items]):
+            return read(items)
+        case ast.Call(func=ast.Name("range"), args=[_, *_]):
+            return list(range(*map(read, node.args))[: budget.MAX_TEXT])
         case ast.Dict():
             pairs = zip(node.keys, node.values, strict=True)
             parts = (read(value) if key is None else {read(key): read(value)} for key, value in pairs)
@@ -169,8 +189,9 @@ def _combined(function: Any, left: Any, right: Any, budget: Budget) -> Any:
     return found
 
 
-def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """The values of names that are assigned once and never changed."""
+def constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values of names that are assigned once and never changed, and the defaults of flags that
+    `parser.add_argument` declares, as `args.NAME`."""
     stored, found = Counter[str](), dict[str, ast.expr]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -179,17 +200,13 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
         if is_changed or (isinstance(node, ast.Attribute) and node.attr in _CHANGES):
             owner = node.value if isinstance(node, (ast.Subscript, ast.Attribute)) else node
             stored[getattr(owner, "id", getattr(owner, "arg", ""))] += 1
-    return {name: value for name, value in found.items() if stored[name] == 1}
-
-
-def _flags(tree: ast.Module) -> dict[str, ast.expr]:
-    """The defaults of flags that `parser.add_argument` declares, as `args.NAME`."""
-    found = dict[str, ast.expr]()
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".add_argument") and call.args:
-            name = ast.unparse(call.args[-1]).strip("'\"-").replace("-", "_")
-            found |= {f"args.{name}": each.value for each in call.keywords if each.arg == "default"}
-    return found
+    flags = [call for call in _calls(tree) if ast.unparse(call.func).endswith(".add_argument") and call.args]
+    return {name: value for name, value in found.items() if stored[name] == 1} | {
+        f"args.{ast.unparse(call.args[-1]).strip(_QUOTES).replace('-', '_')}": each.value
+        for call in flags
+        for each in call.keywords
+        if each.arg == "default"
+    }
 
 
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:

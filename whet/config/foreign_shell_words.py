@@ -4,13 +4,12 @@ it is written, between two marks, and OTHER stands for any value that the script
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase, translate
 
-from whet.config.foreign_python import Budget, literal
+from whet.config.foreign_python import Budget, calculated
 from whet.config.foreign_shell_syntax import piece_end
 
 MAX_TURNS = 10_000  # of the loops of a script
@@ -189,8 +188,8 @@ class Words:
             plain = self.budget.text(re.sub(r"\b[A-Za-z_]\w*\b", value, plain))
         plain = re.sub(r"!(?!=)", " not ", plain.replace("/", "//").replace("&&", " and ").replace("||", " or "))
         try:
-            return int(literal(ast.parse(plain.strip(), mode="eval").body, {}, self.budget))
-        except (SyntaxError, ValueError, TypeError, ArithmeticError):
+            return int(calculated(plain, budget=self.budget))
+        except (ValueError, TypeError, OverflowError):
             return None
 
 
