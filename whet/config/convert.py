@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.config import convert_units
+from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import problems
 from whet.config.convert_cluster import place
-from whet.config.foreign import UNSET, KeyRow, Table, tables, trainer_of
+from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
 from whet.config.foreign_python import calculated
 from whet.config.foreign_shell_words import OTHER
-from whet.config.keys import choices, field_at, is_free, is_known, leaf_fields
+from whet.config.keys import field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
 from whet.config.render import value_lines
 from whet.config.schema import COMMANDS, TrainConfig
 from whet.config.section import Section
-from whet.errors import ConfigError, RegistryError
+from whet.errors import ConfigError
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 MAX_DIFFERENCES = 12  # keys of a choice that are listed
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
@@ -84,46 +86,45 @@ def convert(written: Written, system: str) -> Converted:
     _check_branches(written, result)
     sweeps = dict[str, list[str]]()  # words of `-m` that give the turns of each loop
     for loop, turns in written.loops.items():
-        others = (Conversion(replace(written, values=turn), result.system).run().values for turn in turns)
-        recipes = [result.values, *others]
-        keys = sorted({key for recipe in recipes for key in recipe} - NAMES_OF_RUNS)
-        texts = {key: [shlex.quote(str(recipe.get(key, "null"))) for recipe in recipes] for key in keys}
-        sweeps[loop] = [f"{key}={','.join(dict.fromkeys(each))}" for key, each in texts.items() if len({*each}) > 1]
-        told = " ".join(sweeps[loop]) or "nothing differs"
-        told += ", which change together: run each pair of values by itself" if len(sweeps[loop]) > 1 else ""
+        recipes = [_recipe(written, result, values) for values in (written.values, *turns)]
+        for key in _differing(recipes):
+            texts = (shlex.quote(str(recipe.get(key, "null"))) for recipe in recipes)
+            sweeps.setdefault(loop, []).append(f"{key}={','.join(dict.fromkeys(texts))}")
+        told = " ".join(sorted(sweeps.get(loop, []))) or "nothing differs"
+        told += ", which change together: run each pair of values by itself" if len(sweeps.get(loop, [])) > 1 else ""
         result.check.append(f"`{loop}`: the recipe is that of the first turn; over all turns: {told}")
     if words := [each[0] for each in sweeps.values() if len(each) == 1]:
         result.check.append(f"the runs of the loops: whet {result.command} RECIPE -m {' '.join(words)}")
     return result
 
 
+def _recipe(written: Written, result: Converted, values: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with the values of a turn or a branch, without the names of runs."""
+    found = Conversion(replace(written, values=values), result.system).run().values
+    return {key: value for key, value in found.items() if key not in NAMES_OF_RUNS}
+
+
+def _differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    return [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
+
+
 def _check_branches(written: Written, result: Converted) -> None:
     """Raises: ConfigError where a branch that is not decided changes the recipe, with the values of each."""
     choices = list[str]()
     for name, ways in written.branches.items():
-        recipes = dict[str, dict[str, Any]]()
-        for value, values in ways.items():
-            found = (
-                result if values is written.values else Conversion(replace(written, values=values), result.system).run()
-            )
-            recipes[value] = {key: each for key, each in found.values.items() if key not in NAMES_OF_RUNS}
-        keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
-        differ = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
-        if all(map(_OF_PROCESSES, differ)):
-            for value, recipe in list(recipes.items())[1:] if differ else ():
-                result.parallel.append(
-                    f"--set {name}={value}: {', '.join(f'{key}={recipe.get(key)}' for key in differ)}"
-                )
-            continue
-        for value, recipe in recipes.items() if differ else ():
+        recipes = {value: _recipe(written, result, values) for value, values in ways.items()}
+        differ = _differing(list(recipes.values()))
+        is_choice = not all(map(_OF_PROCESSES, differ))
+        for value, recipe in list(recipes.items())[not is_choice :] if differ else ():
             told = ", ".join(f"{key}={recipe.get(key, 'unset')}" for key in differ[:MAX_DIFFERENCES])
-            more = f", and {len(differ) - MAX_DIFFERENCES} more" * (len(differ) > MAX_DIFFERENCES)
-            shown = "ANY" if value == OTHER else value
-            choices.append(f"  --set {shlex.quote(f'{name}={shown}')}: {told}{more}")
+            told += f", and {len(differ) - MAX_DIFFERENCES} more" * (len(differ) > MAX_DIFFERENCES)
+            chosen = shlex.quote(f"{name}={'ANY' if value == OTHER else value}")
+            (choices if is_choice else result.parallel).append(f"--set {chosen}: {told}")
     if choices:
         raise ConfigError(
             "branches of the script that change the recipe are not decided; choose one of each, or give the resolved "
-            "config that the framework prints (`--cfg job`), as YAML:\n" + "\n".join(choices)
+            "config that the framework prints (`--cfg job`), as YAML:\n  " + "\n  ".join(choices)
         )
 
 
@@ -134,16 +135,15 @@ class Conversion:
         self.given = {key: value for key, value in written.values.items() if value is not None}
         self.nulls = written.values.keys() - self.given
         self.unread = {found[1] for line in written.unread if (found := re.match(r"(?:--)?([\w.]+)[ =]", line))}
-        own = [each for each in tables() if each.system == system and each.trainer == written.trainer]
-        self.schema = COMMANDS[own[0].command]
-        self.result = Converted(system, own[0].command, check=list(written.unread))
-        base = [
-            each for each in tables() if each.system == system and not each.trainer and each.command == own[0].command
-        ]
-        self.tables: list[Table] = base if not written.trainer else [*base, *own]
-        replaced = {key for table in own if table.trainer for row in table.rows for key in row.theirs}
-        self.rows = [row for table in own if table.trainer for row in table.rows]
-        self.rows += [each for table in base for row in table.rows for each in row.without(replaced)]
+        of_system = [each for each in tables() if each.system == system and each.trainer in ("", written.trainer)]
+        command = next(each.command for each in of_system if each.trainer == written.trainer)
+        self.schema = COMMANDS[command]
+        self.result = Converted(system, command, check=list(written.unread))
+        self.tables = [each for each in of_system if each.command == command]
+        own = [row for table in self.tables if table.trainer for row in table.rows]
+        replaced = {key for row in own for key in row.theirs}
+        general = [row for table in self.tables if not table.trainer for row in table.rows]
+        self.rows = own + [each for row in general for each in row.without(replaced)]
         self.result.check += [note for table in self.tables for note in table.notes]
         names = [key.partition("=")[0] for row in self.rows for key in row.theirs]
         for key, value in list(self.given.items()):
@@ -206,6 +206,7 @@ class Conversion:
         value = self.value(key)
         origin = f"default of {self.result.system}: {key}" + ", whose value was not read" * (key in self.unread)
         shown, origin = f"{key}={value}", key if key in self.given else origin
+        is_silent = isinstance(value, (str, int)) and row.values.get(value) == {}
         if (unmet := self._unmet(row)) is not None:
             if key in self.given and not self._by_another(row, key, value):
                 self.result.ignored.append(f"{shown}: without effect, since {unmet}")
@@ -215,19 +216,17 @@ class Conversion:
         elif row.unit is not None:
             for target, each in getattr(convert_units, row.unit)(self, key, value, row, ours):
                 self.write(target, each, origin)
-        elif row.kind in ("speed", "same"):
-            self.result.speed.append(key)
-        elif row.kind == "parallel" and not (isinstance(value, (str, int)) and row.values.get(value) == {}):
+        elif row.kind == "parallel" and not is_silent:
             self.result.parallel.append(f"{shown}: {row.remark}")
-        elif row.kind == "check" and value and not (isinstance(value, (str, int)) and row.values.get(value) == {}):
+        elif row.kind == "check" and value and not is_silent:
             asked = f"set {' and '.join(ours)}{_remark(row)}" if ours else row.remark
             self.result.check.append(f"{shown}: {asked}")
-        elif row.kind in ("check", "parallel"):
+        elif row.kind is not None:
             self.result.speed.append(key)
         elif not ours:
             self.result.without.append(shown + _remark(row))
         else:
-            is_word = row.formula is None or row.values.get(value if isinstance(value, (str, int)) else None) == {}
+            is_word = row.formula is None or is_silent
             self._copy(row, value if is_word else self._calculated(str(row.formula), value), ours, origin)
 
     def _calculated(self, formula: str, value: Any) -> Any:
@@ -305,13 +304,10 @@ class Conversion:
 
     def _drop_unread(self) -> None:
         """Drops options that the function does not have, an aggregation beside a fixed one, and an idle critic."""
-        from whet.config.algorithm_checks import uses_critic
-        from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
-
         values = self.result.values
         self._drop_unregistered()
         self._rewrite_equals()
-        algorithm = self._section("algorithm")
+        algorithm = self._load()["algorithm"]
         entries = {
             "algorithm.adv_options": ADV_ESTIMATORS[algorithm.adv_estimator],
             "algorithm.loss_options": POLICY_LOSSES[algorithm.policy_loss],
@@ -326,7 +322,7 @@ class Conversion:
                 note = f"{values['algorithm.loss_agg_mode']} there, but {entry.name} is defined with {fixed} here"
                 self.result.check.append(f"algorithm.loss_agg_mode: {note}")
                 self._drop("algorithm.loss_agg_mode", note)
-        if not uses_critic(self._section("algorithm")):
+        if not uses_critic(algorithm):
             for key in [key for key in values if key.startswith("critic.")]:
                 self._drop(key, "no critic is trained")
         if "algorithm.kl.where" not in values:
@@ -354,8 +350,6 @@ class Conversion:
 
     def _drop_unregistered(self) -> None:
         """Drops functions that whet does not have, with their options, and asks for them."""
-        from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
-
         values, origins = self.result.values, self.result.origins
         registries = {"adv_estimator": (ADV_ESTIMATORS, "adv_options"), "policy_loss": (POLICY_LOSSES, "loss_options")}
         for name, (registry, of_function) in registries.items():
@@ -375,18 +369,6 @@ class Conversion:
             origin = self.result.origins.pop(key)
             if not origin.startswith("default"):
                 self.result.ignored.append(f"{origin}: {why}")
-
-    def _section(self, name: str) -> Any:
-        """A section of the config with the values so far."""
-        chosen = {key: value for key, value in self.result.values.items() if key.startswith(f"{name}.")}
-        known = {f"{key}": value for key, value in chosen.items() if key in choices(TrainConfig)}
-        try:
-            return load_config(TrainConfig, None, known, checked=False).config[name]
-        except (ConfigError, RegistryError) as error:
-            self.result.check.append(str(error))
-            for key in known:
-                self._drop(key, "refused")
-            return load_config(TrainConfig, None, {}, checked=False).config[name]
 
     def _load(self) -> Section:
         """The config of the recipe, without values that whet refuses, which are told."""
