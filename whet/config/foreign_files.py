@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _OF_NAMES = re.compile(r"(name|dir|path|folder|group)$")  # keys whose values ma
 _REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:,([^{}]*))?\}")  # name, default
 RENAMED = {"model": "model_name_or_path", "config": "config_file_of_keys"}
 RENAMED |= {"r": "lora_r", "target_modules": "lora_target_modules"}  # of peft's LoraConfig
+WORDS = {"true": True, "false": False, "null": None, "None": None, "~": None, "": None}
 MAX_SWEEP = 100  # turns of a loop around a command that are read
 MAX_RUNS = 100  # ways through the branches of a script that are tried
 _WAYS = f"there are more than {MAX_RUNS} ways through its branches; --set a variable for some of them"
@@ -53,19 +55,24 @@ class Written:
     program: str = field(default="", compare=False)  # the words before the arguments, or the classes of a Python script
     trainer: str = field(default="", compare=False)  # the table that is for it
 
+    def every(self) -> list[dict[str, Any]]:
+        """The values of the recipe, of all turns and of all branches."""
+        found = [*chain(*self.loops.values()), *chain(*(ways.values() for ways in self.branches.values()))]
+        return [self.values, *(each for each in found if each is not self.values)]
+
 
 def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Written:
     """Reads a file, or a command in one text; `fixed` are variables of a script with values that it keeps.
 
     Raises: ConfigError where `source` is neither, sets nothing, or goes beyond a limit."""
-    path = Path(source)
-    exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
-    if not exists and not re.search(r"\s", source):
+    # isfile never raises, for a text that is too long for a name either
+    path = Path(source) if os.path.isfile(source) else None  # noqa: PTH113
+    if path is None and not re.search(r"\s", source):
         raise ConfigError(f"{source} does not exist; expected a file, or a command in quotes")
-    shown = source if exists else "the command"
+    shown = "the command" if path is None else source
     try:
         with bounded():
-            written = _read(path if exists else None, source, system, fixed or {})
+            written = _read(path, source, system, fixed or {})
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -73,8 +80,8 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{shown}{place}: {error.problem}; expected YAML; correct that place") from error
     except (TooMuch, TimeoutError, MemoryError) as error:
-        raise ConfigError(f"{shown} cannot be read within limits: {cause(error)}; give a shorter one, or the resolved "
-                          "config that the framework prints (`--cfg job`), as YAML") from error  # fmt: skip
+        instead = "give a shorter one, or the resolved config that the framework prints (`--cfg job`), as YAML"
+        raise ConfigError(f"{shown} cannot be read within limits: {cause(error)}; {instead}") from error
     except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
         found = f"cannot be read: {' '.join(str(error).split())}; expected YAML, Python or a shell script, in UTF-8"
         raise ConfigError(f"{shown} {found}; correct that place") from error
@@ -87,23 +94,19 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
 
 
 def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str]) -> Written:
-    if len(source) > MAX_BYTES or (path is not None and path.stat().st_size > MAX_BYTES):
+    if len(source) > MAX_BYTES:
         raise TooMuch(f"it has more than {MAX_BYTES:,} bytes")
-    text = path.read_text(encoding="utf-8") if path is not None else source
-    match path.suffix if path is not None else "":
-        case ".yaml" | ".yml" if path is not None:
-            written = replace(_of_yaml(text, path.parent), program=path.name)
-        case ".py":
-            written = _of_python(text, system, str(path))
-        case ".ipynb":
-            found = json.loads(text)
-            cells = [each for each in found.get("cells", []) if each.get("cell_type") == "code"]
-            written = _of_python("\n".join("".join(each.get("source", "")) for each in cells), system)
-        case _:
-            written = _of_shell(text, system, fixed, str(path) if path is not None else None)
-    every = [written.values, *(each for name in written.loops for each in written.loops[name])]
-    every += [each for values in written.branches.values() for each in values.values() if each is not written.values]
-    bases = [_base(values) for values in every]
+    suffix, text = ("", source) if path is None else (path.suffix, _text_of(path))
+    if path is not None and suffix in (".yaml", ".yml"):
+        written = replace(_of_yaml(path), program=path.name)
+    elif suffix == ".py":
+        written = _of_python(text, system, source)
+    elif suffix == ".ipynb":
+        cells = [each for each in json.loads(text).get("cells", []) if each.get("cell_type") == "code"]
+        written = _of_python("\n".join("".join(each.get("source", "")) for each in cells), system)
+    else:
+        written = _of_shell(text, system, fixed, None if path is None else source)
+    bases = [_base(values) for values in written.every()]
     if bases[0]:
         _lay_over(written, bases[0], path or Path("command"), system)
     if set(bases) - {bases[0]}:
@@ -125,16 +128,8 @@ def scalar(value: Any) -> Any:
     if value[:1] in ("[", "{"):
         with suppress(yaml.YAMLError):
             return scalar(yaml.safe_load(value))
-    words = {
-        "true": True,
-        "false": False,
-        "null": None,
-        "none": None if value == "None" else "none",
-        "~": None,
-        "": None,
-    }
     plain = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
-    return words.get(value.lower(), plain)
+    return WORDS.get(value if value == "None" else value.lower(), plain)
 
 
 def _base(values: dict[str, Any]) -> str | None:
@@ -147,7 +142,7 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     """Adds the keys of the file that a command names, searched beside the script and above it."""
     for folder in (Path(), *script.absolute().parents):
         if os.path.isfile(folder / base):  # noqa: PTH113
-            below = _of_yaml(_small(folder / base), (folder / base).parent)
+            below = _of_yaml(folder / base)
             _below(written, below.values)
             written.unread += below.unread
             return
@@ -165,28 +160,28 @@ def _published(name: str, system: str) -> Mapping[str, Any]:
 
 def _below(written: Written, values: Mapping[str, Any]) -> None:
     """Adds values where the command sets none, in every turn of its loops and in every branch."""
-    written.values = {**values, **written.values}
-    written.loops = {loop: [{**values, **each} for each in turns] for loop, turns in written.loops.items()}
-    written.branches = {
-        name: {value: {**values, **each} for value, each in ways.items()} for name, ways in written.branches.items()
-    }
+    for each in written.every():
+        own = each.copy()
+        each.clear()
+        each |= {**values, **own}
 
 
-def _small(file: Path) -> str:
+def _text_of(file: Path) -> str:
     if file.stat().st_size > MAX_BYTES:
         raise TooMuch(f"{file} has more than {MAX_BYTES:,} bytes")
     return file.read_text(encoding="utf-8")
 
 
-def _of_yaml(text: str, folder: Path | None, depth: int = 0) -> Written:
+def _of_yaml(file: Path, depth: int = 0) -> Written:
     """Reads a file of keys with the files that its `defaults` name, which lie beside it or below its folder."""
-    check_document(text, "the file" if folder is None else str(folder))
+    text = _text_of(file)
+    check_document(text, str(file.parent))
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__} instead of keys with values")
     values, unread, entries = dict[str, Any](), list[str](), found.get("defaults") or []
     for entry in entries if isinstance(entries, list) else [entries]:
-        below, note = _default(entry, folder, depth)
+        below, note = _default(entry, file.parent, depth)
         values |= below
         unread += note
     own = flatten({k: v for k, v in found.items() if k not in UNREAD})
@@ -201,7 +196,7 @@ def _of_yaml(text: str, folder: Path | None, depth: int = 0) -> Written:
     return Written(resolved, unread)
 
 
-def _default(entry: Any, folder: Path | None, depth: int) -> tuple[dict[str, Any], list[str]]:
+def _default(entry: Any, folder: Path, depth: int) -> tuple[dict[str, Any], list[str]]:
     """The keys of a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME; a note where it is not here."""
     group, name = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
     if name in ("_self_", None) or str(group).startswith(("override", "/hydra", "hydra/")):
@@ -210,9 +205,9 @@ def _default(entry: Any, folder: Path | None, depth: int) -> tuple[dict[str, Any
     name, _, named = str(name).partition("@")
     file = Path(str(group).lstrip("/"), name.removesuffix(".yaml") + ".yaml")
     place = re.sub("_here_|_global_", "", named or place) if named or place else group.replace("/", ".")
-    if folder is None or depth > 5 or not os.path.isfile(folder / file):  # noqa: PTH113
+    if depth > 5 or not os.path.isfile(folder / file):  # noqa: PTH113
         return {}, [f"defaults: {file} is not here, and its keys are missing"]
-    below = _of_yaml(_small(folder / file), (folder / file).parent, depth + 1)
+    below = _of_yaml(folder / file, depth + 1)
     return {f"{place}.{key}" if place else key: value for key, value in below.values.items()}, below.unread
 
 
@@ -274,10 +269,10 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
     program = main.words[: start_of(main.words)]
     if sum(each.words[: len(program)] == program and each.turns == main.turns for each in launches if program) > 1:
         written.unread.append(f"`{written.program}` is run more than once: the recipe is that of one run")
-    for number, (loop, _) in enumerate(main.turns):
-        others = (*main.turns[:number], *main.turns[number + 1 :])
+    for loop, _ in main.turns:
+        others = [turn for turn in main.turns if turn[0] != loop]
         same = [each for each in launches if each.place == main.place]
-        turns = [each.words for each in same if (*each.turns[:number], *each.turns[number + 1 :]) == others]
+        turns = [each.words for each in same if [turn for turn in each.turns if turn[0] != loop] == others]
         if len(turns) > MAX_SWEEP:
             name = " ".join(loop.split()[:2])
             written.unread.append(f"`{name}` has {len(turns):,} turns, of which the first {MAX_SWEEP} were read")

@@ -119,12 +119,8 @@ class Shell:
             self._words.budget.step()
             if node.kind == "function":
                 self._functions[node.words[0]] = node
-            elif node.kind == "group":
-                status = self._run(node.parts[0])
             else:
-                of_kind = {"simple": self._simple, "chain": self._chain, "pipe": self._pipe, "if": self._if}
-                of_kind |= {"case": self._case, "for": self._for, "while": self._while}
-                status = of_kind[node.kind](node)
+                status = self._run(node.parts[0]) if node.kind == "group" else getattr(self, f"_{node.kind}")(node)
         return status
 
     def _chain(self, node: Node) -> bool | None:
