@@ -253,7 +253,6 @@ def test_rewards_of_environments_are_normalised_as_their_key_says(
     assert (values["algorithm.shaping.norm_mean"], values["algorithm.shaping.norm_std"]) == norms
 
 
-
 def test_environments_of_roll() -> None:
     """rollout_batch_size counts trajectories: 32 of 8 a group are 4 prompts; an update reads 2 x 8 of them."""
     keys: dict[str, Any] = {"rollout_batch_size": 32, "train_env_manager.group_size": 8}
@@ -272,6 +271,16 @@ def test_environments_of_roll() -> None:
     assert gamma["algorithm.adv_options.gamma"] == 1.0
     rlvr = {key: value for key, value in keys.items() if "env" not in key} | {"num_return_sequences_in_group": 8}
     assert convert(Written(rlvr), "roll").values["data.train_batch_size"] == 32
+
+
+def test_a_single_word_is_no_pair_of_name_and_path() -> None:
+    """`--eval-prompt-data aime $PATH` with a path that is not known: no letters of the name as files."""
+    keys = {"rollout_batch_size": 8, "n_samples_per_prompt": 2}
+    found = convert(Written({**keys, "eval_prompt_data": "aime"}), "slime")
+    assert "data.val_files" not in found.values
+    assert [line for line in found.check if line.startswith("eval_prompt_data=aime: set data.val_files")]
+    pairs = convert(Written({**keys, "eval_prompt_data": ["aime", "a.jsonl", "amc", "b.jsonl"]}), "slime").values
+    assert pairs["data.val_files"] == ["a.jsonl", "b.jsonl"]
 
 
 IS = "vllm_importance_sampling_"

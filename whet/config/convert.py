@@ -166,6 +166,8 @@ class Conversion:
             for key, ours in row.pairs():
                 try:
                     self._convert(row, key, ours)
+                except ConfigError as error:
+                    self.result.check.append(str(error))
                 except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):  # of another type
                     asked = f"set {' and '.join(ours)}; " if ours else ""
                     self.result.check.append(f"{key.partition('=')[0]}={self.value(key)}: {asked}the value is not read")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function.
 
-A function yields keys of whet with their values, for one `key` of a `row`, its value, and its counterparts `ours`."""
+A function yields keys of whet with their values, for one `key` of a `row`, its value, and its counterparts `ours`. It
+raises ConfigError with a line of the report where a value has to be set by hand."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from whet.config.convert_cluster import devices_of, roll_devices as roll_devices
 from whet.config.foreign import KeyRow
 from whet.config.keys import leaf_fields
 from whet.config.schema import TrainConfig
+from whet.errors import ConfigError
 
 if TYPE_CHECKING:
     from whet.config.convert import Conversion
 
 Unit = Iterator[tuple[str, Any]]
+_NUMBER = r"[\d.]+(?:[eE][-+]?\d+)?|inf"
 # Of rules: no model.
 _OF_WORKERS = r"\.(data_args|model_args|strategy_args|world_size|infer_batch_size|device_mapping)\b"
 # The newest first.
@@ -90,7 +93,7 @@ def overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str,
 def response_length(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The length from which DAPO's penalty counts back: that of responses here."""
     if value != of.given.get(ours[0], leaf_fields(TrainConfig)[ours[0]].default):  # one default here and there
-        of.result.check.append(f"{key}={value}: the penalty counts back from data.max_response_length here")
+        raise ConfigError(f"{key}={value}: the penalty counts back from data.max_response_length here")
     yield from ()
 
 
@@ -108,10 +111,7 @@ def verl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[s
     """A threshold is the cap, or `low_high` the bounds outside which the weight is 0."""
     if key != row.theirs[0] or not value:
         return
-    bounds = _bounds(of, row, 2.0)
-    if bounds is None:
-        return
-    low, high = bounds
+    low, high = _bounds(of, row, 2.0)
     is_masked = low is not None
     yield from _weight(value, is_masked, low, high)
     if of.given.get(row.theirs[2]) and is_masked:
@@ -120,18 +120,13 @@ def verl_weight(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[s
         yield row.ours[2], True
 
 
-def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, float] | None:
-    """The lower and the upper one of `low_high` or `high`; None, with a line to check, where they are no numbers."""
+def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, float]:
+    """The lower and the upper one of `low_high` or `high`.  Raises: ConfigError where they are no numbers."""
     text = of.given.get(row.theirs[1], default)
-    low, _, high = str(text).rpartition("_")
-    try:
-        bounds = float(low) if low else None, float(high)
-    except ValueError:
-        bounds = None, 0.0
-    if bounds[1] > 0:
-        return bounds
-    of.result.check.append(f"{row.theirs[0]}: set {row.ours[0]} by hand, since {row.theirs[1]}={text} is no bound")
-    return None
+    found = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(text))
+    if found is None or float(found[2]) <= 0:
+        raise ConfigError(f"{row.theirs[0]}: set {row.ours[0]} by hand, since {row.theirs[1]}={text} is no bound")
+    return float(found[1]) if found[1] else None, float(found[2])
 
 
 def verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
@@ -140,11 +135,8 @@ def verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tupl
         return
     level, _, form = value.rpartition("_")
     if "," in value or form not in ("k1", "k2", "k3") or not of.given.get(row.theirs[1]):
-        of.result.check.append(f"{key}={value}: set {ours[0]} to one of these, with the bounds {row.theirs[1]}")
-        return
-    if (bounds := _bounds(of, row, None)) is None:
-        return
-    low, upper = bounds
+        raise ConfigError(f"{key}={value}: set {ours[0]} to one of these, with the bounds {row.theirs[1]}")
+    low, upper = _bounds(of, row, None)
     yield "algorithm.correction.rejection", "divergence"
     options = {"form": form, "level": level.replace("seq", "sequence")}
     options |= {"low": math.log(low or 1 / upper), "high": math.log(upper)} if form == "k1" else {"high": upper}
@@ -323,10 +315,7 @@ def trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[s
                 other = ", or reward.function=math" if "accuracy" in name else ""
                 of.result.check.append(f"{key}={name}: reads trl.rewards, so install trl{other}")
         else:
-            of.result.check.append(
-                f"{key}={', '.join(names)}: set reward.function, with {name} as path/file.py:function"
-            )
-            return
+            raise ConfigError(f"{key}={', '.join(names)}: set reward.function, with {name} as path/file.py:function")
     if "reward.weights" in of.result.values:
         of.result.values["reward.weights"] = list(kept.values())
     if kept:

@@ -168,7 +168,9 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> A
             return -read(node.operand)
         case ast.Subscript(slice=ast.Slice(lower=low, upper=high, step=step)):
             bounds = [None if each is None else read(each) for each in (low, high, step)]
-            return read(node.value)[slice(*bounds)]
+            if isinstance(whole := read(node.value), str):
+                raise ValueError(f"{whole[:60]!r} is no list")
+            return whole[slice(*bounds)]
         case ast.Subscript():
             return read(node.value)[read(node.slice)]
         case ast.Compare(ops=[sign], comparators=[right]) if type(sign) in _COMPARISONS:

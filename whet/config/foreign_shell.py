@@ -146,13 +146,10 @@ class Shell:
         return None if status is None or len(node.parts) > 1 else status != bool(node.words)
 
     def _if(self, node: Node) -> bool | None:
-        for place in range(0, len(node.parts) - 1, 2):
-            condition, then, *others = node.parts[place:]
-            self._open = None
-            rest = tuple(each for body in others for each in body)
-            if self._holds(self._run(condition), (then, rest), _shown(condition)):
-                return self._run(then)
-        return self._run(node.parts[-1]) if len(node.parts) % 2 else True
+        condition, then, otherwise = node.parts
+        self._open = None
+        holds = self._holds(self._run(condition), (then, otherwise), _shown(condition))
+        return self._run(then if holds else otherwise)
 
     def _holds(self, status: bool | None, branches: tuple[Sequence[Node], ...], shown: str) -> bool:
         """Tells whether a condition holds. Where that is not known: a branch that only ends the script is not taken,

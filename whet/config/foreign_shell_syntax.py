@@ -25,7 +25,7 @@ class Node(NamedTuple):
     simple    the words, of an array `NAME=(`, its words and `)`
     chain     && or || before each part, "" before the first; a command
     pipe      `!` where it is negated; a command
-    if        none; in turn a condition and what follows it, at the end an `else`
+    if        none; the condition, what follows it, and an `else`, empty without one; an `elif` is an `if` in it
     case      the word, and the patterns of each branch, joined by line breaks; a branch
     for       the name and the words; the body
     while     while or until; the condition, the body
@@ -180,11 +180,12 @@ class _Parser:
             while (each := self._take()) != "do":
                 words += [each] if each not in ("\n", ";") else []
             return Node("for", (words[0], *(words[2:] or ['"$@"'])), (self.body("done"),))
-        parts = [self.body("then"), self.body("elif", "else", "fi")]
-        while self._end != "fi":
-            parts += [self.body("then")] if self._end == "elif" else []
-            parts.append(self.body("elif", "else", "fi"))
-        return Node("if", (), tuple(parts))
+        return self._if()
+
+    def _if(self) -> Node:
+        condition, then = self.body("then"), self.body("elif", "else", "fi")
+        otherwise = (self._if(),) if self._end == "elif" else self.body("fi") if self._end == "else" else ()
+        return Node("if", (), (condition, then, otherwise))
 
     def _case(self) -> Node:
         self._take()
