@@ -87,7 +87,7 @@ def _programs(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
 
 def _shown(nodes: Iterable[Node]) -> str:
     """The words of conditions, by which they are decided."""
-    inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts] for node in nodes)
+    inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts if part] for node in nodes)
     return " ".join(word for words in inner for word in words)
 
 
