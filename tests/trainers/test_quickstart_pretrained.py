@@ -91,6 +91,6 @@ def test_three_steps_with_the_real_model(tmp_path: Path) -> None:
 def shortened(folder: Path, steps: int) -> str:
     """The recipe with another number of steps."""
     path = folder / "short.yaml"
-    text = find_recipe("pretrained_quickstart").read_text()
+    text = find_recipe("quickstart_pretrained").read_text()
     path.write_text(re.sub(r"(total_steps|val_freq): \d+", rf"\1: {steps}", text))
     return str(path)

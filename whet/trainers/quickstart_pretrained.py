@@ -74,7 +74,7 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
 PRETRAINED = Lesson(
     goal="to answer shortly and right",
     curve="SmolLM2-135M learns sums and lists with GRPO",
-    recipe="pretrained_quickstart",
+    recipe="quickstart_pretrained",
     write_problems=write_problems,
     write_model=write_model,
     read_back=read_back,
