@@ -17,27 +17,13 @@ from typing import Any, Literal, TypeGuard, cast, get_args
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from whet.errors import ConfigError
@@ -206,18 +192,19 @@ def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
     two_ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
     # The special features of each architecture are kept: windows, caps, norms, fused and partly rotated projections.
-    classes: dict[TextArch, tuple[Any, Any, dict[str, Any]]] = {
-        "qwen2.5": (Qwen2ForCausalLM, Qwen2Config, {}),
-        "qwen3": (Qwen3ForCausalLM, Qwen3Config, head),
-        "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**head, **experts, "norm_topk_prob": True}),
-        "llama": (LlamaForCausalLM, LlamaConfig, {**head, **no_bos}),
-        "mistral": (MistralForCausalLM, MistralConfig, {**head, **no_bos, "sliding_window": 4096}),
-        "phi": (Phi3ForCausalLM, Phi3Config, {**no_bos, "rope_parameters": {**rope, "partial_rotary_factor": 0.75}}),
-        "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**gemma, "sliding_window": 4096}),
-        "gemma": (Gemma3ForCausalLM, Gemma3TextConfig, {**gemma, "sliding_window": 1024, "rope_parameters": two_ropes}),
+    kinds: dict[TextArch, tuple[str, dict[str, Any]]] = {
+        "qwen2.5": ("qwen2", {}),
+        "qwen3": ("qwen3", head),
+        "qwen3_moe": ("qwen3_moe", {**head, **experts, "norm_topk_prob": True}),
+        "llama": ("llama", {**head, **no_bos}),
+        "mistral": ("mistral", {**head, **no_bos, "sliding_window": 4096}),
+        "phi": ("phi3", {**no_bos, "rope_parameters": {**rope, "partial_rotary_factor": 0.75}}),
+        "gemma2": ("gemma2", {**gemma, "sliding_window": 4096}),
+        "gemma": ("gemma3_text", {**gemma, "sliding_window": 1024, "rope_parameters": two_ropes}),
     }
-    model, config, own = classes[arch]
-    return cast(PreTrainedModel, model(config(**{**options, **own})))
+    kind, own = kinds[arch]
+    config = AutoConfig.for_model(kind, **{**options, **own})
+    return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
 def _byte_level_tokenizer(

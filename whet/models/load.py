@@ -69,9 +69,7 @@ def load_policy(
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     check_finite(model, path)
-    check_supported(model, path)
-    _disable_dropout(model)
-    fuse(model)
+    _prepare(model, path)
     attach(model, vision)
     return model
 
@@ -177,9 +175,7 @@ def load_reward_model(
             model.get_parameter(HEAD).copy_(new_head(model.get_parameter(HEAD).shape, new_head_seed))
     check_complete(model, path, missing)
     check_finite(model, path)
-    check_supported(model, path)
-    _disable_dropout(model)
-    fuse(model)
+    _prepare(model, path)
     return model
 
 
@@ -259,9 +255,7 @@ def outline(
         model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **options)
         if is_reward_model:
             _check_causal(model)
-    check_supported(model, path)
-    _disable_dropout(model)
-    fuse(model)
+    _prepare(model, path)
     if not is_reward_model:
         attach(model, load_vision(split_adapters(path)[0], config, trust_remote_code=trust_remote_code))
     return _value_model(model) if is_value_model else model
@@ -295,10 +289,13 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _disable_dropout(model: PreTrainedModel) -> None:
+def _prepare(model: PreTrainedModel, path: str | Path) -> None:
+    """Checks that whet has the model's attention, removes its dropout, and fuses what it can."""
+    check_supported(model, path)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    fuse(model)
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:
