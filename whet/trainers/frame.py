@@ -83,6 +83,7 @@ class Frame:
             likely_steps=likely_steps(self.callbacks, self.total_steps),
             columns=self.columns_shown,
         )
+        self.stays_here = self.config.cluster.stays_here
         self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get all numbers
         self.metrics_file, self.timings_file = (  # of the mathematics, equal in equal runs; and of the clock
             JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
@@ -233,7 +234,7 @@ class Frame:
         if any(self.flops.values()) and step > 0 and "time/update" in timings:
             timings |= shares_of_peak(self.flops, self._peak_flops, timings["time/update"])
         timings |= self.meter.measure()
-        if not self.config.cluster.stays_here:
+        if not self.stays_here:
             timings |= use_of_ranks(self.roles, self.config.cluster)
         self.metrics_file.log(step, numbers)
         self.timings_file.log(step, timings)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -71,6 +72,11 @@ class Run(Frame):
     def validates(self) -> bool:
         return bool(self.val_prompts) and super().validates
 
+    @cached_property
+    def environment(self) -> str:
+        """The name of the environment in metrics."""
+        return self.config.environment.label
+
     @property
     def samples_apart(self) -> bool:
         """Tells whether the rollout has processes of its own, and a validation needs no others."""
@@ -78,7 +84,7 @@ class Run(Frame):
         if self.columns.judges.roles:
             return False
         pools = [cluster.pool_of(role) for role in self.roles]
-        return not cluster.stays_here and pools.count(cluster.pool_of("rollout")) == 1
+        return not self.stays_here and pools.count(cluster.pool_of("rollout")) == 1
 
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
         """The sources of column providers in one step."""
@@ -136,7 +142,7 @@ class Run(Frame):
     def interruptible(self) -> Iterator[None]:
         """Marks a block at the start of a step that changes no weights: a stopped run ends in it, with the checkpoint
         of the step before. Workers in other processes finish their call first, unless there is nothing to save yet."""
-        if self.step > 0 and not self.config.cluster.stays_here:
+        if self.step > 0 and not self.stays_here:
             self.signals.here()
             yield
         else:
