@@ -151,7 +151,7 @@ def test_a_validation_that_needs_the_reward_model_does_not_run_beside_training(
     for path, is_apart in ((None, True), (str(classifier), False)):
         config = train_config({"cluster.placement": pools, "reward_model.model_path": path})
         roles = dict.fromkeys(("actor", "rollout"))
-        stub = SimpleNamespace(config=config, roles=roles, columns=plan(config))
+        stub = SimpleNamespace(config=config, roles=roles, columns=plan(config), stays_here=False)
         assert Run.samples_apart.fget(stub) is is_apart  # type: ignore[attr-defined]
 
 
