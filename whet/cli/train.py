@@ -127,7 +127,7 @@ def quickstart(
     images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
     pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and lists")] = False,
 ) -> None:
-    """Train a small model in minutes: to add, to count, or a real one."""
+    """Train a small model to add, to count, or a real one."""
     from whet.tracking.long_phases import LongPhases
     from whet.trainers.quickstart import ADDITION, quickstart as run
     from whet.trainers.quickstart_images import COUNTING
