@@ -35,6 +35,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental",
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", "mcp", *TRACKERS}
 USERS = {"sandbox": ["code", "hostile_programs", "sandbox"]}  # of a folder: files that are nothing without it
+KERNELS = ["kernels", "head_kernels"]  # files that need triton, imported where it compiles
 INSIDE = ["whet_tester"]  # files that run beside others of their folder, outside of the package
 HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", "starlette", "uvicorn", *LAZY}
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
@@ -261,7 +262,7 @@ def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp
 import importlib, pkgutil, whet
 assert whet.__file__.startswith({str(tmp_path)!r}), whet.__file__
 for module in pkgutil.walk_packages(whet.__path__, "whet."):
-    if module.name.rpartition(".")[2] not in {[*LAZY, *USERS.get(folder, []), *INSIDE, "__main__"]!r}:
+    if module.name.rpartition(".")[2] not in {[*LAZY, *USERS.get(folder, []), *INSIDE, *KERNELS, "__main__"]!r}:
         importlib.import_module(module.name)
 """
     run = subprocess.run(

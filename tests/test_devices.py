@@ -55,7 +55,7 @@ def on_the_device(function: str, **arguments: Any) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-9000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return {**found, "output": done.stdout[-9000:]}
 
 
 def both(cases: dict[str, dict[str, Any]], folder: Path, tmp: Path) -> dict[str, Any]:
@@ -133,7 +133,8 @@ def test_the_pretend_accelerator_is_one(runs: Any) -> None:
 def test_rollout_engines_keep_to_their_suite_on_the_device() -> None:
     """New weights between responses and in the middle of one, against the model's own forward."""
     chosen = "(weights_from_outside or weights_change) and model_folder and not short"
-    assert on_the_device("suite", arguments=["tests/rollout/test_engines.py", "-k", chosen])["result"] == 0
+    found = on_the_device("suite", arguments=["tests/rollout/test_engines.py", "-k", chosen])
+    assert found["result"] == 0, found["output"]
 
 
 @pytest.mark.slow
