@@ -246,6 +246,7 @@ def present() -> Iterator[None]:
     """torch.accelerator finds the device, from now on until the process ends."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, Device(), None, Guard())
     torch.accelerator.synchronize = synchronize  # type: ignore[assignment]
+    torch._dynamo.config.disable = True  # no compiler knows the device, and one that tries keeps references to weights
     torch.Event = Event  # type: ignore[assignment,misc]
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.get_memory_info = lambda *_: (64 * 2**30, 80 * 2**30)  # type: ignore[assignment]
