@@ -13,9 +13,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.setting import Setting
-from whet.models.init import init_model
 from whet.tracking.jsonl import read_records
-from whet.trainers.quickstart import write_problems
+from whet.trainers.quickstart import write_adder, write_problems
 from whet.trainers.run import Run
 
 TITLE = "A run beside other programs"
@@ -32,7 +31,7 @@ def run(setting: Setting) -> dict[str, Any]:
     """Seconds of every step, alone and beside."""
     folder, blocks = setting.scratch / "beside", BLOCKS if setting.scale.is_thorough else 2
     write_problems(folder, 0)
-    init_model(folder / "model", "qwen3", "nano", alphabet="0123456789+=", num_layers=2, max_position_embeddings=64)
+    write_adder(folder / "model", 0)
     whet = str(Path(sys.executable).parent / "whet")
     words = [f"model.path={folder}/model", f"data.train_files={folder}/train.jsonl", f"trainer.run_dir={folder}/run"]
     words += [f"trainer.total_steps={BLOCK * blocks}", "trainer.callbacks=[benchmarks.beside:take_turns]"]

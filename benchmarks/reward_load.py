@@ -72,7 +72,8 @@ def measure(answers: int, folder: Path) -> dict[str, Any]:
             if is_point:
                 found["answers"].append(first + BATCH)
                 found["trainer_mb"].append(_resident_mb("self"))
-                found["processes_mb"].append([_resident_mb(pid) for pid in list(pids)[-2:]])
+                alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # one that ended may not be replaced yet
+                found["processes_mb"].append([_resident_mb(pid) for pid in alive[-2:]])
     return {**found, "seconds": time.monotonic() - start}
 
 

@@ -40,8 +40,8 @@ def spinning() -> str:
 
 
 class Contention:
-    """Lets waiting threads release the processor almost at once while other programs want it. Where they spin, two
-    threads on two cores, beside two busy processes, take 3 times as long as alone, and else 2.1 times."""
+    """Lets waiting threads release the processor almost at once while other programs want it, and tells of slow steps
+    (`python -m benchmarks beside`)."""
 
     def __init__(self) -> None:
         self._crowd: threading.Event | None = None  # set: its threads end

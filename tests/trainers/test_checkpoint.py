@@ -487,6 +487,7 @@ def test_a_checkpoint_of_supervised_training_is_named(
     rows = [{"prompt": "1", "response": "2"}] * 4
     trained = train_sft(load_config(SFTConfig, None, small, given={"data"}).config, data=rows)
     folder = checkpoint.newest(trained.run_dir)
-    message = rf"holds .*loader, score, .*, and this run needs .*rollouts.* `whet export {folder} OUT`, then set"
+    found = "dtype, is_good, loader, score, start, step"
+    message = rf"holds {found}, and this run needs .*rollouts.* `whet export {folder} OUT`, then set"
     with pytest.raises(CheckpointError, match=message):
         finish(train_config({**GRPO, "trainer.resume": str(folder)}), additions)

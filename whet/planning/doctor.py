@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from packaging.requirements import Requirement
 
 from whet import devices
-from whet.compiled import compiler
+from whet.compiled import cache_folder, compiler
 from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
 from whet.errors import CHECKOUT, ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
@@ -223,7 +223,7 @@ def _places(run_dir: Path) -> Iterator[Finding]:
     places = {
         "runs": ("trainer.run_dir", run_dir),
         "Hugging Face cache": ("HF_HOME", Path(os.environ.get("HF_HOME") or cache / "huggingface")),
-        "whet's cache": ("WHET_CACHE", Path(os.environ.get("WHET_CACHE") or cache) / "whet"),
+        "whet's cache": ("WHET_CACHE", cache_folder()),
         "temporary files": ("TMPDIR", Path(tempfile.gettempdir())),
     }
     for what, (key, path) in places.items():

@@ -169,10 +169,15 @@ def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(key(seed, "quickstart split")).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    return write_rows(run_dir, rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT])
+
+
+def write_rows(run_dir: Path, train: Rows, held_out: Rows) -> tuple[Rows, Rows]:
+    """Writes train.jsonl and held_out.jsonl, and returns their rows."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    for name, part in (("held_out", rows[:NUM_HELD_OUT]), ("train", rows[NUM_HELD_OUT:])):
-        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
+    for name, rows in (("train", train), ("held_out", held_out)):
+        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return train, held_out
 
 
 def write_adder(path: Path, seed: int) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from PIL import Image
 from whet.data.drawn.figures import counting
 from whet.models.init import init_model
 from whet.tracking.rollouts import Record, read_rollouts
-from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown
+from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown, write_rows
 
 NUM_TRAINED, NUM_HELD_OUT = 8192, 256
 GRID = 6  # pictures on a side of the page
@@ -41,9 +40,8 @@ def write_problems(
         for number, row in enumerate(draw(split, seed, num_rows=count, **options)):
             path = run_dir.absolute() / "images" / f"{name}_{number:05}.png"
             rows.append({**row, **{field: _save(row[field], path) for field in FIELDS if field in row}})
-        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         written[name] = rows
-    return written["train"], written["held_out"]
+    return write_rows(run_dir, **written)
 
 
 def _save(pictures: Any, path: Path) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from whet.keyed import key
 from whet.models.pretrained import smollm2
 from whet.tracking.rollouts import read_rollouts
-from whet.trainers.quickstart import Lesson, Rows, Shown
+from whet.trainers.quickstart import Lesson, Rows, Shown, write_rows
 
 NUM_TRAINED, NUM_HELD_OUT, NUM_SHOWN = 2048, 128, 3  # of both kinds together; shown of each
 WORDS = """
@@ -30,11 +29,7 @@ def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
     while len(rows) < NUM_TRAINED + NUM_HELD_OUT:
         row = kinds[len(rows) % len(kinds)](draw)
         rows.setdefault(row["prompt"], row)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    held_out, trained = [*rows.values()][:NUM_HELD_OUT], [*rows.values()][NUM_HELD_OUT:]
-    for name, part in (("held_out", held_out), ("train", trained)):
-        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return trained, held_out
+    return write_rows(run_dir, [*rows.values()][NUM_HELD_OUT:], [*rows.values()][:NUM_HELD_OUT])
 
 
 def _sum(draw: random.Random) -> dict[str, Any]:
@@ -61,7 +56,7 @@ def write_model(path: Path, seed: int) -> str:
 
 
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Some problems of each kind whose answer changed, with the responses of both evaluations."""
+    """Some problems of each kind that only one of the two models solved, with the responses of both."""
     before, after = (read_rollouts(run_dir / name / "answers.jsonl") for name in ("before", "after"))
     shown: dict[str, list[Shown]] = {}
     for row, old, new in zip(held_out, before, after, strict=True):
@@ -72,8 +67,8 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
 
 
 PRETRAINED = Lesson(
-    goal="to answer shortly and right",
-    curve="SmolLM2-135M learns sums and lists with GRPO",
+    goal="to give a sum or a word alone, and the right one",
+    curve="SmolLM2-135M learns sums and last words with GRPO",
     recipe="quickstart_pretrained",
     write_problems=write_problems,
     write_model=write_model,

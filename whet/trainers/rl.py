@@ -54,7 +54,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
     batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=scored.is_dropped)
     batch = run.columns.add(batch, run.sources(scored.groups, step), metrics)
     groups = judged(scored.groups, batch)
-    measure_groups(metrics, groups, run.environment)
+    measure_groups(metrics, groups, run.environment_name)
     run.write_rollouts(step, groups)
     run.write_rollouts(step, scored.dropped, purpose="dropped")
     run.rollouts.failures.record(groups)
@@ -133,7 +133,7 @@ def validate(run: Run, step: int) -> Metrics:
             metrics.mean("val/response_length", sum(len(turn.token_ids) for turn in trajectory.turns))
             metrics.sum("val/failures", float(trajectory.failure is not None))
     measure_part(metrics, groups, "reward_model", "val")
-    measure_environment(metrics, groups, f"val/env/{run.environment}")
+    measure_environment(metrics, groups, f"val/env/{run.environment_name}")
     run.write_rollouts(step, groups, purpose="validation")
     run.rollouts.held_out.record(groups)
     return metrics

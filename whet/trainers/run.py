@@ -73,8 +73,8 @@ class Run(Frame):
         return bool(self.val_prompts) and super().validates
 
     @cached_property
-    def environment(self) -> str:
-        """The name of the environment in metrics."""
+    def environment_name(self) -> str:
+        """The environment in names of metrics."""
         return self.config.environment.label
 
     @property
