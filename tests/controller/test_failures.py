@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from controller_workers import Actor, Misconfigured, Rollout, running, wait_until_gone
@@ -69,6 +70,23 @@ def test_a_death_is_named_soon(backend: str, started: tuple[WorkerGroup, list[in
     assert time.monotonic() - began < HEARD_SECONDS[backend]
     assert "memory" in str(caught.value)
     wait_until_gone(pids, GONE_SECONDS[backend])
+
+
+def test_a_death_while_the_others_are_sent_to_is_the_error_of_the_call(
+    started: tuple[WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, pids = started
+    transport: Any = actor._transport
+    start = transport.start_call
+
+    def start_and_die(*arguments: Any) -> None:
+        start(*arguments)
+        assert transport.ended.wait(30)
+
+    monkeypatch.setattr(transport, "start_call", start_and_die)
+    with pytest.raises(LostWorkerError, match=r"^actor rank 0( on [\d.]+)? died in weak_link: "):
+        actor.weak_link(0, "crash")
+    wait_until_gone(pids, seconds=10)
 
 
 def test_a_death_between_two_calls_is_named_by_the_next(

@@ -61,6 +61,17 @@ def test_a_model_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest
     assert [*(tmp_path / "whet").iterdir()] == []
 
 
+def test_answers_are_shown_in_one_line_and_some_of_each_kind(tmp_path: Path) -> None:
+    asked = [("sums", "What is 1 + 2? Give only the number.", "3")] * 5 + [("words", "What is last: a b? Now.", "b")]
+    rows = [{"data_source": source, "prompt": prompt, "answer": answer} for source, prompt, answer in asked]
+    for name, accuracy, response in (("before", 0.0, "Well,\n\nno<|im_end|>"), ("after", 1.0, "<|im_end|>")):
+        (tmp_path / name).mkdir()
+        line = json.dumps({"accuracy": accuracy, "response": response}) + "\n"
+        (tmp_path / name / "answers.jsonl").write_text(line * len(rows))
+    sums, words = ("What is 1 + 2?", "3", "Well, no", "nothing"), ("What is last: a b?", "b", "Well, no", "nothing")
+    assert quickstart_pretrained.read_back(tmp_path, rows) == [sums, sums, sums, words]
+
+
 @pytest.mark.slow
 def test_all_stages_with_a_small_model(
     qwen25_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

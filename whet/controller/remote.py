@@ -98,6 +98,8 @@ class RemoteTransport(ABC, Generic[P]):
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
         """Implements `Transport.send`. Arguments that several ranks share are pickled once."""
+        if self._ended_by is not None:
+            raise closed_error(role, method, self._ended_by)
         header = pickle.dumps((role, method))
         try:
             encoded = {key: wire.encode(each) for key, each in {id(each): each for each in arguments.values()}.items()}
@@ -216,10 +218,9 @@ class RemoteTransport(ABC, Generic[P]):
     def _send(self, peer: P, call: OpenCall, header: bytes, payload: Any) -> Reply:
         with peer.sending:  # keeps `peer.calls` in the order of sending
             with self._state:
-                if self._ended_by is not None:
-                    raise closed_error(call.role, call.method, self._ended_by)
-                if peer in self._losses:
-                    call.reply.set_exception(self._losses[peer])
+                end = self._ended_by or self._losses.get(peer)  # the end may come while the others are sent to
+                if end is not None:
+                    call.reply.set_exception(end)
                     return call.reply
                 peer.calls.append(call)
             self.start_call(peer, call, header, payload)

@@ -68,10 +68,8 @@ def widen(source: Path, out: Path) -> None:
     packed: Any = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=FILE, dtype=torch.float32, trust_remote_code=False
     )
-    config = packed.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = type(packed)(config)
+    vars(packed.config).pop("quantization_config", None)
+    model = type(packed)(packed.config)
     model.load_state_dict(packed.state_dict())
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(out)

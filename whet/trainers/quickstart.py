@@ -250,6 +250,11 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
     return shown
 
 
+def answer_text(answer: Mapping[str, Any]) -> str:
+    """The response of a scored answer in one line, without the tokens that end it."""
+    return " ".join(str(answer["response"]).partition("<|")[0].split()) or "nothing"
+
+
 def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> None:
     """Draws the learning curve: reward of every step, of all responses and of those that are trained on, and now and
     then accuracy on the held-out problems."""
@@ -276,7 +281,8 @@ def show(
     for row in examples:
         table.add_row(*row)
     table.add_section()
-    before, after = (summary.get(name, {"all": [summary[f"{stage}_accuracy"]]}) for name, stage in STAGES)
+    stages = (("before", "sft"), ("after", "rl"))
+    before, after = (summary.get(name, {"all": [summary[f"{stage}_accuracy"]]}) for name, stage in stages)
     for source in before:
         count = f"all {summary['held_out_problems']}" if source == "all" else source
         table.add_row(count, "correct", *(_shown(each[source]) for each in (before, after)))
@@ -284,22 +290,19 @@ def show(
     page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
     start = run_dir / ("sft_model" if lesson.warm_up else "model")
     names = {"run_dir": run_dir, "curve": CURVE, "page": page, "program": program, "recipe": lesson.recipe}
-    lines = [
-        line.partition(" | ")
-        for line in NEXT.read_text(encoding="utf-8").format(**summary, **names, start=start).splitlines()
-    ]
+    told = NEXT.read_text(encoding="utf-8").format(**summary, **names, start=start)
+    lines = [line.partition(" | ") for line in told.splitlines()]
     width = max(len(command) for command, bar, _ in lines if bar)
     for command, _, meaning in lines:
         console.print(f"{command:{width}}  {meaning}".rstrip(), soft_wrap=True, markup=False)
 
 
 def _shown(estimate: Sequence[float]) -> str:
-    """`48.4%`, or with the ends of its interval."""
-    value, *ends = (f"{each:.1%}" for each in estimate)
-    return f"{value} ({' to '.join(ends)})" if ends else value
+    """`48.4%`, or `48.4% (36–61)` with the ends of its interval."""
+    value, *ends = estimate
+    return f"{value:.1%}" + (f" ({'–'.join(f'{100 * end:.0f}' for end in ends)})" if ends else "")
 
 
-STAGES = (("before", "sft"), ("after", "rl"))
 GOOD_ENOUGH, ADDS = EarlyStop(None, is_good), EarlyStop(400, is_good)
 ADDITION = Lesson(
     goal="to add",

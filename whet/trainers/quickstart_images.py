@@ -16,7 +16,7 @@ from PIL import Image
 from whet.data.drawn.figures import counting
 from whet.models.init import init_model
 from whet.tracking.rollouts import Record, read_rollouts
-from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown, write_rows
+from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown, answer_text, write_rows
 
 NUM_TRAINED, NUM_HELD_OUT = 8192, 256
 GRID = 6  # pictures on a side of the page
@@ -67,7 +67,9 @@ def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?"
     answers = list(zip(held_out, before, after, strict=True))
     draw_page(run_dir / PAGE, answers[: GRID * GRID], question)
     wrong = [each for each in answers if not each[1]["accuracy"]]
-    return [(Path(_files(row)[0]).name, row["answer"], _text(old), _text(new)) for row, old, new in wrong[:3]]
+    return [
+        (Path(_files(row)[0]).name, row["answer"], answer_text(old), answer_text(new)) for row, old, new in wrong[:3]
+    ]
 
 
 def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], question: str) -> None:
@@ -79,8 +81,8 @@ def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], ques
         axes.imshow(side_by_side(row))
         axes.set_xticks([])
         axes.set_yticks([])
-        axes.set_title(f"{_text(old)} before", fontsize=9, color=RIGHT if old["accuracy"] else WRONG)
-        axes.set_xlabel(f"{_text(new)} after", fontsize=9, color=RIGHT if new["accuracy"] else WRONG)
+        axes.set_title(f"{answer_text(old)} before", fontsize=9, color=RIGHT if old["accuracy"] else WRONG)
+        axes.set_xlabel(f"{answer_text(new)} after", fontsize=9, color=RIGHT if new["accuracy"] else WRONG)
     figure.suptitle(f"{question} Responses before and after RL; right ones are green", fontsize=11)
     figure.savefig(path)
 
@@ -99,10 +101,6 @@ def side_by_side(row: Record) -> Image.Image:
 def _files(row: Record) -> list[str]:
     """The files of a row's images, or of the frames of its video."""
     return [*row["images"]] if "images" in row else [*row["videos"][0]]
-
-
-def _text(answer: Record) -> str:
-    return str(answer["response"]).partition("<|")[0].strip() or "nothing"
 
 
 COUNTING = Lesson(

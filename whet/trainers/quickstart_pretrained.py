@@ -11,7 +11,7 @@ from typing import Any
 from whet.keyed import key
 from whet.models.pretrained import smollm2
 from whet.tracking.rollouts import read_rollouts
-from whet.trainers.quickstart import Lesson, Rows, Shown, write_rows
+from whet.trainers.quickstart import Lesson, Rows, Shown, answer_text, write_rows
 
 NUM_TRAINED, NUM_HELD_OUT, NUM_SHOWN = 2048, 128, 3  # of both kinds together; shown of each
 WORDS = """
@@ -61,7 +61,8 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
     shown: dict[str, list[Shown]] = {}
     for row, old, new in zip(held_out, before, after, strict=True):
         if old["accuracy"] != new["accuracy"]:
-            texts = row["prompt"].removesuffix(" Give only the word."), row["answer"], old["response"], new["response"]
+            question, mark, _ = row["prompt"].partition("?")
+            texts = question + mark, row["answer"], answer_text(old), answer_text(new)
             shown.setdefault(row["data_source"], []).append(texts)
     return [each for found in shown.values() for each in found[:NUM_SHOWN]]
 
