@@ -71,7 +71,7 @@ class Contention:
         the user where steps became slow; "" otherwise."""
         if waited > WAITS and self._crowd is None and os.environ.get("GOMP_SPINCOUNT") == SPINS["GOMP_SPINCOUNT"]:
             self._crowd = crowd()
-        elif waited < WAITS_NO_MORE:
+        elif self._crowd is not None and waited < WAITS_NO_MORE:
             self.close()
         self._last.append(seconds)
         now = median(self._last) if len(self._last) == STEPS else 0.0

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +20,14 @@ from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
-from whet.errors import EngineError
+from whet.errors import EngineError, WeightSyncError
 from whet.metrics import Metrics
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health
-from whet.trainers.rl import add_advantages, sample, update
+from whet.trainers.rl import add_advantages, fit, sample, update
+from whet.trainers.rollout_worker import Direct
+from whet.weight_sync import in_process
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -115,6 +121,47 @@ def test_groups_that_are_all_equal_are_said_after_the_third_step(
     alone = {"algorithm.adv_estimator": "reinforce_plus_plus", "trainer.run_dir": str(tmp_path / "alone")}
     train(train_config({**alone, "trainer.total_steps": 4}), reward=lambda solution_str: 1.0, data=additions)
     assert "had the same reward" not in caplog.text
+
+
+@pytest.mark.parametrize("source", ["trainer", "rollout"])
+def test_a_rollout_with_other_weights_than_the_trainer_ends_the_run_before_it_is_trained_on(
+    source: str,
+    model_folder: Path,
+    train_config: MakeConfig,
+    additions: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model.get_output_embeddings().weight.data *= 4  # so that it is as sure of its tokens as a trained model
+    model.save_pretrained(tmp_path / "sure")
+    attach = in_process.attach
+
+    def attach_wrongly(rollout: Any, module: Any, weights: Any, version: int) -> str:
+        """The weights of version 2 arrive with a sign lost."""
+        other = copy.deepcopy(module)
+        if version == 2:
+            other.model.norm.weight.data.neg_()
+        return attach(rollout, other, weights, version)
+
+    monkeypatch.setattr(in_process, "attach", attach_wrongly)
+    monkeypatch.setattr(Direct, "reads_trained_weights", False)
+    settings = {
+        "model.path": str(tmp_path / "sure"),
+        "model.tokenizer_path": str(model_folder),
+        "algorithm.correction.old_log_probs": source,
+        "trainer.total_steps": 4,
+        "trainer.save_freq": 1,
+    }
+    run = build(train_config(settings), build_scorer(train_config().reward, sevens), additions)
+    with contextlib.closing(run), pytest.raises(WeightSyncError) as caught:
+        fit(run)
+    gaps = run.health.state()["rollout/log_probs"]
+    assert len(gaps) == 2 and max(gaps) < 1e-4
+    [number] = re.findall(r"are ([\d.]+) nats", str(caught.value))
+    assert float(number) > 1
+    newest = checkpoint.newest(tmp_path / "run")
+    assert newest is not None and newest.name == "global_step_2" and str(newest) in str(caught.value)
 
 
 def all_weights(model: torch.nn.Module, number: float) -> None:

@@ -58,8 +58,7 @@ def estimate(
     none, they are the undiscounted reward-to-go; `with_returns` returns these for a critic where the estimator returns
     none of its own.
     Raises: RegistryError where a column is missing or the result is not finite advantages of the batch's shape;
-    DataError where the rows of a trajectory disagree.
-    """
+    DataError where the rows of a trajectory disagree."""
     mask = columns["response_mask"]
     layout = _trajectory_layout(columns)
     if layout is None:

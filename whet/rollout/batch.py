@@ -35,8 +35,7 @@ class Row:
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Appends text that the policy did not write."""
-        count = len(token_ids)
-        self._append(token_ids, [0.0] * count, [0] * count, NOT_SAMPLED)
+        self._append(token_ids, [0.0] * len(token_ids), [0] * len(token_ids), NOT_SAMPLED)
 
     def write(self, turn: Turn, turn_id: int) -> None:
         """Appends what the policy sampled."""
@@ -54,8 +53,7 @@ class Row:
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """A trajectory's rows, in the order of their last turns: a turn whose context continues the last row of the same
-    player and sub-agent goes on in it, any other starts a row. Turns that are not trained on are text that was read.
-    """
+    player and sub-agent goes on in it, any other starts a row. Turns that are not trained on are text that was read."""
     rows: list[Row] = []
     open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
     for turn_id, turn in enumerate(trajectory.turns):
@@ -81,8 +79,7 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
 
     `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
     A trajectory that failed before its first token leaves one row of its prompt and a masked padding token.
-    Raises: DataError for a name in `columns` that no trajectory reports.
-    """
+    Raises: DataError for a name in `columns` that no trajectory reports."""
     rows, owners = _rows_and_owners(groups, pad_token_id)
     real_prompts = _real([row.prompt_ids for row in rows]).flip(1)  # padded on the left
     real = _real([row.response_ids for row in rows])

@@ -34,6 +34,8 @@ class Replicas:
     Weights come by `sync`, which another thread may call; without a `weight_sync` the ranks have theirs from the start.
     """
 
+    reads_trained_weights = False
+
     def __init__(
         self,
         group: WorkerGroup,

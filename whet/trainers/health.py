@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from whet.algorithms.statistics import masked_mean
 from whet.checkpoints.checkpoint import last_good
-from whet.errors import EngineError
+from whet.errors import EngineError, WeightSyncError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 
@@ -25,7 +26,9 @@ REMEMBERED = 20  # steps that a jump is measured against
 ENOUGH = 5  # of them
 JUMP = 5.0  # times the largest of the steps remembered
 SMALLEST_KL = 0.01  # nats a token: below this no KL is a jump
+SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: between sampler and trainer, also where no step was before
 ROWS_NAMED = 4
+SAMPLER = "rollout/log_probs"
 WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
 
 
@@ -50,6 +53,23 @@ class Health:
                     "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s",
                     *(step, name, value, JUMP, before, named if rows else ""),
                 )
+
+    def check_sampler(self, run: Run, batch: DataProto, step: int) -> None:
+        """Compares the log-probs of rollout and trainer, where the weights were copied or recorded.
+        Raises: WeightSyncError where they are far more apart than in the steps before."""
+        if not run.engine.reads_trained_weights:
+            self._check_gap(sampler_gap(run, batch), step, run.run_dir)
+
+    def _check_gap(self, found: float, step: int, run_dir: Path) -> None:
+        before = self._seen.setdefault(SAMPLER, [])
+        if not found <= (max(SMALLEST_GAP, JUMP * max(before)) if before else FIRST_GAP):
+            raise WeightSyncError(
+                f"step {step}: the log-probs of rollout and trainer are {found:.3g} nats a token apart under the same "
+                f"weights, {max(before, default=0.0):.3g} at most in the steps before: the rollout does not have the "
+                "weights that it was sent, and nothing was trained on its responses; resume the run, and if it comes "
+                f"again, try rollout.engine.name=native; {last_good(run_dir)}"
+            )
+        self._seen[SAMPLER] = [*before, found][-REMEMBERED:]
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
         """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
@@ -80,6 +100,20 @@ class Health:
         jumps = len(seen) >= ENOUGH and value > max(JUMP * max(seen), smallest)
         self._seen[name] = [*seen, value][-REMEMBERED:]
         return jumps
+
+
+def sampler_gap(run: Run, batch: DataProto) -> float:
+    """The mean distance of the log-probs of rollout and trainer, in nats a token, over tokens of the newest weights:
+    of all responses where the algorithm has the trainer's, else of the shortest, one a rank."""
+    correction, actor = run.config.algorithm.correction, run.roles["actor"]
+    if "old_log_probs" in batch and correction.old_log_probs == "trainer":
+        ours = batch["old_log_probs"]
+    else:
+        lengths = batch["response_mask"].sum(1)
+        batch = batch[lengths.where(lengths > 0, lengths.max() + 1).argsort()[: actor.dp_size]]
+        ours = actor.forward(batch, ("log_probs",), run.policy_objective.temperature)["log_probs"]
+    newest = batch["policy_version"] == batch["policy_version"].max()
+    return float(masked_mean((ours - batch["rollout_log_probs"]).abs(), batch["response_mask"] * newest))
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:

@@ -32,10 +32,9 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
     _average(metrics, "reward/accuracy", [each.accuracy or 0.0 for each in trajectories])
     _average(metrics, "episode/turns", [len(each.turns) for each in trajectories])
     parts: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in {**trajectory.parts, **trajectory.logged}.items():
-            if isinstance(value, float):
-                parts.setdefault(name, []).append(value)
+    for name, value in chain.from_iterable({**each.parts, **each.logged}.items() for each in trajectories):
+        if isinstance(value, float):
+            parts.setdefault(name, []).append(value)
     for name, values in parts.items():
         _average(metrics, f"reward/part/{name}" if name in OWN else f"reward/{name}", values)
     for domain in dict.fromkeys(group.prompt.domain for group in groups if group.prompt.domain):
@@ -54,10 +53,9 @@ def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) ->
     trajectories that ended at each limit. `area` begins the names."""
     trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
     reported: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for field, value in trajectory.fields.items():
-            if isinstance(value, int | float) and not field.startswith("tools/"):  # these are counted
-                reported.setdefault(field, []).append(float(value))
+    for field, value in chain.from_iterable(each.fields.items() for each in trajectories):
+        if isinstance(value, int | float) and not field.startswith("tools/"):  # these are counted
+            reported.setdefault(field, []).append(float(value))
     for field, values in reported.items():
         _average(metrics, f"{area}/{field}", values)
     for limit in dict.fromkeys(each.limit for each in trajectories if each.limit not in (None, "length")):

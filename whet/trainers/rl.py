@@ -63,6 +63,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
 
 def add_advantages(run: Run, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
     """Scores to rewards to advantages, and the mask of the tokens that are trained on."""
+    run.health.check_sampler(run, batch, step)
     with metrics.time("time/advantage"):
         batch = run.shaper.rewards(batch, metrics)
         batch = run.shaper.advantages(estimate_advantages(run, batch, metrics), metrics)

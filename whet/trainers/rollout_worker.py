@@ -41,6 +41,11 @@ class Direct:
         self.abort, self.pause, self.resume = self._engine.abort, self._engine.pause, self._engine.resume
         self.load, self.status, self.close = self._engine.load, self._engine.status, self._engine.close
 
+    @property
+    def reads_trained_weights(self) -> bool:
+        """Tells whether it computes with the trainer's own tensors, without a copy or a recorded step between."""
+        return self._worker.is_attached and self._worker.device.type == "cpu"
+
     def submit(self, request: Request) -> bool:
         """Gives the engine a request; False where it has no room."""
         with self._named("submit"):
@@ -78,7 +83,7 @@ class RolloutWorker(MeasuredWorker):
         self.dtype, self._model = torch_dtype(config.dtype), model
         load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
         self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices)
-        self._owns_module = self._attached = False
+        self._owns_module = self.is_attached = False
         self._inlet: Inlet | None = None
         self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
@@ -158,12 +163,12 @@ class RolloutWorker(MeasuredWorker):
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
         if isinstance(self.engine, SharesModule):
-            self._attached = (
+            self.is_attached = (
                 module is not None
                 and module.dtype == self.dtype == torch_dtype(actor.settings.dtype)
                 and not adapted_layers(module)
             )
-            if module is not None and self._attached:
+            if module is not None and self.is_attached:
                 return in_process.attach(self.engine, module, weights, version)
             if module is not None and not self._owns_module:
                 self.engine.adopt(module)
@@ -229,7 +234,7 @@ class RolloutWorker(MeasuredWorker):
     def rollout_mode(self) -> None:
         """Moves what is trained in this process off the device, but for the weights that this rank samples from."""
         for role, engine in self._engines_beside().items():
-            engine.offload(weights=not (self._attached and role == "actor"))
+            engine.offload(weights=not (self.is_attached and role == "actor"))
         if isinstance(self.engine, Sleeps):
             self.engine.wake()
 
