@@ -60,6 +60,7 @@ def test_the_variants_keep_the_problem_and_change_the_algorithm(given: list[str]
 VISION = {"vlm_quickstart": ("images", 1), "two_images": ("images", 2), "video_flashes": ("videos", 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VISION)
 def test_a_recipe_with_pictures_draws_its_data(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")

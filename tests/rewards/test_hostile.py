@@ -124,6 +124,7 @@ def test_what_a_function_does_to_descriptors_that_are_not_its_own_costs_one_item
         assert bad == {20: Failure("reward", why)}
 
 
+@pytest.mark.slow
 def test_a_message_cut_short_holds_up_nobody_else(behaviours):
     with make_pool(behaviours, num_workers=2, timeout_seconds=4.0) as pool:
         late = pool.submit_batch([item("garbage_and_hang")])

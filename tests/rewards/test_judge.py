@@ -178,6 +178,7 @@ def test_scores_that_are_no_numbers_have_no_verdict(value: str) -> None:
     assert RUBRICS["json"].read('{"score": ' + value + "}") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_date", [False, True])
 def test_retry_after_is_honoured_by_all_calls(is_date: bool) -> None:
     def pauses(body: dict[str, Any]) -> Reply:
@@ -475,6 +476,7 @@ def test_a_judge_scores_many_responses_at_a_time() -> None:
     assert results[0].parts == {"judge_tokens": 110.0, "judge_cost": pytest.approx(1e-3), "disagreement": 0.0}
 
 
+@pytest.mark.slow
 def test_nonsense_is_asked_for_again_and_then_a_failure(tmp_path: Path) -> None:
     with judging(["I like it", "Verdict: maybe", "Verdict: yes"]) as judge:
         [outcome] = score(judge.address, "x", cache=str(tmp_path))
@@ -535,6 +537,7 @@ def test_a_second_judge_has_an_endpoint_and_a_key_of_its_own(monkeypatch: pytest
         score(UNREACHABLE, "x", second_endpoint="localhost")
 
 
+@pytest.mark.slow
 def test_tokens_of_failed_calls_count() -> None:
     with judging(["I like it"]) as judge:
         [bad] = score(judge.address, "x", retries=2, input_price=10.0)

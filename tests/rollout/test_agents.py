@@ -235,6 +235,7 @@ def test_a_task_for_an_agent_that_is_not_configured(play: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["step", "episode"])
 def test_deadlines_truncate_by_option(play: Any, limit: str) -> None:
     seconds = Deadlines(step=1.0 if limit == "step" else 100.0, close=0.5)
@@ -245,6 +246,7 @@ def test_deadlines_truncate_by_option(play: Any, limit: str) -> None:
     assert cut.failure is None and cut.limit == "time" and len(cut.turns) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["manager", "worker"])
 def test_an_episode_and_its_tasks_that_are_late_together(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, first: str

@@ -108,6 +108,7 @@ def test_samples_over_max_running_wait(server: Running, http: httpx.Client) -> N
     assert order == sorted(order) and set(order) == {0, 1}  # one after the other
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> None:
     response = http.post(CHAT, json=asking(SLOW))
     assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
@@ -117,6 +118,7 @@ def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> N
     wait_until_idle(http)
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_come_back_in_time(server: Running, http: httpx.Client) -> None:
     """As while a lost server of vLLM is started again: requests end at the deadline, and the rest answers at once."""
     begun = time.monotonic()

@@ -31,13 +31,13 @@ def show(seeds: range) -> str:
 
 
 def test_schedules_hold_all_invariants() -> None:
-    assert not show(range(200))
+    assert not show(range(60))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(200, 3200, 500))
+@pytest.mark.parametrize("first", range(0, 3200, 400))
 def test_more_schedules_hold_all_invariants(first: int) -> None:
-    assert not show(range(first, first + 500))
+    assert not show(range(first, first + 400))
 
 
 @pytest.mark.slow

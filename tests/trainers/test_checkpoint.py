@@ -137,6 +137,7 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_that_never_stopped(
     assert (tmp_path / "straight" / trainer).read_text() == (tmp_path / "run" / trainer).read_text()
 
 
+@pytest.mark.slow
 def test_what_judges_cost_is_summed_over_a_resume(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     """A judge behind HTTP takes 100 and 10 tokens a reply; a checkpoint of earlier versions has no sums."""
     (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))

@@ -54,7 +54,13 @@ def weights(device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("part_bytes", "names"),
-    [(1, ["a", "b", "c", "d"]), (13, ["ab", "cd"]), (22, ["ab", "cd"]), (23, ["abc", "d"]), (99, ["abcd"])],
+    [
+        (1, ["a", "b", "c", "d"]),
+        pytest.param(13, ["ab", "cd"], marks=pytest.mark.slow),
+        (22, ["ab", "cd"]),
+        pytest.param(23, ["abc", "d"], marks=pytest.mark.slow),
+        pytest.param(99, ["abcd"], marks=pytest.mark.slow),
+    ],
 )
 def test_another_process_reads_them(part_bytes: int, names: list[str]) -> None:
     """12 + 10 + 8 + 12 bytes, in parts that end as soon as they have as many bytes as they should."""

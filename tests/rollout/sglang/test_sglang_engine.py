@@ -76,6 +76,7 @@ def test_pause_and_new_weights(start: Start, model_folder: Path) -> None:
 HANDLINGS = [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep", "wait")), "abort"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handling", HANDLINGS)
 def test_what_running_requests_do_when_weights_change(start: Start, model_folder: Path, handling: str) -> None:
     """All tokens come once, with the versions that sampled them; requests that wait begin under the new weights."""
@@ -117,6 +118,7 @@ def test_weights_through_a_folder(start: Start, model_folder: Path, tmp_path: Pa
     assert [each.name for each in tmp_path.iterdir()] == ["sglang"]
 
 
+@pytest.mark.slow
 def test_an_abort_ends_one_request(start: Start) -> None:
     """The server ends all whose names begin with the one given."""
     engine = start()

@@ -264,6 +264,7 @@ def test_versions_of_streamed_tokens() -> None:
 HANDLINGS = [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep", "wait")), "abort"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("handling", HANDLINGS)
 def test_what_running_requests_do_when_weights_change(start: Start, handling: str, streams: bool) -> None:
@@ -303,6 +304,7 @@ def test_what_running_requests_do_when_weights_change(start: Start, handling: st
     assert ("/abort_requests" in engine.call("GET", "/calls")) == (handling == "abort")
 
 
+@pytest.mark.slow
 def test_requests_that_were_sent_again(start: Start) -> None:
     """A pause and an abort behind a change of weights have the tokens of both parts, also before any new one came."""
     engine = start(on_new_weights="abort")
@@ -335,6 +337,7 @@ def test_requests_that_are_whole_are_not_sent_again() -> None:
         assert end_of(Completion(token_ids, (0.0,) * len(token_ids), "abort", ()), made) == reason
 
 
+@pytest.mark.slow
 def test_refused_weights_keep_requests_that_were_ended_for_them(start: Start) -> None:
     engine = start(on_new_weights="abort")
     for uid in ("goes on", "ends"):
@@ -349,6 +352,7 @@ def test_refused_weights_keep_requests_that_were_ended_for_them(start: Start) ->
     assert done.completion.token_ids == tuple(range(3, 33)) and [each for each, _ in done.completion.versions] == [0, 3]
 
 
+@pytest.mark.slow
 def test_requests_without_tokens_are_not_waited_for(start: Start) -> None:
     engine = start(on_new_weights="wait", answer_seconds=1.0, restarts=0)
     engine.submit(request(fake.STUCK))
@@ -413,6 +417,7 @@ def test_weights_in_parts(start: Start) -> None:
     assert generate(engine, [request(fake.QUICK)])[0].versions == ((1, 5),)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("weight_transfer", ["file", "ipc"])
 def test_a_server_that_is_lost_while_weights_arrive(start: Start, weight_transfer: str) -> None:
@@ -532,6 +537,7 @@ def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) 
     assert isinstance(done, Finished) and done.completion.versions == ((3, 5),)
 
 
+@pytest.mark.slow
 def test_a_check_acts_again_where_a_request_ended_too_early(start: Start, model_folder: Path) -> None:
     engine, acts = start(), list[float]()
 
@@ -585,6 +591,7 @@ def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> N
         engine.load([("a", torch.ones(2))], version=3)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
     engine = start(answer_seconds=1.0, restarts=0)
     generate(engine, [request(fake.QUICK)])
@@ -600,6 +607,7 @@ def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
     engine.server.process.kill()
 
 
+@pytest.mark.slow
 def test_a_server_whose_requests_get_no_tokens_is_heard_of(start: Start) -> None:
     engine = start(answer_seconds=1.0)
     engine.submit(request(fake.STUCK))
@@ -607,6 +615,7 @@ def test_a_server_whose_requests_get_no_tokens_is_heard_of(start: Start) -> None
         engine.poll(10.0)
 
 
+@pytest.mark.slow
 def test_slow_and_paused_requests_are_not_taken_for_hung_ones(start: Start) -> None:
     engine = start(answer_seconds=0.5)
     engine.submit(request(fake.SLOW, 80))
