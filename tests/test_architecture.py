@@ -162,7 +162,12 @@ def test_an_optional_engine_or_tracker_is_imported_in_one_place_of_its_name() ->
 
 
 def test_the_web_framework_is_imported_in_serving_alone() -> None:
-    places = {_part(file) for file in FILES for _, module in _imports(file) if re.match("starlette|uvicorn", module)}
+    places = {
+        _part(file)
+        for file in FILES
+        for _, module in _imports(file)
+        if re.match("starlette|uvicorn|prometheus_client", module)
+    }
     assert places == {"serving"}
 
 

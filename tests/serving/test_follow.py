@@ -78,7 +78,7 @@ def test_a_served_run_follows_its_training(
     with server.http() as http:
         [card] = http.get("/v1/models").json()["data"]
         assert card["root"].endswith("global_step_6") and card["system_fingerprint"] == "weights-6"
-        assert re.search(r"^whet_weights_version 6$", http.get("/metrics").text, re.MULTILINE)
+        assert re.search(r"^whet_weights_version 6\.0$", http.get("/metrics").text, re.MULTILINE)
     # a checkpoint that is damaged is passed over
     damaged = checkpoints / "global_step_7"
     damaged.mkdir()

@@ -82,7 +82,9 @@ def num_answered(server: Running) -> int:
     """Chats that the server has answered."""
     name = 'whet_requests_total{path="/v1/chat/completions",status="200"} '
     with server.http() as http:
-        return sum(int(line.removeprefix(name)) for line in http.get("/metrics").text.splitlines() if name in line)
+        return sum(
+            int(float(line.removeprefix(name))) for line in http.get("/metrics").text.splitlines() if name in line
+        )
 
 
 def plain(folder: Path, text: str) -> str:

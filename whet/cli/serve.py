@@ -90,7 +90,7 @@ def _of_servers() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
 

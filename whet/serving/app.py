@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -116,7 +116,7 @@ class App:
             except Exception as error:
                 response = JSONResponse(_unexpected(path, error).to_dict(), 500)
             if not isinstance(response, EventStream):
-                self._counters.requests[path, str(response.status_code)] += 1
+                self._counters.requests.labels(path, response.status_code).inc()
             return response
 
         return Route(path, counted, methods=[method])
@@ -130,7 +130,7 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._counters.text(self._status()), media_type="text/plain; version=0.0.4")
+        return Response(self._counters.page(self._status()), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -187,7 +187,7 @@ class App:
             raise ApiError(429, message, code="server_full")
         self._unfinished += len(requests)
         try:
-            self._counters.prompt_tokens += sum(map(len, asked.prompts))
+            self._counters.prompt_tokens.inc(sum(map(len, asked.prompts)))
             self._engine.submit(requests, queue.put_nowait)
             left, late_at = len(requests), asyncio.get_running_loop().time() + self._settings.deadline_seconds
             while left:
@@ -258,7 +258,7 @@ class App:
             status = 500
             yield _line(_unexpected(path, error).to_dict())
         finally:
-            self._counters.requests[path, str(status)] += 1
+            self._counters.requests.labels(path, status).inc()
 
     def _piece(self, sample: Sample, event: Event) -> Piece:
         """The piece of a sample that an event completes."""
@@ -270,7 +270,7 @@ class App:
             assert isinstance(event, Partial)
             token_ids, log_probs, versions, reason = event.token_ids, event.log_probs, event.versions, None
             likeliest = event.likeliest
-        self._counters.completion_tokens += len(token_ids)
+        self._counters.completion_tokens.inc(len(token_ids))
         return sample.add(token_ids, log_probs, versions, reason, likeliest)
 
 
