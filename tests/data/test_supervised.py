@@ -10,6 +10,7 @@ from whet.config.schema import SupervisedDataConfig
 from whet.data import supervised
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import SupervisedExample
+from whet.data.written import warn_once
 from whet.errors import DataError
 from whet.models.init import init_model
 from whet.types import Message
@@ -220,12 +221,14 @@ def marked(inside: str, after: str) -> str:
     ],
 )
 def test_marks_train_the_end_of_a_turn_and_nothing_behind_it(
-    inside: str, after: str, end: str, with_template: WithTemplate
+    inside: str, after: str, end: str, with_template: WithTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
+    warn_once.cache_clear()
     tokenizer = with_template(marked(inside, after))
     before = "a<|im_end|>b" if inside.startswith("'a") else ""
     example = one(tokenizer, {"messages": CONVERSATION})
-    assert learned(tokenizer, example) == [f"{before}2{end}", f"{before}yes,\n2{end}"]
+    warned = [each for each in caplog.records if "rollout.stop" in each.getMessage()]
+    assert learned(tokenizer, example) == [f"{before}2{end}", f"{before}yes,\n2{end}"] and bool(warned) == (not end)
 
 
 FOOTER = """\
@@ -320,6 +323,15 @@ def test_thoughts_that_the_template_leaves_out_are_counted_split_or_refused(
          [CONVERSATION[0], {"role": "assistant", "content": "I ask.",
           "tool_calls": [{"function": {"name": "look_up", "arguments": "{}"}}]}, CONVERSATION[3]],
          "tool_calls of message 1"),
+        ("{{ m.content }}", [CONVERSATION[0], {"role": "assistant", "content": "2", "thought": "one more"}],
+         "thought of message 1"),
+        ("{{ m.content }}", [CONVERSATION[0], {"role": "assistant", "content": "2", "refusal": "rather not"}],
+         "refusal of message 1"),
+        ("{{ m.content }}", [CONVERSATION[0], {"role": "assistant", "content": "2",
+          "function_call": {"name": "look_up", "arguments": "{}"}}], "function_call of message 1"),
+        ("{{ m.content.split('</think>')[-1] }}",  # the thought stands in the question too
+         [{"role": "user", "content": "Is 2 one more?"}, {"role": "assistant", "content": "<think>one more</think>2"}],
+         "content of message 1"),
     ],
 )  # fmt: skip
 def test_no_part_of_a_message_is_lost_without_a_word(

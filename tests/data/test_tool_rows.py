@@ -70,7 +70,10 @@ def test_arguments_that_are_no_object_stay_as_they_are(given: str, with_template
 
 
 def test_arguments_without_a_text_are_an_empty_object(with_template: WithTemplate) -> None:
-    assert "look_up {}<" in rendered(with_template(of_way("json")), {"messages": asked(call("look_up", ""))})
+    for given in ("", None):  # a table's null is no argument either
+        for way in ("json", "text"):
+            row = {"messages": asked(call("look_up", given))}
+            assert "look_up {}<" in rendered(with_template(of_way(way)), row), (given, way)
 
 
 def test_the_nulls_of_a_table_are_no_arguments(tmp_path: Path, with_template: WithTemplate) -> None:

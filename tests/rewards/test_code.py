@@ -58,7 +58,7 @@ def test_kinds_of_tests(right: str, wrong: str, truth: Any, extra: dict[str, Any
     assert score(wrong, truth, extra)["reward"] == 0.0
 
 
-NULLS = (None, float("nan"), "", " ", "null", "None", [])
+NULLS = (None, float("nan"), "", " ", "null", "None", "NaN", "<NA>", [])
 CALLED = {"inputs": [[3]], "outputs": [9], "fn_name": "f"}
 
 
@@ -103,6 +103,7 @@ CHECK = "def check(candidate):\n    assert candidate(3) == 9\n"
         {"test": "# assert f(3) == 9"},
         {"test": '"""assert f(3) == 9"""'},
         {"test": "assert True, 'the code is right'"},
+        {"test": "assert (f(3) == 9, 'the code is right')"},
         {"test": {"inputs": ["3"], "outputs": ["6"]}},
         {"test": CHECK},  # which nobody calls
         {"test": CHECK, "entry_point": None},

@@ -42,14 +42,17 @@ def test_all_answers_in_many_notations() -> None:
 OTHER_UNITS = (
     "km m, cm m, km/h m/s, kg g, hours minutes, dollars cents, inches feet, m^2 m, m^2 m^3, cm^2 m^2, N J, L mL, mi km, lb oz, "
     "s min, gallons liters, W kW, V A, yards feet, days weeks, months years, mph km/h, euros dollars, MB GB, acres hectares, "
-    "mol g, Hz kHz, tons kg, quarts gallons, radians degrees, m/s m/s^2, Pa N, calories joules, pounds kg, Ω V, °C °F"
+    "mol g, Hz kHz, tons kg, quarts gallons, radians degrees, m/s m/s^2, Pa N, calories joules, pounds kg, Ω V, °C °F, "
+    "light-years years, fl.oz oz, nautical-miles miles, ml liters, units square-units, AU km, Wb Hz, Bq Ci, Å m, mmHg Pa, rpm rev/s, "
+    "Mbps kbps, arcminutes minutes, dollars rubles, pesos euros"
 )
 SAME_UNITS = (
     "km/h=kilometers per hour, m=meters, cm^2=square centimeters, in^2=square inches, in^2=sq in, ft^3=cubic feet, hr=hours, "
     "mph=miles per hour, mph=mi/h, min=minutes, s=seconds, kg=kilograms, L=liters, lb=pounds, oz=ounces, cents=¢, dollars=USD, "
     "m/s=meters per second, m/s^2=meters per second squared, J=joules, N=newtons, kWh=kilowatt-hours, m^2=meters squared, "
     "m^2=square metres, dollars=dollar, yd=yards, mL=milliliters, km/h=kmh, km/h=kph, feet=ft, inches=in, inches=in., years=yr, "
-    "gal=gallons, °C=degrees Celsius, °F=degrees Fahrenheit, V=volts, Hz=hertz, mi=miles, 元=yuan, ft/s=feet per second"
+    "gal=gallons, °C=degrees Celsius, °F=degrees Fahrenheit, V=volts, Hz=hertz, mi=miles, 元=yuan, ft/s=feet per second, "
+    "mL=ml, ml=milliliters, light years=light-years, ly=light years, fluid ounces=fl oz, rpm=revolutions per minute, square units=units^2"
 )
 RESPONSES = [
     r"\boxed{%s}",
@@ -166,6 +169,20 @@ SENTENCES = [
     (r"\boxed{1, 234.5}", "1234.5", 0),
     (r"\boxed{-1, 234}", "-1234", 0),
     (r"x = 1, 234", "1234", 0),
+    (r"\boxed{5}\text{ m}", "5\\text{ km}", 0),
+    (r"So $\boxed{5}\,\mathrm{km}$.", "5\\text{ km}", 1),
+    (r"So $\boxed{5}$ meters.", "5\\text{ km}", 0),
+    (r"\[\boxed{5}\text{ km}^2\]", "5\\text{ km}^2", 1),
+    (r"\[\boxed{5}\text{ km}^3\]", "5\\text{ km}^2", 0),
+    (r"\boxed{5} m/s", "5\\text{ km/h}", 0),
+    (r"\boxed{5}. It is 5 m.", "5\\text{ km}", 1),
+    (r"\boxed{5} in meters", "5\\text{ km}", 1),
+    ("Answer: $34$ is the largest $n$.", "34", 1),
+    ("Answer: The largest $n$ must be 34.", "34", 1),
+    ("Answer: The largest $n$ turns out to be $34$.", "34", 1),
+    ("Answer: The largest $n$ comes out at 34.", "34", 1),
+    ("Answer: The number of primes below 100 is 25.", "25", 1),
+    ("Answer: The number of primes below 100 is 25.", "100", 0),
 ]
 
 

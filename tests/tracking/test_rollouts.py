@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,14 @@ def test_why_a_trajectory_has_its_reward() -> None:
     assert reasons({"finish_reason": "stop", "extracted": None, "ground_truth": None}) == []
     assert reasons({"dropped_by": "all_equal"}) == ["dropped by all_equal"]
     assert reasons({"finish_reason": "abort"}) == ["ended by abort"]
+
+
+def test_a_pipe_and_a_folder_are_no_rollouts_and_a_deep_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/step_000001.jsonl").write_bytes(b'{"uid": "\xff"}\n')
+    os.mkfifo(tmp_path / "rollouts/step_000002.jsonl")
+    (tmp_path / "rollouts/step_000003.jsonl").mkdir()
+    assert read_rollouts(find_rollouts(tmp_path)) == [{"uid": "\ufffd"}]
+    (tmp_path / "rollouts/step_000004.jsonl").write_text("{}\n" + "[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=r"000004\.jsonl:2"):
+        read_rollouts(find_rollouts(tmp_path))

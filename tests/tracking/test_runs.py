@@ -72,9 +72,16 @@ def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path)
         read_run(tmp_path / "b")
     with pytest.raises(DataError, match="nowhere does not exist"):
         read_run(tmp_path / "nowhere")
-    (other / "run.json").write_text("[]")
-    with pytest.raises(DataError, match="damaged"):
-        read_run(other)
+    for damaged in ("[]", "[" * 100_000):
+        (other / "run.json").write_text(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            read_run(other)
+
+
+def test_values_that_are_no_numbers_belong_to_no_curve(tmp_path: Path) -> None:
+    lines = [{"step": at + 1, "val/accuracy": value} for at, value in enumerate([0.5, {"a": 1}, "x", None, 0.75])]
+    run = read_run(make_run(tmp_path / "run", *lines))
+    assert run.curve("val/accuracy") == ([1, 5], [0.5, 0.75]) and run.best("val/accuracy") == (0.75, 5)
 
 
 def test_a_run_of_the_first_version_is_one(tmp_path: Path) -> None:

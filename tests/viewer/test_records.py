@@ -21,7 +21,15 @@ def uids(page: dict[str, Any]) -> list[str]:
 
 
 def test_steps_are_listed_by_kind(one: Records) -> None:
+    for name in (
+        "step_5",
+        "step_0000007",
+        "step_\u0663\u0663\u0663\u0663\u0663\u0663",
+        "step_" + "9" * 99,
+    ):  # no run writes them
+        (one.folder / f"rollouts/{name}.jsonl").write_text("{}\n", encoding="utf-8")
     assert one.steps() == {"step": [1, 2], "validation": [], "dropped": [2], "tokens": [1]}
+    assert one.page(Query(), 0, 100)["total"] == 6
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def _with_arguments(calls: Any, wants_text: bool) -> Any:
         return [_with_arguments(each, wants_text) for each in calls]
     if not isinstance(calls, Mapping):
         return calls
-    if "arguments" not in calls:
-        return {name: _with_arguments(each, wants_text) if name == "function" else each for name, each in calls.items()}
-    given = read_arguments(calls["arguments"])
+    if isinstance(calls.get("function"), Mapping):
+        return {**calls, "function": _with_arguments(calls["function"], wants_text)}
+    given = read_arguments(calls.get("arguments", "{}"))
     is_text = wants_text and isinstance(given, Mapping)
     return {**calls, "arguments": json.dumps(given, ensure_ascii=False) if is_text else given}
 

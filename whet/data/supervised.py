@@ -12,7 +12,7 @@ from whet.data.chat import as_text, encode_marked_chat, encode_rendered, render_
 from whet.data.media import KINDS
 from whet.data.placeholders import expanded, num_whole
 from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
-from whet.data.written import end_of_turn, mark_ends, warn_once
+from whet.data.written import NO_END, end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
 from whet.types import Media, Message
@@ -204,10 +204,7 @@ def _encode_by_prefix(
     for number, start, limit in zip(turns, starts, [*starts, len(input_ids)][1:], strict=True):
         end = next((at + 1 for at in range(start, limit) if input_ids[at] in ends), None)
         if end is None:  # the template closes a turn with text
-            warn_once(
-                "the chat template ends an answer with text and no token: conversations are trained without an end "
-                "token, so that sampled responses may not end; use a template with one, or set rollout.stop"
-            )
+            warn_once(NO_END)
             end = position_after(render(messages[: number + 1], False))
         loss_mask[start:end] = [1] * (end - start)
     return input_ids, loss_mask

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -22,8 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _QUESTION, _ANSWER = "whet-probe-question", "whet-probe-answer"
-_WRITTEN = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", TOOLS)  # fields of a message
+_NO_TEXT = ("role", "name", "id", "tool_call_id")  # fields of a message that need not be written
 _NOT_WRITTEN = ("type", "id", "description", "parameters")  # names in calls, parts and tools
+NO_END = (
+    "the chat template ends an answer with text and no token: conversations are trained without an end token, so that "
+    "sampled responses may not end; use a template with one, or set rollout.stop"
+)
 _THINK = re.compile(r"</?think>|\[/?THINK\]")
 
 
@@ -92,23 +95,25 @@ def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], end
         found = (at for at in range(start, limit) if ids[at] in ends and is_blank(at + 1, stop) and is_blank(stop, at))
         if (end := next(found, None)) is not None:
             marked[start:limit] = [int(at <= end) for at in range(start, limit)]
+        else:
+            warn_once(NO_END)
     return marked
 
 
 def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> dict[int, str]:
     """The fields of messages of which a text is not in `text`, their rendering, by number of the message; with `tools`
     also the row's tools. White space does not count."""
-    squeezed, needed = "".join(text.split()), Counter[str]()
-    lost: dict[int, str] = {}
-    for number, message in enumerate(messages):
-        fields = message.to_dict()
-        for name, piece in ((field, text) for field in _WRITTEN for text in _texts(fields.get(field))):
-            own, escaped = ("".join(form.split()) for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1]))
-            needed[own] += 1
-            is_there = max(squeezed.count(own), squeezed.count(escaped)) >= needed[own]
-            if own and not is_there and (tools or name != TOOLS):
-                lost.setdefault(number, name)
-    return lost
+    squeezed, lost = "".join(text.split()), list[tuple[int, str]]()
+    fields = [(at, *field) for at, each in enumerate(messages) for field in each.to_dict().items()]
+    found = [(at, name, piece) for at, name, value in fields if name not in _NO_TEXT for piece in _texts(value)]
+    for at, name, piece in sorted(found, key=lambda each: -len("".join(each[2].split()))):  # the longest first
+        forms = ["".join(form.split()) for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1])]
+        own = next((form for form in forms if form in squeezed), None)
+        if own is not None:
+            squeezed = squeezed.replace(own, "\0", 1) if own else squeezed
+        elif tools or name != TOOLS:
+            lost.append((at, name))
+    return dict(each for each in reversed([field[:2] for field in fields]) if each in lost)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -66,7 +66,7 @@ class WhetLM(TemplateLM):
         with long_phase("loading the model"), model_folder(path) as folder:
             self.tokenizer = load_tokenizer(folder)
             self.policy = load_policy(folder).to(devices.here(), torch_dtype(named))  # type: ignore[arg-type]
-            self.stop_ids = stop_token_ids(folder, self.tokenizer)
+            self.stop_ids = stop_token_ids(folder, self.tokenizer, {})
         rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
         model = ModelConfig(path=path)
         self.engine = rollout_engine(rollout, torch_dtype(named), lambda: self.tokenizer, devices.here(), model)

@@ -47,7 +47,7 @@ main()
 """
 _PYTEST = re.compile(r"^def test_|^import pytest|^class (?:Test|\w+\(.*TestCase\))", re.MULTILINE)
 _SHOWN = 200  # characters of a message
-
+_NULLS = ("", "null", "none", "nan", "nat", "<na>")
 
 FENCED_AS = {"py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "js": "javascript", "sh": "bash"}
 
@@ -209,10 +209,8 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
 
 
 def _is_null(value: Any) -> bool:
-    """Tells whether a field is one that arrow or JSON wrote for an unused column: None, NaN, or such a text."""
-    if isinstance(value, str):
-        return value.strip() in ("", "null", "None", "nan")
-    return value is None or (isinstance(value, float) and value != value)
+    """Tells whether a field is one that arrow, pandas or JSON wrote for an unused column: None, NaN, or such a text."""
+    return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
 
 def _given(fields: Any) -> Any:
@@ -236,7 +234,8 @@ def _asserts(tests: Suite) -> bool:
         body = [each for each in body if not isinstance(each, ast.FunctionDef | ast.ClassDef) or each.name in used]
     nodes = [each for node in body for each in ast.walk(node)]
     called = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
-    asserted = [part for each in nodes if isinstance(each, ast.Assert) for part in ast.walk(each.test)]
+    conditions = [each.test for each in nodes if isinstance(each, ast.Assert) and not isinstance(each.test, ast.Tuple)]
+    asserted = [part for each in conditions for part in ast.walk(each)]
     return (
         any(isinstance(each, ast.Raise) for each in nodes)
         or any(isinstance(each, ast.Name | ast.Call) for each in asserted)

@@ -35,7 +35,7 @@ _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 _ANSWER_IS = re.compile(r"\banswers?\b[*_\s]*(?:(?:is|are)\b|[:=])[\s*_:]*(?!\s*not\b)", re.IGNORECASE)
 _SENTENCE = re.compile(r".*?(?=[.?!](?:\s|$)|\n|,\s(?:which|so|since|because|as|where)\b|$)")
 _BECAUSE = re.compile(r"\b(?:because|since)\b")
-_SAYS = re.compile(r"\b(?:is|are|was|were|equals?|has|have|gives?|yields?|becomes?|contains?)\b|[:=]")
+_SAYS = re.compile(r"→|\b(?:is|are|was|were|be|out|equals?|has|have|gives?|yields?|becomes?|contains?)\b|[:=]")
 _GOES_ON = re.compile(r"(?:, which is|(?<=\bis)|(?<=\bare)|(?<=[:=]))\s")
 _READING = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
 _PERCENT = re.compile(r"(.+?)\s?(?:\\?%|percent)")
@@ -78,8 +78,9 @@ def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
     text = re.sub(r"(?<=[a-z])\$\^\{?([23])\}?\$", r"^\1", after_thought(text))  # "5 cm$^2$"
     box = extract_boxes(text)
     if box is not None:
-        joined = text.count("box") > 1 and _is_several(truth) and not _is_several(box)
-        return extract_boxes(text, joined=True) if joined else box
+        if text.count("box") > 1 and _is_several(truth) and not _is_several(box):
+            return extract_boxes(text, joined=True)
+        return _with_unit(text, text.find(box, text.rfind("box")), box, truth)
     if tagged := _TAG.findall(text):
         content = str(tagged[-1])
         if (found := last_expression(content)) is None or number(read(content).text) is not None:
@@ -109,6 +110,8 @@ def _stated(text: str, end: int, truth: str) -> str:
         last = next((start for start, _ in found if start >= more.end() - 1), last)
     found = [each for each in found if each[0] <= last]
     chosen, is_named = found[0], text[: found[0][0]].strip("* \t\n$:") != ""
+    if not is_named and number(normalise(chosen[1])) is not None:
+        found = found[:1]  # "34 is the largest $n$"
     for (start, before), after in pairwise(found):
         between = text[start + len(before) : after[0]]
         if (says := _SAYS.search(between)) and (is_named or not between[: says.start()].strip("$ \n")):

@@ -126,8 +126,7 @@ def _is(expression: Any, kind: type) -> bool:
 
 def _exact(expression: Any) -> Any:
     """The expression with fractions for its decimals."""
-    floats = {each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)}
-    return expression.xreplace(floats) if floats else expression
+    return expression.xreplace({each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)})
 
 
 def _stands_for(decimal: Any, value: Any) -> bool:

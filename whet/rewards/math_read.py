@@ -63,9 +63,9 @@ def read(answer: str) -> Reading:
         text = number_text(value.scaleb(scale))
     elif scale:
         text = f"{text} \\times 10^{{{scale}}}"
-    money = _MONEY.search(answer) or re.search(r"\$(?=[^$]*$)", answer * (answer.count("$") % 2))
-    if money and not unit:
-        unit, is_sure = frozenset({(UNITS[money[0].strip("\\").lower()], 1)}), True
+    money = _MONEY.search(clean(answer)) or re.search(r"\$(?=[^$]*$)", answer * (answer.count("$") % 2))
+    if money and all(size < 0 for _, size in unit):
+        unit, is_sure = unit | {(UNITS[money[0].strip("\\").lower()], 1)}, True
     return Reading(text, unit, is_sure, condition, is_remark)
 
 
@@ -120,8 +120,8 @@ def _split_condition(text: str) -> tuple[str, tuple[str, str] | None]:
 def _without_words_before(text: str) -> str:
     """`text` without "The answer is" and the like before it, and out of the \\text{} that holds all of it."""
     text = re.sub(r"^(?:\\(?:approx|Rightarrow|implies|to)(?![a-zA-Z])\s?)+", "", text)
-    if whole := re.fullmatch(r"\\text\{([^{}]*)\}", text):
-        text = whole[1]
+    if whole := re.fullmatch(r"\\text\{((?:[^{}]|\^\{[^{}]*\})*)\}(\^\{\d\})?", text):
+        text = whole[1] + (whole[2] or "")
     found = _WORDS_BEFORE.match(text)
     if not found or found.end() == len(text):
         return text

@@ -33,6 +33,7 @@ def clean(text: str) -> str:
     text = re.sub("[¼½¾⅐-⅞]", _fraction, text)
     text = re.sub(r"(?<![a-zA-Z\\])sqrt(?=\s?[({\d])", r"\\sqrt*", re.sub(r"\.{3,}", r"\\ldots ", text))
     text = re.sub(r"(?<=[\w)}])\s?\*\*\s?(?=[\w({-])", "^", text)
+    text = re.sub(r"\\mu\s?(\\(?:text|mathrm)\s?\{)|(\\(?:text|mathrm)\s?\{\s?)\\mu\s?", r"\1\2μ", text)
     try:
         read = _Reader(unicodedata.normalize("NFKC", text.translate(_LETTERS))).read(())
         return re.sub(r"\\\{\s*\\\}", r"\\emptyset ", " ".join(read.split()))

@@ -19,7 +19,7 @@ _REMARK = re.compile(
     r"(?i)[,;:?!不或]|(?<![a-z])\(|(?<![\^{-])\d|\b(?:not?|nor|or|and|but|is|was|wrong|maybe|dozens?|factorial|times|plus|minus"
     r"|mod)\b"
 )
-_START = re.compile(r"\\text\{|\\frac\{\\text\{|(?<![\\a-zA-Z])[^\W\d_]|\^\{\\circ\}|[€£¥₹¢]|\\Omega")
+_START = re.compile(r"/?\s?\\text\{|\\frac\{\\text\{|(?<![\\a-zA-Z])[^\W\d_]|\^\{\\circ\}|[€£¥₹¢]|\\Omega")
 _TEXT = r"\\text\{(?:[^{}]|\^\{(?:-?\d|\\circ)\})*\}"
 _TAIL = re.compile(
     rf"(?:{_TEXT}|\\frac\{{{_TEXT}\}}\{{{_TEXT}(?:\^\{{\d\}})?\}}|[^\W\d_]\.?|\^\{{(?:-?\d|\\circ)\}}|\\(?:cdot|times|Omega)"
@@ -59,7 +59,7 @@ def split_unit(text: str) -> Amount | None:
         is_whole = head.count("{") == head.count("}") and head.strip("-+ ") and r"\text" not in head
         if not is_whole or not _TAIL.fullmatch(tail) or re.match(r"percent|squared|cubed", tail):
             continue
-        is_text = tail.startswith((r"\text", r"\frac"))
+        is_text = tail.lstrip("/ ").startswith((r"\text", r"\frac"))
         if is_text and _REMARK.search(re.sub(r"\\text\{|\}", " ", tail)):
             return None
         tail = re.sub(r"\^\{\\circ\}\s?", "°", tail).replace(r"\Omega", "Ω")
@@ -73,14 +73,15 @@ def split_unit(text: str) -> Amount | None:
 
 def unit_after(text: str) -> str:
     """The unit in words with which a text begins, behind a number: " square feet" of " square feet, so"."""
-    end = start = len(text) - len(text.lstrip(" ~$*"))
+    text = re.sub(r"\\(?:text|mbox|math)[a-z]*\s?\{([^{}]*)\}", r" \1", text[:200])
+    end = start = re.match(r"(?:[ ~$*}]|\\[,;:! ])*", text).end()  # type: ignore[union-attr]
     for found in _AFTER.finditer(text, start):
         word, is_preposition = found[0], found[0] == "in" and re.match(r"\s*[a-zA-Z]", text[found.end() :])
         is_unit = word in {"per", *_POWERS} or word[0] in "/^°²³" or (_find(word) is not None and not is_preposition)
         if text[end : found.start()].strip(" -") or not is_unit:
             break
         end = found.end()
-    return text[:end] if end > start else ""
+    return f" {text[start:end]}" if end > start else ""
 
 
 def _is_unit(word: str, words: list[str], before: str) -> bool:

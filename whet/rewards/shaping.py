@@ -80,11 +80,10 @@ def language(
 def has_format(text: str, style: str) -> bool:
     """Tells whether a text is `<think>...</think>`, then an `<answer>` (style answer) or text with a box (boxed)."""
     text = text.strip()
-    rest = text.partition("</think>")[2]
+    rest = text.partition("</think>")[2].strip()
     if not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:
         return False
     if style == "boxed":
         return "}" in rest.partition("\\boxed{")[2]
-    rest = rest.strip()
     is_whole = rest.startswith("<answer>") and rest.endswith("</answer>")
     return is_whole and rest.count("<answer>") == rest.count("</answer>") == 1

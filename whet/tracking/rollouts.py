@@ -35,7 +35,7 @@ def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None
         (int(path.stem.rpartition("_")[2]), each): path
         for each in kinds
         for path in (run / "rollouts").glob(f"{each}_*.jsonl")
-        if path.stem.rpartition("_")[2].isdecimal()
+        if path.stem.rpartition("_")[2].isdecimal() and path.is_file()
     }
     if not found:
         names = " or ".join(f"{each}_*.jsonl" for each in kinds)
@@ -55,10 +55,10 @@ def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None
 def read_rollouts(file: Path) -> list[Record]:
     """The trajectories of a file, without an incomplete last line.  Raises: DataError."""
     rows: list[Record] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(file.read_text("utf-8", "replace").split("\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
             raise DataError(f"{file}:{number} is {line[:80]!r}, expected a JSON object; name a file of rollouts/")

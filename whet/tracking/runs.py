@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import fcntl
 import json
-import math
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -71,7 +70,7 @@ class RunFolder:
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The steps that have a metric, and its values; steps where it is NaN are left out."""
-        points = [(r["step"], r[metric]) for r in self.records if metric in r and not math.isnan(r[metric])]
+        points = [(r["step"], x) for r in self.records if isinstance(x := r.get(metric), int | float) and x == x]
         return [step for step, _ in points], [value for _, value in points]
 
     @property
@@ -122,16 +121,13 @@ def read_run(folder: Path) -> RunFolder:
         raise DataError(f"{folder} {what}; expected a folder with {CONFIG} and {INPUTS}; {hint}")
     try:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        noted = json.loads((folder / STATE).read_bytes()) if (folder / STATE).exists() else {}
+        noted = json.loads((folder / STATE).read_bytes()) if (folder / STATE).is_file() else {}
         if not isinstance(config, dict) or not isinstance(noted, dict):
             raise ValueError("not a mapping")
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{folder} has a damaged {CONFIG} or {STATE} ({error}); restore the file") from error
-    state, steps = noted.get("state", "ended"), noted.get("total_steps")
-    if is_locked(folder):
-        state = "running"
-    elif state == "running":
-        state = "killed"
+    was, steps = noted.get("state", "ended"), noted.get("total_steps")
+    state: State = "running" if is_locked(folder) else "killed" if was == "running" else was
     return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), read_steps(folder))
 
 

@@ -141,8 +141,8 @@ class Records:
     def _steps_of(self, folder: str, kind: str) -> list[int]:
         if kind not in KINDS:
             raise LookupError(kind)
-        paths = (self.folder / folder).glob(f"{kind}_*.jsonl")
-        numbers = (re.fullmatch(rf"{kind}_(\d+)", path.stem) for path in paths if is_inside(self.folder, path))
+        paths = (each for each in (self.folder / folder).glob(f"{kind}_*.jsonl") if is_inside(self.folder, each))
+        numbers = (re.fullmatch(rf"{kind}_(\d{{6}}|[1-9]\d{{6,8}})", path.stem, re.ASCII) for path in paths)
         return sorted(int(each[1]) for each in numbers if each)
 
     def _path(self, kind: str, step: int) -> Path:
