@@ -191,6 +191,20 @@ def test_a_wrong_name_is_answered_with_what_the_file_defines_itself(tmp_path: Pa
     assert "did you mean fit_mine?" in said and "Other" in said and "Path" not in said
 
 
+@pytest.mark.parametrize("name", ["json", "LIMIT", "LIMIT.real", "Other.made"])
+def test_what_cannot_be_called_is_no_function(name: str, tmp_path: Path) -> None:
+    """A number may be data (`is_called` is false there), and a method of a class is a function."""
+    file = tmp_path / "mine.py"
+    file.write_text("import json\nLIMIT = 3\nclass Other:\n    @classmethod\n    def made(cls): return cls()\n")
+    if name == "Other.made":
+        assert type(load_target(f"{file}:{name}")()).__name__ == "Other"
+        return
+    with pytest.raises(RegistryError) as raised:
+        load_target(f"{file}:{name}")
+    assert {"json": "module"}.get(name, "int") in str(raised.value) and "Other" in str(raised.value)
+    assert load_target(f"{file}:LIMIT", is_called=False) == 3
+
+
 def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.py").write_text("def something():\n    pass\n")
     with pytest.raises(RegistryError, match=r"missing.py does not exist"):

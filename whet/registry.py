@@ -51,7 +51,7 @@ FOREIGN_COLUMNS = {
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
 # Options under an earlier name: the new one, and its value for each of the old.
 FORMER: Mapping[str, tuple[str, Mapping[bool, str]]] = {
-    "keep_cache": ("on_new_weights", {False: "recompute", True: "keep"}),
+    "keep_cache": ("on_new_weights", {False: "recompute", True: "keep"})
 }
 # Parameters that are fields of a row even where they have a default.
 FIELDS = frozenset({"prompt_str", "extra_info"})
@@ -247,10 +247,7 @@ class Registry:
 
 
 def call(
-    entry: Entry,
-    columns: Mapping[str, Any],
-    options: Mapping[str, Any],
-    supplied: Mapping[str, Any] | None = None,
+    entry: Entry, columns: Mapping[str, Any], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
 ) -> Any:
     """Calls a function on `columns` and returns its result. Float columns [B, R, ...] are set to 0 where
     `response_mask` is 0; the function must not write into columns.  The value of an option is that in `options`, else
@@ -321,8 +318,8 @@ def entry_of(
     )
 
 
-def load_target(target: str) -> Any:
-    """The object at `package.module:name` or `path/file.py:name`.  Raises: RegistryError."""
+def load_target(target: str, *, is_called: bool = True) -> Any:
+    """The object at `package.module:name` or `path/file.py:name`, callable if `is_called`.  Raises: RegistryError."""
     location, _, name = target.rpartition(":")
     if not location:
         raise RegistryError(
@@ -331,16 +328,18 @@ def load_target(target: str) -> Any:
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
     found: Any = module
     for part in name.split("."):
-        if part not in vars(found):
-            own = [
-                key
-                for key, value in vars(module).items()
-                if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
-            ]
-            near = did_you_mean(name, own, quoted=False)
-            listed = f"{near and f'{near} '}it has {', '.join(own) or 'no functions'}"
-            raise RegistryError(f"{target!r}: {location} has no {name!r}; {listed}")
-        found = vars(found)[part]
+        found = getattr(found, part, REQUIRED)
+    if found is REQUIRED or (is_called and not callable(found)):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        ]
+        near = did_you_mean(name, own, quoted=False)
+        wrong = f"has no {name!r}" if found is REQUIRED else f"has {name!r}, but that is a {type(found).__name__}"
+        raise RegistryError(
+            f"{target!r}: {location} {wrong}; {near and f'{near} '}it has {', '.join(own) or 'no functions'}"
+        )
     return found
 
 

@@ -441,6 +441,14 @@ def test_branches_of_a_script(engine: str, rate: float, n: int) -> None:
     assert found.unread == []
 
 
+def test_groups_of_a_size_that_is_not_read_are_no_groups_of_one() -> None:
+    script = (
+        "read -r N < n.txt\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n="
+    )
+    assert convert(read(f"{script}$N", "verl"), "verl").values["algorithm.adv_estimator"] == "grpo"
+    assert convert(read(f"{script}1", "verl"), "verl").values["algorithm.adv_estimator"] == "reinforce_plus_plus"
+
+
 def test_branches_that_depend_on_what_is_not_in_the_script_are_a_choice() -> None:
     command = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$N x=1\n"
     script = 'N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command

@@ -25,7 +25,7 @@ MAIN = "python3 -m verl.trainer.main_ppo"
         f"nohup {MAIN} data.shuffle=True actor.lr=1e-6 > train.log 2>&1 &",
         f"env HYDRA_FULL_ERROR=1 {MAIN} data.shuffle=True actor.lr=1e-6",
         f"srun --nodes=2 --gres=gpu:8 {MAIN} data.shuffle=True actor.lr=1e-6",
-        "torchrun --nproc_per_node=8 --nnodes 2 -m verl.trainer.fsdp_sft_trainer data.shuffle=True actor.lr=1e-6",
+        "torchrun --nproc_per_node=8 --nnodes 2 -m verl.trainer.main_ppo data.shuffle=True actor.lr=1e-6",
         "python -m torch.distributed.run --nproc-per-node 8 train.py data.shuffle=True actor.lr=1e-6",
         "deepspeed --num_gpus 8 train.py data.shuffle=True actor.lr=1e-6",
         f"ray job submit --no-wait --runtime-env=a.yaml --working-dir . -- {MAIN} data.shuffle=True actor.lr=1e-6",
@@ -106,6 +106,30 @@ def test_case_of_an_unknown_value_is_a_choice() -> None:
     assert rates == {"": 1e-6, "small": 1e-6, "tiny": 1e-6, "big": 1e-5, "x": 1e-6, OTHER: 1e-6}
     for name, value in (("MODE", "big"), ("1", "big")):
         assert read(CASE.format(mode="$1"), "verl", {name: value}) == Written({"rollout.n": 8, "lr": 1e-5})
+
+
+def test_a_case_of_one_branch_is_a_choice_too() -> None:
+    """N is 16 on one kind of machine, 8 on all others, which no pattern names; a `*` that ends the script is no way."""
+    script = "N=8\ncase $(uname -m) in aarch64) N=16 ;;{rest} esac\npython3 -m verl.trainer.main_ppo rollout.n=$N"
+    for rest, others in (("", {OTHER: 8}), (" *) exit 1 ;;", {})):
+        [ways] = read(script.format(rest=rest), "verl").branches.values()
+        assert {value: each["rollout.n"] for value, each in ways.items()} == {"aarch64": 16} | others
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [("torchrun --nnodes 2 --nproc-per-node=4", 8), ("accelerate launch --num_machines 2 --num_processes 6", 6),
+     ("deepspeed --num_gpus 3 --num_nodes=2", 6), ("torchrun --nnodes=1:4 --nproc_per_node 5", 5)],
+)  # fmt: skip
+def test_processes_of_all_nodes_count(words: str, processes: int) -> None:
+    assert read(f"{words} train.py --num_generations 4", "trl").values["num_processes"] == processes
+
+
+def test_files_that_a_script_reads_are_told_but_for_its_environment() -> None:
+    script = (
+        'source ~/miniconda3/bin/activate x\n. "$HOME/.bashrc"\nsource $DIR/env.sh\nverl main_ppo rollout.n=${N:-4}'
+    )
+    assert [line.split(":")[0] for line in read(script, "verl").unread] == ["source $DIR/env.sh"]
 
 
 FUNCTIONS = """

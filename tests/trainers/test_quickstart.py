@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +84,7 @@ def test_training_ends_where_the_accuracy_is_high_twice_in_a_row(
     assert is_good(history(*accuracies)) is expected
 
 
-@pytest.mark.parametrize("name", ["qs", "a" * 60, "with [red]brackets[/red]"])
+@pytest.mark.parametrize("name", ["qs", "a" * 60, "with [red]brackets[/red]", "it's a b"])
 def test_paths_are_whole_and_commands_stand_apart_from_what_they_do(name: str, tmp_path: Path) -> None:
     run_dir, written = tmp_path / name / "quickstart", io.StringIO()
     summary = {"held_out_problems": 2, "sft_accuracy": 0.5, "rl_accuracy": 1.0, "seconds_total": 1.0}
@@ -92,10 +93,13 @@ def test_paths_are_whole_and_commands_stand_apart_from_what_they_do(name: str, t
     lines = written.getvalue().splitlines()
     places = ["learning_curve.png", "rl_model", "rl/rollouts/", "rl/metrics.jsonl"]
     assert all(any(f"{run_dir}/{place}" in line for line in lines) for place in places)
-    [shows] = [line for line in lines if line.startswith(f"  whet show {run_dir}/rl")]
-    assert re.fullmatch(r" {2,}\S.*", shows.removeprefix(f"  whet show {run_dir}/rl")), shows
-    page = next(line for line in lines if line.startswith(f"  whet view {run_dir}"))
-    assert re.fullmatch(r" {2,}\S.*", page.removeprefix(f"  whet view {run_dir}")), page
+    folder = shlex.quote(str(run_dir))
+    [shows] = [line for line in lines if line.startswith(f"  whet show {folder}/rl")]
+    assert re.fullmatch(r" {2,}\S.*", shows.removeprefix(f"  whet show {folder}/rl")), shows
+    page = next(line for line in lines if line.startswith(f"  whet view {folder}"))
+    assert re.fullmatch(r" {2,}\S.*", page.removeprefix(f"  whet view {folder}")), page
+    words = shlex.split(written.getvalue().partition(" train quickstart ")[2].partition("whet init-model")[0])
+    assert {f"model.path={run_dir}/sft_model", f"data.train_files={run_dir}/train.jsonl"} <= set(words)
 
 
 def test_the_lines_of_the_stages_have_whole_paths(

@@ -76,8 +76,8 @@ def play(
 ) -> None:
     """Play an episode in the terminal: each line that you type is an answer of the model.
 
-    The end of the input ends the episode. A picture is written as a PNG file, and its path is printed; the file is
-    deleted at the end. You also answer for sub-agents: the name of one stands before its turn."""
+    The end of the input ends the episode. A picture is a PNG file until then.
+    You also answer for sub-agents: the name of one stands before its turn."""
     import asyncio
 
     from whet.config.tools import ToolsConfig

@@ -69,8 +69,8 @@ def serve_sandbox(
 ) -> None:
     """Serve a sandbox for untrusted programs.
 
-    It answers POST /run_code as SandboxFusion does; a run uses it with reward.kwargs.sandbox=http://HOST:PORT, and
-    sends the key in its environment variable WHET_SANDBOX_KEY."""
+    It answers POST /run_code as SandboxFusion does. A run that uses it has
+    reward.kwargs.sandbox=http://HOST:PORT, and the key in WHET_SANDBOX_KEY."""
     import os
 
     from whet.sandbox.open import open_sandbox

@@ -74,7 +74,8 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
         message = str(error) if isinstance(error, ConfigError) else _explain(error)
         # A config of another framework may include files that are missing here: its keys are the better explanation.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
-        foreign = [unknown_key(schema, key, source) for key, source in written if _is_foreign(schema, key)]
+        unknown = [each for each in written if not is_known(schema, each[0])]
+        foreign = [unknown_key(schema, key, source) for key, source in unknown if foreign_key(schema, key) is not None]
         raise ConfigError("\n".join([*foreign, message])) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"the recipe is not valid YAML: {' '.join(str(error).split())}; correct it there") from error
@@ -157,10 +158,6 @@ def _parse(schema: type[Section], text: str) -> Override:
     if override.is_delete() and not is_known(schema, override.key_or_group):
         raise ConfigError(unknown_key(schema, override.key_or_group, COMMAND_LINE))
     return override
-
-
-def _is_foreign(schema: type[Section], key: str) -> bool:
-    return not is_known(schema, key) and foreign_key(schema, key) is not None
 
 
 def unknown_key(schema: type[Section], key: str, source: str) -> str:

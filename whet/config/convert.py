@@ -132,10 +132,13 @@ class Conversion:
     """The keys of one file or command, and the recipe that they become row by row."""
 
     def __init__(self, written: Written, system: str) -> None:
-        self.given = {key: value for key, value in written.values.items() if value is not None}
-        self.nulls = written.values.keys() - self.given
-        self.unread = {found[1] for line in written.unread if (found := re.match(r"(?:--)?([\w.]+)[ =]", line))}
         of_system = [each for each in tables() if each.system == system and each.trainer in ("", written.trainer)]
+        renamed = {old: new for table in of_system for old, new in table.renamed.items()}
+        values = {renamed.get(key, key): value for key, value in written.values.items()}
+        self.given = {key: value for key, value in values.items() if value is not None}
+        self.nulls = values.keys() - self.given
+        told = map(re.compile(r"(?:--)?([\w.]+)[ =]").match, written.unread)
+        self.unread = {renamed.get(found[1], found[1]) for found in told if found}
         command = next(each.command for each in of_system if each.trainer == written.trainer)
         self.schema = COMMANDS[command]
         self.result = Converted(system, command, check=list(written.unread))
@@ -344,7 +347,7 @@ class Conversion:
             )
             self._drop("environment.tool_parser", "no tools are set")
         alone = values.get("rollout.n") == 1 and values.get("algorithm.adv_estimator") in ("grpo", "rloo")
-        if alone and self.result.system == "verl":
+        if alone and self.result.system == "verl" and "actor_rollout_ref.rollout.n" not in self.unread:
             values["algorithm.adv_estimator"], values["algorithm.adv_options.whiten"] = "reinforce_plus_plus", False
             self.result.origins["algorithm.adv_options.whiten"] = self.result.origins["algorithm.adv_estimator"]
             for key in ("algorithm.adv_options.std_norm", "algorithm.adv_options.eps"):

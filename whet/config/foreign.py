@@ -66,6 +66,7 @@ class Table:
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     command: str = "train"  # of whet, which does what the trainer does
     trainers: tuple[Mapping[str, Any], ...] = ()  # the trainer by its program or by keys, or why it is refused
+    renamed: Mapping[str, str] = field(default_factory=dict)  # keys that an older version has by another name
     notes: tuple[str, ...] = ()  # what has to be checked by hand
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published files of keys, by path
     configs: Mapping[str, str] = field(default_factory=dict)  # our nearest recipe, by the name of a published config

@@ -39,7 +39,8 @@ _WAYS = f"there are more than {MAX_RUNS} ways through its branches; --set a vari
 UNREAD = ("defaults", "hydra")  # parts of a file that are not keys
 WITH_FLAGS = ("trl", "openrlhf", "slime")
 _UNKNOWN_OUTPUT = "the output of a command is not known; set it by hand"
-_PROCESSES = re.compile(r"--(?:num[_-]processes|nproc[_-]per[_-]node|num[_-]gpus)[ =](\d+)")
+_OF_LAUNCHERS = (r"num[_-]processes", r"(?:nproc[_-]per[_-]node|num[_-]gpus)", r"(?:nnodes|num[_-]nodes)")
+_PROCESSES = [re.compile(rf"--{each}[ =](\d+)(?![\d:])") for each in _OF_LAUNCHERS]  # of all nodes, of one; nodes
 _ACCELERATE = re.compile(r"--config_file[ =](\S+)")
 
 
@@ -281,6 +282,7 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
             written.loops[label] = [_arguments_of(words, system).values for words in turns]
     if loops := [f"`{each}`" for each in shell.loops]:
         written.unread.append(f"{', '.join(loops)}: not decided; all assignments in it were carried out, in order")
+    written.unread += [f"source {each}: what this file sets is not read" for each in shell.sources]
     if sum(map(len, open_branches.values())) > MAX_RUNS:
         raise TooMuch(_WAYS)
     for name, candidates in open_branches.items():
@@ -323,8 +325,11 @@ def _arguments_of(words: list[str], system: str) -> Written:
     launcher = written.program = " ".join(words[:start])
     if system == "trl" and (file := _ACCELERATE.search(launcher)):
         written.values = {**_published(file[1], system), **written.values}
-    if system == "trl" and (processes := _PROCESSES.search(launcher)):
-        written.values["num_processes"] = int(processes[1])
+    all_processes, of_node, nodes = (int(found[1]) if (found := each.search(launcher)) else 0 for each in _PROCESSES)
+    if system == "trl" and (total := all_processes or of_node * (nodes or 1)):
+        written.values["num_processes"] = total
+    if of_node and "sft_trainer" in launcher:
+        written.values = {"trainer.n_gpus_per_node": of_node, "trainer.nnodes": nodes or 1, **written.values}
     return written
 
 

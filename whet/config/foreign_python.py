@@ -12,6 +12,7 @@ from typing import Any
 
 _ARITHMETIC: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+_ARITHMETIC |= {ast.Pow: operator.pow}
 _COMPARISONS: dict[type[ast.cmpop], Any] = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt}
 _COMPARISONS |= {ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 _MAKERS = ("Config", ".parse_args_and_config", ".parse_args_into_dataclasses")  # of configs
@@ -33,17 +34,17 @@ def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[dict[str, Any]
             continue
         called.append(name)
         values |= DEFAULTS.get(name, {})
-        for each in call.keywords:
+        model = [ast.keyword("model", each) for each in call.args[:1] if name.endswith("Trainer")]
+        for each in [*model, *call.keywords]:
             if each.arg in _FUNCTIONS:
                 listed = _functions(each.value, names)
                 values[each.arg] = [f"{path}:{name}" if path and name in own else name for name in listed]
             elif each.arg == "model" or not name.endswith("Trainer"):
                 values |= (found := _value(each.arg, each.value, names, unread))
-                told = [
-                    f"{name}={ast.unparse(each.value)}: {value}, the default of that flag"
-                    for name, value in found.items()
-                ]
-                unread += told if isinstance(each.value, ast.Attribute) else []
+                if isinstance(each.value, ast.Attribute):
+                    unread += [
+                        f"{key}={ast.unparse(each.value)}: {found[key]}, the default of that flag" for key in found
+                    ]
     return values, unread, " ".join(sorted(called, key=lambda name: not name.endswith("Trainer")))
 
 
@@ -162,6 +163,12 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> A
         case ast.BoolOp():
             values = [read(each) for each in node.values]
             return all(values) if isinstance(node.op, ast.And) else any(values)
+        case ast.IfExp():
+            return read(node.body if read(node.test) else node.orelse)
+        case ast.Call(func=ast.Name("int" | "float" | "str" as kind), args=[value], keywords=[]):
+            return {"int": int, "float": float, "str": str}[kind](read(value))
+        case ast.Call(args=[_, default]) if ast.unparse(node.func) in ("os.environ.get", "os.getenv", "environ.get"):
+            return read(default)
         case ast.UnaryOp(op=ast.Not()):
             return not read(node.operand)
         case ast.UnaryOp(op=ast.USub()):
@@ -181,7 +188,7 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> A
 def _combined(function: Any, left: Any, right: Any, budget: Budget) -> Any:
     """The result of an operator on two numbers, or a sum of two texts or lists.  Raises: ValueError beyond a limit."""
     numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
-    if not numbers and function is not operator.add:
+    if (not numbers and function is not operator.add) or (function is operator.pow and abs(right) > budget.MAX_BITS):
         raise ValueError("no arithmetic of numbers")
     found = function(left, right)
     if isinstance(found, int) and found.bit_length() > budget.MAX_BITS:

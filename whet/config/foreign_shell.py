@@ -31,6 +31,7 @@ _TESTING = ("[", "[[", "test")
 _OF_SHELL = ("echo", "printf", "true", "false", ":", "cd", "ulimit", "wait", "sleep", "shopt", "trap", "source", ".")
 _OF_FILES = ("mkdir", "rm", "cp", "mv", "ls", "cat", "tee", "touch", "chmod", "wget", "curl", "pip", "kill", "pkill")
 _QUIET = (*_TESTING, *_OF_SHELL, *_OF_FILES)
+_PREPARES = re.compile(r"activate\b|(bashrc|profile)\b|conda|/etc/|setvars|set_env")  # files without settings
 _RUNS_MODULES = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$")
 _LAUNCHERS = re.compile(r"(torch\.distributed|accelerate|deepspeed)\.")
 
@@ -100,6 +101,7 @@ class Shell:
 
     def __init__(self, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]) -> None:
         self.launches, self.loops = list[Launch](), dict[str, None]()  # programs; loops whose values are not known
+        self.sources = dict[str, None]()  # files of the script's own that are not read
         self._words = Words(fixed, assumed, self._output)
         self._words.values |= {"0": {"0": script}, "BASH_SOURCE": {"0": script}} if script else {}
         self._functions = dict[str, Node]()
@@ -173,7 +175,8 @@ class Shell:
             if not any(any(_programs(body)) for _, body in branches):
                 return True
             likely = [_example(each) for patterns in left for each in patterns if each != "*"]
-            others = [OTHER] * any("*" in patterns for patterns in left)
+            rest = [patterns in left for patterns, _ in branches if "*" in patterns] or [not _unset(text)]
+            others = [OTHER] * any(rest)  # a value that no other pattern matches
             raise _NotKnown if self._printed is not None else Undecided(name, [*_unset(text), *likely, *others])
         for patterns, body in branches:
             if any(each == "*" or (text != OTHER and fnmatchcase(text, each)) for each in patterns):
@@ -276,7 +279,9 @@ class Shell:
                 return words[:1] != ["false"]
             case _ if self._printed is not None:
                 self._printed.append(self._output_of(words))
-            case ["echo" | "printf" | "mkdir", *_]:
+            case ["source" | ".", _, *_] if not _PREPARES.search(written[1]):
+                self.sources[written[1]] = None
+            case ["echo" | "printf" | "mkdir", *_] | ["ray", "start" | "stop", *_]:
                 return True
             case _:
                 self.launches += [Launch(words, place, self._turns)] * (len(words) > 1)

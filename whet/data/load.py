@@ -157,7 +157,7 @@ def _open(source: Source, data: DataConfig | ExamplesDataConfig, supplied: Mappi
 
 def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
     """Calls a user's function or class: parameters with a name in `supplied` get that value, others are options."""
-    function = load_target(source.path)
+    function = load_target(source.path, is_called=False)
     if not callable(function):
         return function
     entry = entry_of(function, "data set", source.path, {})

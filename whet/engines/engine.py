@@ -301,11 +301,7 @@ class Engine(ABC):
 
     def _progress(self) -> dict[str, int]:
         """Steps taken and skipped."""
-        return {
-            "steps_done": self.steps_done,
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        return {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         names = ("steps_done", "skipped", "skipped_in_a_row")

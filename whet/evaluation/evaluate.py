@@ -70,10 +70,7 @@ class Evaluation:
 
 
 def evaluate(
-    config: EvalConfig,
-    *,
-    reward: Callable[..., Any] | None = None,
-    data: Sequence[Mapping[str, Any]] | None = None,
+    config: EvalConfig, *, reward: Callable[..., Any] | None = None, data: Sequence[Mapping[str, Any]] | None = None
 ) -> Evaluation:
     """Evaluates a model, a checkpoint or a run's newest one. Where `output` is set, writes answers.jsonl, summary.json
     and config.yaml there, and continues an interrupted evaluation.

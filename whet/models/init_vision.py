@@ -52,10 +52,7 @@ _SMOL = Markers(
     ),
     {kind: f"<{kind}>" for kind in ("image", "video")},
 )
-MARKERS: dict[str, Markers] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2.5_vl", "qwen3_vl"), _QWEN),
-    "smolvlm": _SMOL,
-}
+MARKERS: dict[str, Markers] = {**dict.fromkeys(("qwen2_vl", "qwen2.5_vl", "qwen3_vl"), _QWEN), "smolvlm": _SMOL}
 
 
 def with_media(template: str, arch: VisionArch) -> str:

@@ -46,11 +46,7 @@ LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_em
 
 
 def load_policy(
-    path: str | Path,
-    *,
-    adapter_path: str | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
+    path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Loads the causal language model at `path` in float32, with whet's attention and without dropout. One that reads
     images knows how (`vision_of`), and its vision tower has torch's attention.
@@ -153,11 +149,7 @@ def load_value_model(path: str | Path, **options: Any) -> ValueModel:
 
 
 def load_reward_model(
-    path: str | Path,
-    *,
-    new_head_seed: int | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
+    path: str | Path, *, new_head_seed: int | None = None, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Loads the sequence classifier with one label at `path` in float32, with whet's attention and without dropout.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import platform
 import random
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -290,7 +291,8 @@ def show(
     page = f"answers          {run_dir}/{lesson.page}\n" if lesson.page else ""
     start = run_dir / ("sft_model" if lesson.warm_up else "model")
     names = {"run_dir": run_dir, "curve": CURVE, "page": page, "program": program, "recipe": lesson.recipe}
-    told = NEXT.read_text(encoding="utf-8").format(**summary, **names, start=start)
+    names |= {name: shlex.quote(str(path)) for name, path in (("start", start), ("folder", run_dir))}  # in commands
+    told = NEXT.read_text(encoding="utf-8").format(**summary, **names)
     lines = [line.partition(" | ") for line in told.splitlines()]
     width = max(len(command) for command, bar, _ in lines if bar)
     for command, _, meaning in lines:

@@ -142,7 +142,7 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
     found_files = {name: path for name in METRIC_FILES if (path := run_dir / name).exists()}
     lines = {name: path.read_bytes().count(b"\n") for name, path in found_files.items()}
     kept = {name: cut_back(run_dir / name, step) for name in METRIC_FILES}
-    dropped = [f"{num - len(kept[name])} lines of {name}" for name, num in lines.items() if num > len(kept[name])]
+    dropped = [f"{n} line{'s' * (n > 1)} of {name}" for name, num in lines.items() if (n := num - len(kept[name])) > 0]
     for name, records in kept.items():
         last = records[-1]["step"] if records else 0
         if found is not None and found.parent == run_dir / "checkpoints" and last < step and (run_dir / name).exists():

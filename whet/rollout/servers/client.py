@@ -15,7 +15,6 @@ from whet.errors import EngineError
 T = TypeVar("T")
 HOST = "127.0.0.1"
 STOP_SECONDS = 5.0  # for the thread to end
-MAX_LINE_BYTES = 2**16
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
