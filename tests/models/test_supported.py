@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.errors import ModelError
 from whet.models import attention, fused
-from whet.models.load import load_policy, outline
+from whet.models.load import context_length, load_policy, outline
 from whet.models.supported import check_supported
 
 SMALL = {
@@ -62,6 +62,25 @@ def test_a_model_of_another_kind_is_refused_by_its_part(
     with pytest.raises(ModelError, match=part) as raised, torch.device("meta"):
         outline(folder)
     assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [
+        ("mamba", "max_position_embeddings"),
+        ("rwkv", "num_attention_heads"),
+        ("t5", "max_position"),
+        ("bloom", "max_pos"),
+    ],
+)
+def test_a_config_without_attention_over_positions_is_refused_before_its_rows_are_read(
+    model_type: str, missing: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    for read in (context_length, load_policy):
+        with pytest.raises(ModelError, match=missing) as raised:
+            read(tmp_path)
+        assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss"])

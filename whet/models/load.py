@@ -42,6 +42,7 @@ OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+OF_ATTENTION = ("num_attention_heads", "max_position_embeddings")
 LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
 
 
@@ -347,7 +348,11 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     require_model(path)
     with reading(path, "has no readable model config"):
         _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # before an object is made of the raw values
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if lacks := [name for name in OF_ATTENTION if not hasattr(config.get_text_config(), name)]:
+            what = f"{path} is of the type {config.model_type}, without {' and '.join(lacks)}"
+            raise ModelError(f"{what}; expected causal attention over positions; choose another model (docs/models.md)")
+        return config
 
 
 def _check_sizes(values: dict[str, Any]) -> None:
@@ -361,8 +366,7 @@ def _check_sizes(values: dict[str, Any]) -> None:
 
 def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
     """Maximum number of positions of the model at `path`.  Raises: ModelError."""
-    length: int = load_config(path, trust_remote_code=trust_remote_code).get_text_config().max_position_embeddings
-    return length
+    return int(load_config(path, trust_remote_code=trust_remote_code).get_text_config().max_position_embeddings)
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:

@@ -37,12 +37,7 @@ class Replicas:
     reads_trained_weights = False
 
     def __init__(
-        self,
-        group: WorkerGroup,
-        max_batch_size: int,
-        *,
-        gathers: bool,
-        weight_sync: Callable[..., str] | None = None,
+        self, group: WorkerGroup, max_batch_size: int, *, gathers: bool, weight_sync: Callable[..., str] | None = None
     ) -> None:
         self._group, self._gathers, self._weight_sync = group, gathers, weight_sync
         # A rank has a few more than it can run, so that it need not wait for the next ones; a single one has all.
