@@ -36,6 +36,8 @@ FAST = {
         False,
     ),
     "aliases.yaml": ("a0: &a0 [1, 1]\n" + chained("aNEXT: &aNEXT [*aLAST, *aLAST, *aLAST]\n"), True),
+    "sexagesimal.yaml": (f"{ESTIMATOR}trainer: {{total_epochs: {'1:' * 9999}1}}\n", True),
+    "hexadecimal.py": (f"{TRL}GRPOConfig(beta=0x{'f' * 9999})\n", True),
     "nested.sh": (f"A={'$(' * 5000}echo{')' * 5000}\n{COMMAND}", True),
     "word.sh": (f"A={'x' * 800_000}\n{COMMAND}", True),
     "bytes.sh": (f"# {'x' * 2**20}\n{COMMAND}", True),

@@ -19,7 +19,7 @@ from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
-from whet.errors import WhetError
+from whet.errors import CheckpointError, WhetError
 from whet.trainers.build import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -177,6 +177,9 @@ def test_a_state_that_lies(name: str, finished: Path, resumed: TrainConfig, addi
     (newest / "manifest.json").unlink()
     checkpoint._write_manifest(newest)
     assert outcome(resumed, additions, tmp_path / "exported") is None
+    if name in ("no model", "text", "nothing", "an optimizer of text"):
+        with pytest.raises(CheckpointError, match=r"global_step_4/actor\.state"):
+            train(resumed, reward=score, data=additions)
 
 
 VALUES = ("text", [], {}, 5, None, [1, "x"], {"actor/grad_norm": "text"}, {"actor/grad_norm": ["1", "2"]})

@@ -73,7 +73,7 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
     shown = "the command" if path is None else source
     try:
         with bounded():
-            written = _read(path, source, system, fixed or {})
+            repr(written := _read(path, source, system, fixed or {}))  # which a number without end has not
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -176,7 +176,7 @@ def _text_of(file: Path) -> str:
 def _of_yaml(file: Path, depth: int = 0) -> Written:
     """Reads a file of keys with the files that its `defaults` name, which lie beside it or below its folder."""
     text = _text_of(file)
-    check_document(text, str(file.parent))
+    check_document(text, str(file))
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__} instead of keys with values")

@@ -48,7 +48,7 @@ def first_answer(
     less = {each: bytes_of(changed(config, dict([each])), shape, gib is not None) * count for each in _settings(config)}
     helpful = sorted((each for each in less if less[each] < 0.98 * needed), key=lambda each: less[each])
     listed = ", ".join(f"{key}={str(value).lower()} ({size(less[key, value])})" for key, value in helpful[:3])
-    yield f"settings that help most: {listed or 'none of the usual ones; choose a smaller model'}"
+    yield f"settings that help most: {listed or 'none of the usual' + '; choose a smaller model' * ('not' in fits)}"
     yield "docs/fits.md has such numbers by size of model; the plan that follows traces the model's own passes"
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -393,15 +394,10 @@ def _arguments(given: Any) -> list[Any] | dict[str, Any]:
 
 
 def _value(text: Any) -> Any:
-    if not isinstance(text, str):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return text
+    for read in (json.loads, ast.literal_eval) if isinstance(text, str) else ():
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
 
 
 def _text(value: Any) -> str:

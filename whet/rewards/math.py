@@ -66,9 +66,7 @@ def compute_score(
     truth = extract_boxes(str(ground_truth), joined=True)
     truth = str(ground_truth) if truth is None else truth
     answer = extract_answer(solution_str, truth, prompt_str)
-    if answer is None:
-        return {"reward": 0.0, "pred": None}
-    return {"reward": float(is_equal(answer, truth)), "pred": vote(answer)}
+    return {"reward": float(answer is not None and is_equal(answer, truth)), "pred": answer and vote(answer)}
 
 
 def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:

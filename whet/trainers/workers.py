@@ -123,7 +123,10 @@ class TrainWorker(EngineWorker):
         if not Path(path).exists():
             problem = f"{path} is missing: the checkpoint has no state for the role {self.role!r}"
             raise CheckpointError(f"{problem}; name another checkpoint")
-        saved = self.engine.load(Path(path))
+        try:
+            saved = self.engine.load(Path(path))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} holds no state of {self.role} ({error!r}); name another one") from error
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             raise CheckpointError(
                 f"{path} is an adapter for the model at {saved['model_path']}, and the weights at "
