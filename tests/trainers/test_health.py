@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError, WeightSyncError
 from whet.metrics import Metrics
+from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.health import Health
+from whet.trainers.health import Health, sampler_gap
 from whet.trainers.rl import add_advantages, fit, sample, update
 from whet.trainers.rollout_worker import Direct
 from whet.weight_sync import in_process
@@ -157,11 +159,71 @@ def test_a_rollout_with_other_weights_than_the_trainer_ends_the_run_before_it_is
     with contextlib.closing(run), pytest.raises(WeightSyncError) as caught:
         fit(run)
     gaps = run.health.state()["rollout/log_probs"]
-    assert len(gaps) == 2 and max(gaps) < 1e-4
-    [number] = re.findall(r"are ([\d.]+) nats", str(caught.value))
-    assert float(number) > 1
+    assert len(gaps) == 3 and max(gaps[:2]) < 1e-4
+    found, before, *_ = re.findall(r"\d[\de.+-]*\d", str(caught.value))
+    assert float(found) > 1 and float(before) == pytest.approx(max(gaps[:-1]), rel=0.01)
     newest = checkpoint.newest(tmp_path / "run")
     assert newest is not None and newest.name == "global_step_2" and str(newest) in str(caught.value)
+
+
+class Sampled:
+    """Two responses of two tokens, at step 4: one of version 1, one of version 1 and then `newest`."""
+
+    def __init__(self, newest: int, distance: float, known: bool) -> None:
+        self.ours = torch.tensor([[-9.0, -9.0], [-9.0, -1.0 - distance]])
+        tensors = {
+            "response_mask": torch.ones(2, 2, dtype=torch.long),
+            "policy_version": torch.tensor([[1, 1], [1, newest]]),
+            "rollout_log_probs": torch.full((2, 2), -1.0),
+            "row": torch.arange(2),
+            **({"old_log_probs": self.ours} if known else {}),
+        }
+        self.batch = DataProto.from_dict(tensors)
+        self.asked = list[int]()
+        algorithm = SimpleNamespace(correction=SimpleNamespace(old_log_probs="trainer"))
+        self.run: Any = SimpleNamespace(
+            engine=SimpleNamespace(reads_trained_weights=False),
+            config=SimpleNamespace(algorithm=algorithm),
+            roles={"actor": SimpleNamespace(dp_size=1, forward=self.forward)},
+            policy_objective=SimpleNamespace(temperature=1.0),
+            run_dir=Path("nowhere"),
+        )
+
+    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float) -> dict[str, torch.Tensor]:
+        self.asked += batch["row"].tolist()
+        return {"log_probs": self.ours[batch["row"]]}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_only_tokens_of_the_newest_weights_are_compared(known: bool) -> None:
+    sampled = Sampled(3, 0.25, known)
+    assert sampler_gap(sampled.run, sampled.batch, 4) == (0.25, 0)
+    assert sampled.asked == ([] if known else [1])  # the other row is shorter by nothing, and older
+    sampled.batch["response_mask"].zero_()
+    assert sampler_gap(sampled.run, sampled.batch, 4)[0] == 0.0
+
+
+def test_a_gap_ends_the_run_under_equal_weights_and_is_told_under_older_ones(caplog: pytest.LogCaptureFixture) -> None:
+    """1 nat may be noise in the first step; then 0.3, and five times the largest of the steps before: 5 after 1."""
+    health = Health()
+    for distance in (1.0, 5.0):
+        sampled = Sampled(3, distance, known=True)
+        health.check_sampler(sampled.run, sampled.batch, 4)
+    for distance, newest in ((25.5, 3), (math.nan, 3)):
+        sampled = Sampled(newest, distance, known=True)
+        with pytest.raises(WeightSyncError):
+            health.check_sampler(sampled.run, sampled.batch, 4)
+    assert caplog.records == []
+    older = Sampled(2, 1.5, known=True)
+    Health().check_sampler(older.run, older.batch, 4)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    quiet = Health()
+    for distance in (0.01, 0.3):
+        sampled = Sampled(3, distance, known=True)
+        quiet.check_sampler(sampled.run, sampled.batch, 4)
+    with pytest.raises(WeightSyncError):
+        sampled = Sampled(3, 1.51, known=True)
+        quiet.check_sampler(sampled.run, sampled.batch, 4)
 
 
 def all_weights(model: torch.nn.Module, number: float) -> None:

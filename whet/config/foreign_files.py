@@ -73,7 +73,8 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
     shown = "the command" if path is None else source
     try:
         with bounded():
-            repr(written := _read(path, source, system, fixed or {}))  # which a number without end has not
+            written = _read(path, source, system, fixed or {})
+            repr(written)  # ValueError for an integer of more digits than Python prints
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:

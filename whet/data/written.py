@@ -103,7 +103,7 @@ def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], end
 def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> dict[int, str]:
     """The fields of messages of which a text is not in `text`, their rendering, by number of the message; with `tools`
     also the row's tools. White space does not count."""
-    squeezed, lost = "".join(text.split()), list[tuple[int, str]]()
+    squeezed, lost = "".join(text.split()), set[tuple[int, str]]()
     fields = [(at, *field) for at, each in enumerate(messages) for field in each.to_dict().items()]
     found = [(at, name, piece) for at, name, value in fields if name not in _NO_TEXT for piece in _texts(value)]
     for at, name, piece in sorted(found, key=lambda each: -len("".join(each[2].split()))):  # the longest first
@@ -112,8 +112,8 @@ def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> 
         if own is not None:
             squeezed = squeezed.replace(own, "\0", 1) if own else squeezed
         elif tools or name != TOOLS:
-            lost.append((at, name))
-    return dict(each for each in reversed([field[:2] for field in fields]) if each in lost)
+            lost.add((at, name))
+    return {at: name for at, name, _ in reversed(fields) if (at, name) in lost}  # of several fields the first
 
 
 def _texts(value: Any) -> Iterator[str]:

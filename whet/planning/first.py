@@ -41,14 +41,15 @@ def first_answer(
     needed = bytes_of(config, shape, gib is not None) * count
     card = next((each for each in CARDS if bytes_of(config, shape, True) <= each * 2**30), None)
     where = "a node" if gib is None else "each accelerator"
-    fits = "" if free is None else f" of {free:.3g} GiB: {'it fits' if needed <= free * 2**30 else 'it does not fit'}"
+    is_too_large = free is not None and needed > free * 2**30
+    fits = "" if free is None else f" of {free:.3g} GiB: {'it does not fit' if is_too_large else 'it fits'}"
     more = f"it needs more than {CARDS[-1]} GiB on one"
     smallest = f"the smallest accelerator for it has {card} GiB" if card else more
     yield f"by formulas, to a fifth: about {size(needed)} on {where}{fits}; {smallest}"
     less = {each: bytes_of(changed(config, dict([each])), shape, gib is not None) * count for each in _settings(config)}
     helpful = sorted((each for each in less if less[each] < 0.98 * needed), key=lambda each: less[each])
     listed = ", ".join(f"{key}={str(value).lower()} ({size(less[key, value])})" for key, value in helpful[:3])
-    yield f"settings that help most: {listed or 'none of the usual' + '; choose a smaller model' * ('not' in fits)}"
+    yield f"settings that help most: {listed or 'none of the usual ones' + '; choose a smaller model' * is_too_large}"
     yield "docs/fits.md has such numbers by size of model; the plan that follows traces the model's own passes"
 
 

@@ -34,7 +34,7 @@ class Replicas:
     Weights come by `sync`, which another thread may call; without a `weight_sync` the ranks have theirs from the start.
     """
 
-    reads_trained_weights = False
+    reads_trained_weights = False  # each has a copy, or a process of its own
 
     def __init__(
         self, group: WorkerGroup, max_batch_size: int, *, gathers: bool, weight_sync: Callable[..., str] | None = None

@@ -19,12 +19,12 @@ class Counters:
         self._registry = CollectorRegistry()
         named: Any = {"namespace": "whet", "registry": self._registry}
         times = {**named, "buckets": BOUNDS}
-        left = "Requests by path and HTTP status; 499: the client left."
-        self.requests = Counter("requests", left, ["path", "status"], **named)
+        by_status = "Requests by path and HTTP status; 499: the client left."
+        self.requests = Counter("requests", by_status, ["path", "status"], **named)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **named)
         self.completion_tokens = Counter("completion_tokens", "Sampled tokens that were sent.", **named)
-        first = "Time to the first token of requests that stream."
-        self.first_token = Histogram("time_to_first_token_seconds", first, **times)
+        streamed = "Time to the first token of requests that stream."
+        self.first_token = Histogram("time_to_first_token_seconds", streamed, **times)
         self.whole_request = Histogram("request_seconds", "Time of whole requests that were answered.", **times)
         self._status = {
             "running": Gauge("samples_running", "Samples that are being decoded.", **named),

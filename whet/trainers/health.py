@@ -26,7 +26,7 @@ REMEMBERED = 20  # steps that a jump is measured against
 ENOUGH = 5  # of them
 JUMP = 5.0  # times the largest of the steps remembered
 SMALLEST_KL = 0.01  # nats a token: below this no KL is a jump
-SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: between sampler and trainer, also where no step was before
+SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: no gap up to these is a jump, after other steps and in the first
 ROWS_NAMED = 4
 SAMPLER = "rollout/log_probs"
 WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
@@ -55,21 +55,28 @@ class Health:
                 )
 
     def check_sampler(self, run: Run, batch: DataProto, step: int) -> None:
-        """Compares the log-probs of rollout and trainer, where the weights were copied or recorded.
-        Raises: WeightSyncError where they are far more apart than in the steps before."""
+        """Compares the log-probs of rollout and trainer, where the weights were copied or recorded; warns of a jump.
+        Raises: WeightSyncError for a jump where both have the same weights."""
         if not run.engine.reads_trained_weights:
-            self._check_gap(sampler_gap(run, batch), step, run.run_dir)
+            self._check_gap(*sampler_gap(run, batch, step), step, run.run_dir)
 
-    def _check_gap(self, found: float, step: int, run_dir: Path) -> None:
+    def _check_gap(self, found: float, lag: int, step: int, run_dir: Path) -> None:
         before = self._seen.setdefault(SAMPLER, [])
-        if not found <= (max(SMALLEST_GAP, JUMP * max(before)) if before else FIRST_GAP):
-            raise WeightSyncError(
-                f"step {step}: the log-probs of rollout and trainer are {found:.3g} nats a token apart under the same "
-                f"weights, {max(before, default=0.0):.3g} at most in the steps before: the rollout does not have the "
-                "weights that it was sent, and nothing was trained on its responses; resume the run, and if it comes "
-                f"again, try rollout.engine.name=native; {last_good(run_dir)}"
-            )
-        self._seen[SAMPLER] = [*before, found][-REMEMBERED:]
+        limit = max(SMALLEST_GAP, JUMP * max(before)) if before else FIRST_GAP
+        if found < float("inf"):
+            self._seen[SAMPLER] = [*before, found][-REMEMBERED:]
+        if found <= limit:  # NaN is not
+            return
+        gap = f"step {step}: the log-probs of rollout and trainer are {found:.3g} nats a token apart, and at most "
+        gap += f"{max(before, default=0.0):.3g} in the steps before"
+        if lag > 0:
+            log.warning("%s; the rollout's newest weights are %d steps older than the trainer's", gap, lag)
+            return
+        raise WeightSyncError(
+            f"{gap}, though both should have the weights of step {step - 1}: these did not reach the rollout as they "
+            "were sent, and nothing was trained on its responses; resume the run, and if it comes again, try "
+            f"rollout.engine.name=native; {last_good(run_dir)}"
+        )
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
         """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
@@ -102,18 +109,21 @@ class Health:
         return jumps
 
 
-def sampler_gap(run: Run, batch: DataProto) -> float:
-    """The mean distance of the log-probs of rollout and trainer, in nats a token, over tokens of the newest weights:
-    of all responses where the algorithm has the trainer's, else of the shortest, one a rank."""
-    correction, actor = run.config.algorithm.correction, run.roles["actor"]
-    if "old_log_probs" in batch and correction.old_log_probs == "trainer":
+def sampler_gap(run: Run, batch: DataProto, step: int) -> tuple[float, int]:
+    """The mean distance between the log-probs of rollout and trainer, in nats a token, over tokens that the newest
+    weights sampled, of all rows where the algorithm has the trainer's log-probs, else of the shortest row a rank; and
+    how many steps these weights are older than the trainer's."""
+    actor, version = run.roles["actor"], batch["policy_version"]
+    newest = int((version * (batch["response_mask"] != 0)).max())
+    mask = batch["response_mask"] * (version == newest)
+    if "old_log_probs" in batch and run.config.algorithm.correction.old_log_probs == "trainer":
         ours = batch["old_log_probs"]
     else:
-        lengths = batch["response_mask"].sum(1)
-        batch = batch[lengths.where(lengths > 0, lengths.max() + 1).argsort()[: actor.dp_size]]
+        lengths = mask.sum(1)
+        rows = lengths.where(lengths > 0, lengths.max() + 1).argsort()[: actor.dp_size]
+        batch, mask = batch[rows], mask[rows]
         ours = actor.forward(batch, ("log_probs",), run.policy_objective.temperature)["log_probs"]
-    newest = batch["policy_version"] == batch["policy_version"].max()
-    return float(masked_mean((ours - batch["rollout_log_probs"]).abs(), batch["response_mask"] * newest))
+    return float(masked_mean((ours - batch["rollout_log_probs"]).abs(), mask)), step - 1 - newest
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:

@@ -73,7 +73,7 @@ def test_pause_and_new_weights(start: Start, model_folder: Path) -> None:
     assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
 
 
-HANDLINGS = [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep", "wait")), "abort"]
+HANDLINGS = ("recompute", "keep", "wait", "abort")
 
 
 @pytest.mark.slow
