@@ -155,7 +155,7 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
             return lambda: mcp.Client(_over_http(url, own))
         case {"python": str(path), **more} if not more:
             try:
-                found = load_target(path)
+                found = load_target(path, is_called=False)
             except Exception as error:  # importing the file runs code of the user
                 raise ConfigError(
                     f"{where}.mcp.python={path} cannot be loaded: {describe(error)}; correct it"
