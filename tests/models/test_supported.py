@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +136,15 @@ def test_the_loss_of_a_router_is_left_out_with_a_line(
         check_supported(model, "there")
         said = [record.getMessage() for record in caplog.records]
         assert bool(said) is asks and all("there" in each and f"{coefficient:g}" in each for each in said)
+
+
+def test_the_check_leaves_no_reference_to_the_weights() -> None:
+    """torch moves no parameter to a new kind of device that a weak reference points to; a cycle keeps one for a while."""
+    config = AutoConfig.for_model("qwen3", **(SMALL | {"hidden_size": 48}))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    gc.disable()
+    try:
+        check_supported(model, "there")
+        assert [name for name, each in model.named_parameters() if weakref.getweakrefs(each)] == []
+    finally:
+        gc.enable()
