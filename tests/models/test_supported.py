@@ -139,7 +139,7 @@ def test_the_loss_of_a_router_is_left_out_with_a_line(
 
 
 def test_the_check_leaves_no_reference_to_the_weights() -> None:
-    """torch moves no parameter to a new kind of device that a weak reference points to; a cycle keeps one for a while."""
+    """A parameter with one, kept for a while by a cycle, cannot be moved to a device of another kind."""
     config = AutoConfig.for_model("qwen3", **(SMALL | {"hidden_size": 48}))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     gc.disable()
