@@ -88,8 +88,8 @@ bench: $(READY) ## writes docs/benchmarks.md
 pages: $(READY) ## writes the pages that are made from code (algorithms, columns, config, migrating, the picture of the layers)
 	$(BIN)/python -m docs.generate
 
-gpu: $(READY) ## shows whet on this machine's accelerator in ten minutes, and writes docs/gpu.md
-	$(BIN)/python -m benchmarks.gpu
+gpu: $(READY) ## measures whet on this machine's accelerator in eight minutes, into docs/gpu.md; PARTS="vllm models" others
+	$(BIN)/python -m benchmarks.gpu $(PARTS)
 
 docs: $(READY) ## builds the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -11,18 +11,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
+from benchmarks.workers.card_models import PROMPTS, VOCABULARY, config_of, workload
 from whet import devices
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
@@ -36,13 +36,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
 
-VOCABULARY = 151_936
-SHAPES = {  # hidden, layers, heads, heads of keys, intermediate
-    "tiny": (128, 2, 4, 2, 256),
-    "0.5b": (896, 24, 14, 2, 4864),
-    "1.5b": (1536, 28, 12, 2, 8960),
-    "7b": (3584, 28, 28, 4, 18944),
-}
+DTYPE = torch.bfloat16  # of sampling and of products in training
 PEAK = {"H100": 989e12, "H200": 989e12}  # operations a second in bfloat16, by the vendor
 PPO = PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None})
 TURNS = 3
@@ -50,19 +44,7 @@ TURNS = 3
 
 def model_of(size: str, dtype: torch.dtype) -> Any:
     """A language model with random weights on the device."""
-    hidden, layers, heads, kv_heads, inner = SHAPES[size]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=VOCABULARY if size != "tiny" else 512,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=size != "7b",
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        use_sliding_window=False,
-    )
+    config = config_of(size)
     torch.manual_seed(0)
     with torch.device(devices.here()):
         model = AutoModelForCausalLM.from_config(
@@ -75,21 +57,13 @@ def model_of(size: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def workload(size: str, prompts: int, n: int) -> list[tuple[tuple[int, ...], int]]:
-    """Prompts of 64 to 256 random tokens, n samples each, every one with its own length of 64 to 1,024."""
-    draw, most = random.Random(0), 500 if size == "tiny" else 150_000
-    texts = [tuple(draw.randrange(10, most) for _ in range(draw.randint(64, 256))) for _ in range(prompts)]
-    longest = 1024 if size != "tiny" else 80
-    lengths = [draw.randint(64, longest) for _ in range(prompts * n)]
-    return [(text, length) for text, length in zip((t for t in texts for _ in range(n)), lengths, strict=True)]
-
-
 @dataclass
 class Report:
     """Prints, and appends lines to a file."""
 
     out: Path | None
     start: float
+    seconds: dict[str, float] = field(default_factory=dict)  # of updates
 
     def __call__(self, part: str, **found: Any) -> None:
         found = {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
@@ -99,24 +73,24 @@ class Report:
                 file.write(json.dumps({"part": part, **found}) + "\n")
 
 
-def sample(size: str, report: Report, prompts: int = 64, n: int = 8, cache_gib: float = 16.0) -> None:
+def sample(size: str, report: Report, n: int = 8, cache_gib: float = 16.0) -> None:
     """Tokens a second of the native engine, log-probs included: the first turn compiles and records."""
-    engine, made = sampler_of(size, prompts, n, cache_gib)
-    wanted, rates = sum(each.params.max_new_tokens for each in made), []
+    engine, made = sampler_of(size, PROMPTS.get(size, 64), n, cache_gib)
+    wanted, rates, first = sum(each.params.max_new_tokens for each in made), list[float](), 0.0
     for turn in range(1 + TURNS):
         seconds, done = timed(lambda: generate(engine, made))
         assert sum(len(each.token_ids) for each in done) == wanted
+        if not turn:
+            first = seconds
+            report(f"sample:{size}", first_seconds=first)
+            continue
         rates.append(wanted / seconds)
         report(
-            f"sample:{size}",
-            turn=turn,
-            rows=len(made),
-            seconds=seconds,
-            tokens_per_second=wanted / seconds,
+            f"sample:{size}", tokens_per_second=median(rates), turns=turn, first_seconds=first, rows=len(made),
             gib=peak_gib(),
-        )
+        )  # fmt: skip
     [busy], top = device_busy(lambda: generate(engine, made))
-    report(f"sample:{size}", median=median(rates[1:]), device_busy=busy, top=top)
+    report(f"sample:{size}", tokens_per_second=median(rates), turns=TURNS, first_seconds=first, busy=busy, top=top)
 
 
 def sampler_of(size: str, prompts: int, n: int, cache_gib: float) -> tuple[NativeEngine, list[Request]]:
@@ -126,8 +100,8 @@ def sampler_of(size: str, prompts: int, n: int, cache_gib: float) -> tuple[Nativ
         Request(str(row), prompt, SamplingParams(max_new_tokens=length), key(0, "card", row))
         for row, (prompt, length) in enumerate(requests)
     ]
-    engine = NativeEngine(torch.bfloat16, len(requests), kv_cache_bytes=int(cache_gib * 2**30))
-    engine.attach(model_of(size, torch.bfloat16), 0, is_own=True)
+    engine = NativeEngine(DTYPE, len(requests), kv_cache_bytes=int(cache_gib * 2**30))
+    engine.attach(model_of(size, DTYPE), 0, is_own=True)
     return engine, made
 
 
@@ -164,20 +138,27 @@ def tune(report: Report) -> None:
 
 
 def update(size: str, report: Report, checkpoint: bool = False, narrow: bool = False, prompts: int = 16) -> None:
-    """Tokens a second and MFU (6 N T) of one update over ragged rows."""
-    engine, batch, tokens, parameters = trainer(size, checkpoint, narrow, prompts)
+    """Tokens a second and MFU (6 N T) of one update over ragged rows; with checkpoints, times the seconds without."""
     name = f"update:{size}{':checkpoints' if checkpoint else ''}{':narrow' if narrow else ''}"
-    found = []
+    engine, batch, tokens, parameters = trainer(size, checkpoint, narrow, prompts)
+    warm, first = list[float](), 0.0
     for turn in range(1 + TURNS):
         torch.accelerator.reset_peak_memory_stats()
         seconds, metrics = timed(lambda: engine.update(batch, PPO))
-        found.append(seconds)
-        report(name, turn=turn, seconds=seconds, gib=peak_gib(), grad_norm=float(metrics.reduce()["actor/grad_norm"]))
-    seconds = median(found[1:])
+        if not turn:
+            first = seconds
+            report(name, first_seconds=first)
+            continue
+        warm.append(seconds)
+        rate = tokens / median(warm)
+        found = {"tokens_per_second": rate, "mfu": 6 * parameters * rate / peak(), "turns": turn, "gib": peak_gib()}
+        found |= {"first_seconds": first, "grad_norm": float(metrics.reduce()["actor/grad_norm"])}
+        if checkpoint and name.removesuffix(":checkpoints") in report.seconds:
+            found["times_without"] = median(warm) / report.seconds[name.removesuffix(":checkpoints")]
+        report(name, **found)
+    report.seconds[name] = median(warm)
     busy, top = device_busy(lambda: engine.update(batch, PPO))
-    report(
-        name, tokens_per_second=tokens / seconds, mfu=6 * parameters * tokens / seconds / peak(), busy=busy[0], top=top
-    )
+    report(name, **found, busy=busy[0], top=top)
 
 
 def waits(size: str, report: Report) -> None:
@@ -232,13 +213,13 @@ def host_share(work: Callable[[], Any]) -> tuple[float, float]:
 def log_probs(size: str, report: Report, prompts: int = 16) -> None:
     """Tokens a second and MFU (2 N T) of a pass without gradients."""
     engine, batch, tokens, parameters = trainer(size, False, False, prompts, trained=False)
-    found = []
+    found = list[float]()
     for turn in range(1 + TURNS):
         seconds, _ = timed(lambda: engine.forward(batch, frozenset({"log_probs"})))
-        found.append(seconds)
-        report(f"log_probs:{size}", turn=turn, seconds=seconds)
-    seconds = median(found[1:])
-    report(f"log_probs:{size}", tokens_per_second=tokens / seconds, mfu=2 * parameters * tokens / seconds / peak())
+        if turn:
+            found.append(seconds)
+            rate = tokens / median(found)
+            report(f"log_probs:{size}", tokens_per_second=rate, mfu=2 * parameters * rate / peak(), turns=turn)
 
 
 def trainer(
@@ -247,7 +228,9 @@ def trainer(
     """An engine, the batch of an update, its tokens, and the model's parameters."""
     rounding = {"weight_rounding": "stochastic", "state_dtype": "int8"} if narrow else {}
     optim = OptimConfig(lr=1e-6, **rounding) if trained else None  # type: ignore[arg-type]
-    role = Role("", EngineConfig(), "bfloat16", None, optim, 1.0, gradient_checkpointing=checkpoint)
+    role = Role(
+        "", EngineConfig(), str(DTYPE).removeprefix("torch."), None, optim, 1.0, gradient_checkpointing=checkpoint
+    )
     object.__setattr__(role, "size", size)
     engine = SingleEngine(role, device=devices.here())
     rows = workload(size, prompts, 8)

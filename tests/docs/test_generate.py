@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import __main__ as generate, algorithms, columns, fits, layers, migrating
+from docs.generate import __main__ as generate, algorithms, columns, fits, gpu, layers, migrating
 from docs.generate.config import MARK, page, reference
 from whet.cli.algorithms import certify_all
 from whet.columns import TABLE
@@ -95,3 +95,23 @@ def test_a_column_of_what_fits_is_what_is_planned() -> None:
     planned = {name: fits.on_accelerator(fits.plan(name, {}, there).device_bytes) for name in ("0.6B", "4B")}
     assert planned == {name: written[name] for name in planned}
     assert written["4B"] == "82 GiB (141)"
+
+
+@pytest.mark.parametrize("name", ["gpu.md", *gpu.STATED])
+def test_what_pages_say_of_gpus_is_of_the_file_of_figures(name: str) -> None:
+    written = (DOCS / name).read_text(encoding="utf-8")
+    shown = gpu.page if name == "gpu.md" else gpu.stated(name)
+    assert shown(written) == written, ADVICE
+    assert name == "gpu.md" or gpu.sentence(gpu.records(), name) in written
+    links = re.findall(r"\(((?:\.\./|docs/)?gpu\.md)\)", gpu.sentence(gpu.records(), name))
+    assert [(DOCS / name).parent.joinpath(link).resolve() for link in links] == [DOCS / "gpu.md"]
+
+
+def test_the_sentence_is_of_a_card_with_both_figures() -> None:
+    found = [
+        {"part": "sample:0.5b", "card": "NVIDIA X1", "tokens_per_second": 9e5},
+        {"part": "sample:0.5b", "card": "NVIDIA Y2 80GB", "tokens_per_second": 51_499.0},
+        {"part": "update:0.5b", "card": "NVIDIA Y2 80GB", "mfu": 0.256},
+    ]
+    said = gpu.sentence(found, "index.md")
+    assert "51,000 tokens/s" in said and "26 %" in said and "Y2" in said and "X1" not in said

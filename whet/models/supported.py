@@ -98,10 +98,10 @@ def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
         return torch.zeros_like(query)
 
     tensors, mode = [*decoder.named_parameters(), *decoder.named_buffers()], FakeTensorMode(allow_non_fake_inputs=True)
-    shapes = {name: torch.empty_like(each, device="meta") for name, each in tensors}  # the mode would refer to weights
+    empty = {name: torch.empty_like(each, device="meta") for name, each in tensors}  # the mode would refer to weights
     with torch.no_grad(), mode, torch.device("cpu"), _silent(logging.getLogger("torch._subclasses.fake_tensor")):
         fakes: dict[str, torch.Tensor] = {
-            name: FakeTensor(mode, shape, torch.device("cpu")) for name, shape in shapes.items()
+            name: FakeTensor(mode, shape, torch.device("cpu")) for name, shape in empty.items()
         }
         at = {name: torch.zeros(1, 1, dtype=torch.long) for name in ("input_ids", "position_ids")}
         paged = SimpleNamespace(attend=attend)  # a `PagedContext` without a cache
