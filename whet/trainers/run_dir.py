@@ -250,7 +250,7 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
                 values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML too
                 rename(type(config), values)
                 found |= dict(flatten(values))
-        except (yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read ({error}); put the run's own back, or delete it") from error
     if found.get("rollout.dtype", "") is None:  # an older run: that of the model
         found["rollout.dtype"] = found.get("model.dtype")
