@@ -45,6 +45,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "muon": {"actor.optim.name": "muon"},
     "cut and penalised": {"rollout.top_p": 0.8, "rollout.top_k": 5, "rollout.repetition_penalty": 1.2},
     "hf": {"rollout.engine": {"name": "hf"}, "rollout.top_p": 0.9},
+    "sizes by the device's memory": {"rollout.engine": {"name": "native", "options": {"compile": False}}},
     "entropy, sequences": {"algorithm.policy_loss": "gspo", "algorithm.entropy_coef": 0.01},
 }
 

@@ -179,6 +179,7 @@ def test_words() -> None:
     assert words(Finite) == "a finite number"
     assert words(Annotated[float | None, Gt(1)]) == words(Annotated[float, Gt(1)] | None) == "a number > 1 or null"
     assert words(Literal["a", "b"]) == "one of a, b" and words(NoneType) == "null"
+    assert words(Annotated[int, Gt(0)] | Literal["auto"]) == "a whole number > 0 or auto"
 
 
 def test_weights_of_a_sequence_may_have_no_cap() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from whet.compiled import instruction_set
 
 HOST = torch.device("cpu")
+# Of an accelerator: memory of its libraries (0.5 GiB on an H100), and allocated bytes for each byte of tensors (1.05 to
+# 1.13 there); `make gpu` shows both.
+LIBRARY_BYTES, ALLOCATED = 2**30, 1.1
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions for its products, as Linux names them; the last is Arm's
 # Values of ONEDNN_MAX_CPU_ISA, in small letters, that keep oneDNN from these instructions.
 WITHOUT_BFLOAT16 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
@@ -45,6 +49,37 @@ def accelerates_bfloat16() -> bool:
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None
+
+
+class MemoryUse(NamedTuple):
+    """The memory of an accelerator, in bytes."""
+
+    free: int
+    total: int
+    held: int  # by the allocator of this process
+    allocated: int  # to tensors of this process
+
+
+def memory(device: torch.device | int) -> MemoryUse | None:
+    """The memory of an accelerator; None of the host, and of a kind that does not report it."""
+    if device == HOST:
+        return None
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+        held, allocated = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
+        return MemoryUse(free, total, held, allocated)
+    except RuntimeError:  # MPS has no such allocator
+        return None
+
+
+def needed_for_tensors(tensor_bytes: int) -> int:
+    """The bytes of an accelerator that a process with so many bytes of tensors needs."""
+    return LIBRARY_BYTES + round(ALLOCATED * tensor_bytes)
+
+
+def room_for_tensors(device_bytes: float) -> float:
+    """The bytes of tensors that fit into `device_bytes` of an accelerator."""
+    return (device_bytes - LIBRARY_BYTES) / ALLOCATED
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

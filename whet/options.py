@@ -94,7 +94,7 @@ def words(annotation: Any, bounds: Sequence[Any] = (), inner: Callable[[Any], st
     if origin in (Union, UnionType):
         return " or ".join(words(each, bounds) if each in (int, float) else inner(each) for each in arguments)
     if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
+        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
     if origin is tuple:
         return f"a list of {len(arguments)}, each {inner(arguments[0])}"
     if origin in (list, Sequence):

@@ -472,7 +472,7 @@ ROLLOUT_ENGINES = Registry(
     "rollout engine",
     "rollout",
     "register_rollout",
-    ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model"),
+    ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model", "cache_room"),
 )
 KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
 HINTS = Registry("hint source", "trainers", "register_hint")  # `whet algorithms` does not list it

@@ -2,7 +2,8 @@
 """A rollout engine of your own: whet train ... rollout.engine.name=examples/extending/rollout_engine.py:Recorded \\
 rollout.engine.options.file=requests.jsonl
 
-The parameters before `*` are whet's, by name: dtype, max_batch_size, load_tokenizer, device, num_devices, model.
+The parameters before `*` are whet's, by name: dtype, max_batch_size, load_tokenizer, device, num_devices, model,
+cache_room.
 whet/rollout/protocol.py has the methods of an engine; in a checkout the suite of the shipped ones runs with yours:
 python -m pytest tests/rollout/test_engines.py --rollout-engine examples/extending/rollout_engine.py:Recorded \\
 --rollout-engine-options '{"file": "requests.jsonl"}'"""

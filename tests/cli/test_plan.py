@@ -138,6 +138,7 @@ def test_an_accelerator_is_planned_for_that_is_not_here(
     lines = capsys.readouterr().out.splitlines()
     assert "accelerator memory of one process" in lines and "host memory of one process" in lines
     assert any("and an accelerator of 8 GiB has 8.0 GiB free: it fits" in line for line in lines)
+    assert any("kv_cache_bytes=auto" in line and " 1.0 GiB" in line for line in lines)
     assert whet("plan", "quickstart", *given, "--device-memory", "1.0", "--json") == 1
     made = json.loads(capsys.readouterr().out)
     host, device = made["rooms"]

@@ -19,11 +19,13 @@ from whet.planning.memory import (
     Lengths,
     Memory,
     bytes_per_logit,
+    cache_room,
     mini_batch,
     plan_memory,
     rollout_bytes,
 )
 from whet.planning.outline import TensorBytes
+from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.sampling import SamplingState, sample
 from whet.trainers import build, sft
@@ -279,3 +281,31 @@ def test_weights_that_arrive_while_others_sample_are_a_copy_more(train_config: M
     assert item(ahead, "rollout: weights that arrive", "rollout") == weights > 0
     assert item(synchronous, "rollout: weights that arrive", "rollout") == 0
     assert item(ahead, "rollout: logits", "rollout") > item(synchronous, "rollout: logits", "rollout"), "more at once"
+
+
+def test_the_cache_leaves_to_training_what_the_plan_counts(train_config: MakeConfig, model_folder: Path) -> None:
+    """Beside the cache: the phase that needs most of all else.  At the most: 16 sequences of 22 tokens."""
+
+    def room(**changes: Any) -> tuple[Memory, CacheRoom | None]:
+        setup = replace(build.setup(train_config(changes), (16,)), device=DEVICE)
+        return plan_memory(setup), cache_room(setup)
+
+    memory, found = room(**{"algorithm.kl.where": "loss"})
+    others = {
+        phase: sum(size for name, size in there(memory, phase).items() if name != "rollout: KV cache")
+        for phase in memory.phases
+    }
+    assert others["actor update"] > others["rollout"] > memory.weights["actor"] * 4
+    assert found == CacheRoom(others["actor update"], most=16 * 22 * TOKEN_BYTES)
+    whole = found.bytes(2**35)
+    assert whole == 2**30  # the least, as these sequences need little
+    memory, found = room(**{"rollout.free_cache_engine": True, "rollout.dtype": "bfloat16"})
+    sampling = there(memory, "rollout")
+    assert found == CacheRoom(
+        sampling["rollout: weights"] + sampling["rollout: logits"], most=16 * 22 * TOKEN_BYTES / 2
+    )
+    assert room(**{"rollout.engine.options.kv_cache_bytes": 2**30})[1] is None
+    assert room(**{"rollout.engine.name": "hf"})[1] is None
+    assert cache_room(build.setup(train_config(), (16,))) is None
+    set_size = planned(train_config({"rollout.engine.options.kv_cache_bytes": 2**30}))
+    assert planned(train_config()) == set_size  # on a host `auto` is that number

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from whet.config.schema import KV_CACHE_BYTES
 from whet.planning.fit import advice
 from whet.planning.forecast import data_line, model_lines
 from whet.planning.memory import Memory
@@ -41,6 +42,7 @@ def numbers(made: Forecast) -> str:
             ],
             "fits": made.fits,
             "changes": [asdict(change) for change in made.changes],
+            "kv_cache_bytes": made.cache_bytes,
             "checkpoint_bytes": made.checkpoint_bytes,
             "checkpoints_bytes": made.disk_bytes,
             "free_disk_bytes": made.free_disk_bytes,
@@ -118,6 +120,10 @@ def _show_fit(console: Console, made: Forecast) -> None:
             fits = "it fits" if room.fits else "it does not fit"
             text = f"{needed}, and {room.name} has {size(room.free or 0)} free: {fits}"
             console.print(Text(text, style="green" if room.fits else "red"))
+    if made.cache_bytes is not None:
+        console.print(
+            f"kv_cache_bytes=auto: a cache of {size(made.cache_bytes)}; the plan counts {size(KV_CACHE_BYTES)}"
+        )
     if not made.fits:
         console.print("settings that reduce it, largest saving first:")
         for line in advice(list(made.changes), max(made.rooms, key=lambda room: room.used).free or 0):

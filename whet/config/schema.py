@@ -248,6 +248,7 @@ MUON = (
 )
 # By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
+KV_CACHE_BYTES = 2**30  # of the native engine with kv_cache_bytes=auto: on the host, and at least
 MICRO_BATCH = "most tokens of a forward pass, per device; unset: a default for the device, at least one row"
 
 

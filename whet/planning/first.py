@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.compiled import instruction_set
-from whet.config.schema import MICRO_BATCH_TOKENS, ExamplesConfig, TrainConfig
+from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ExamplesConfig, TrainConfig
 from whet.planning.machine import free_memory
 from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ROLLOUT_ENGINES
@@ -101,7 +101,8 @@ def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != pool:
         return round(2**30 + 1.1 * (held + update)) if on_device else round(1.05 * (held + update))
     engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(dtypes[-1], item)
-    cache = float(ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0)
+    given = ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0
+    cache = float(KV_CACHE_BYTES if given == "auto" else given)
     copy = weights * sampled if lora is not None or sampled < 4 or narrow else 0.0
     rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
     logits = rows * shape["vocabulary"] * (sampled + 16)

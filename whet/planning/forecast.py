@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from whet.models.load import context_length, load_tokenizer
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import Change, Room, changes, rooms
 from whet.planning.machine import free_accelerator, free_disk, stated
-from whet.planning.memory import Memory, Setup, plan_memory
+from whet.planning.memory import Memory, Setup, cache_room, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
 from whet.tracking.runs import CONFIG, read_steps
@@ -53,6 +54,7 @@ class Forecast:
     run_dir: Path
     free_disk_bytes: int | None  # None on a machine that is not this one
     speed: Speed
+    cache_bytes: int | None  # of keys and values, where the accelerator's memory decides it
     counts: Counts | None  # None if the data cannot be read
     measured: Mapping[str, float]  # seconds by phase, of an earlier run in run_dir
     notes: tuple[str, ...]
@@ -141,7 +143,10 @@ def forecast(
     plans = {name: plan_memory(setup, name) for name in config.cluster.pools}
     disk = free_disk(run_dir) if host is None else None
     speed = plan_speed(setup, response, num_val=0 if counts is None else counts.val)
-    return Forecast(setup, plans, found, tuple(advised), run_dir, disk, speed, counts, measured, tuple(notes))
+    for_cache, cache = cache_room(setup), None
+    if for_cache is not None and device is not None and device.bytes < sys.maxsize:
+        cache = for_cache.bytes(device.bytes)
+    return Forecast(setup, plans, found, tuple(advised), run_dir, disk, speed, cache, counts, measured, tuple(notes))
 
 
 def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, float]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from whet.config.schema import ExamplesConfig, RolloutConfig, TrainConfig
+from whet.devices import needed_for_tensors
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread
 from whet.engines.role import RoleSettings
@@ -17,16 +18,15 @@ from whet.models.attention import token_bytes
 from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength
 from whet.registry import ENGINES, ROLLOUT_ENGINES
-from whet.rollout.planned import Decoding, Lengths, PlansMemory, RolloutBytes
+from whet.rollout.planned import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
 from whet.rollout.protocol import SharesModule
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Fitted to measured runs: memory of tokenizer, rows and libraries; and heap bytes for each byte of tensors, more where
 # sampling between updates fragments the heap.
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
-# Memory of an accelerator's libraries on the host (not measured yet), on the device (0.5 GiB on an H100), and allocated
-# bytes for each byte of tensors (1.05 to 1.13 there); `make gpu` shows the last two.
-DEVICE_PROCESS_BYTES, DEVICE_BYTES, DEVICE_HEAP = 2 * 2**30, 2**30, 1.1
+DEVICE_PROCESS_BYTES = 2 * 2**30  # of an accelerator's libraries on the host (not measured yet)
+CACHE = "rollout: KV cache"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Memory:
     def device_bytes(self) -> int:
         """Peak bytes on the accelerator, with those of allocator and libraries."""
         tensors = self.device_tensor_bytes
-        return DEVICE_BYTES + round(DEVICE_HEAP * tensors) if tensors else 0
+        return needed_for_tensors(tensors) if tensors else 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,23 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
     return Memory(kept.items(), phases, untouched, weights, sizes, checkpoint)
 
 
+def cache_room(setup: Setup) -> CacheRoom | None:
+    """The room for the cache of keys and values beside what its process has on an accelerator; None on a host, and for
+    a cache of a size that is set.  Raises: ModelError."""
+    config = setup.config
+    if not isinstance(config, TrainConfig) or setup.device is None:
+        return None
+    engine = ROLLOUT_ENGINES[config.rollout.engine.name]
+    if engine.resolve_options(config.rollout.engine.options, "options").get("kv_cache_bytes") != "auto":
+        return None
+    plan = plan_memory(setup, config.cluster.pool_of("rollout"))
+    [cache] = (item for item in plan.items if item.name == CACHE)
+    beside = max(plan.total(phase, on_device=True) - size for phase, size in cache.by_phase.items())
+    longest = max(setup.lengths.prompts) + setup.lengths.response
+    model = setup.outlines["actor"].config
+    return CacheRoom(beside, outstanding(config) * longest * token_bytes(model, ITEM_BYTES[config.rollout.dtype]))
+
+
 def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple[str, ...]) -> None:
     """Counts weights, moments and gradients of a model; in the phases `away` they are on the host."""
     spread = spread_of(setup, name)
@@ -201,7 +218,7 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
         if planned.host_copies:
             kept.keep("rollout: weights that are sent", size, ("rollout",), on_host=True)
             kept.keep("rollout: weights for restarts", size * (planned.host_copies - 1), kept.phases, on_host=True)
-    kept.keep("rollout: KV cache", planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
+    kept.keep(CACHE, planned.cache, kept.phases if planned.is_kept and not turns else ("rollout",))
     kept.keep("rollout: logits", sampling_bytes(config, model.config, planned), ("rollout",))
     return planned
 
@@ -293,11 +310,15 @@ def inner_size(model: Any) -> int:
     return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
 
 
+def outstanding(config: TrainConfig) -> int:
+    """The number of sequences of a step that one process samples."""
+    sequences = config.data.train_batch_size * (1 + config.rollout.max_staleness) * config.rollout.n
+    return -(-int(sequences) // config.cluster.processes_of("rollout"))
+
+
 def decoded_together(config: TrainConfig) -> int:
     """The number of sequences that one process decodes together."""
-    outstanding = config.data.train_batch_size * (1 + config.rollout.max_staleness) * config.rollout.n
-    requests = -(-int(outstanding) // config.cluster.processes_of("rollout"))
-    return min(config.rollout.max_batch_size, requests)
+    return min(config.rollout.max_batch_size, outstanding(config))
 
 
 def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> int:

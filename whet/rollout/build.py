@@ -26,7 +26,7 @@ from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.episode import MAIN, Limits
-from whet.rollout.planned import ChecksAhead, ChecksMedia
+from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 from whet.types import Limit, Prompt
 
@@ -38,9 +38,11 @@ def rollout_engine(
     device: torch.device,
     model: ModelConfig,
     num_devices: int = 1,
+    cache_room: CacheRoom | None = None,
 ) -> RolloutEngine:
     """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
-    `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`."""
+    `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
+    `cache_room`: beside what is trained in the process."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_pixels(model.media_cache_gib)
     given = {
@@ -49,6 +51,7 @@ def rollout_engine(
         "load_tokenizer": load_tokenizer,
         "device": device,
         "num_devices": num_devices,
+        "cache_room": cache_room,
         "model": model,
     }
     engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from whet.config.schema import ModelConfig, SamplingConfig
+from whet.config.schema import KV_CACHE_BYTES, ModelConfig, SamplingConfig
+from whet.devices import room_for_tensors
 from whet.models.vision.base import Vision
 from whet.rollout.protocol import SamplingParams
 from whet.types import Media
@@ -51,6 +53,20 @@ class RolloutBytes:
     prompt_tokens: int  # tokens of prompts that are computed together
     smaller: Mapping[str, Any] = field(default_factory=dict)  # options with which it would take less
     host_copies: int = 0  # of the weights, in the host's memory, while new ones are sent
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """The room for a cache of keys and values with `kv_cache_bytes=auto`, beside all else on its accelerator."""
+
+    beside: int = 0  # most bytes of other tensors of the process while there is a cache
+    most: float = math.inf  # bytes that the sequences of a step fill
+
+    def bytes(self, device_bytes: int, allocated: int = 0) -> int:
+        """Returns the size of the cache in a process that may have `device_bytes` of the accelerator, of which its
+        tensors have `allocated` by now: what is left beside the most that they will have."""
+        left = room_for_tensors(device_bytes) - max(self.beside, allocated)
+        return max(KV_CACHE_BYTES, int(min(self.most, left)))
 
 
 @runtime_checkable

@@ -29,9 +29,11 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
+from whet.errors import ModelError
 from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts
-from whet.planning.memory import Lengths, Setup
+from whet.planning.machine import free_accelerator
+from whet.planning.memory import Lengths, Setup, cache_room
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rewards.truths import checked
@@ -47,6 +49,7 @@ from whet.rollout.build import (
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
+from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts
@@ -152,7 +155,7 @@ def build(
         counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))
         taken = opened_for(config, setup, lengths, inputs, counts, dry_run=dry_run)
         with taken as (opened, services), ExitStack() as undo:
-            roles = launch_roles(specs, config.cluster)
+            roles = launch_roles([*_with_room(specs, setup(config, lengths))], config.cluster)
             undo.callback(roles["rollout"].close)
             scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
             run = Run(
@@ -288,6 +291,18 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
     sampling = (config.rollout, tokenizer_path, model, num_devices)
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
+
+
+def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
+    """The workers, with the room that the rollout's cache has beside training on its accelerator."""
+    plan = replace(plan, device=free_accelerator(plan.config.cluster))
+    try:
+        room = cache_room(plan)
+    except ModelError as error:
+        log.info("kv_cache_bytes=auto is the least, as training has no estimate: %s", error)
+        room = CacheRoom(most=0)
+    for spec in specs:
+        yield replace(spec, kwargs={"cache_room": room}) if spec.cls is RolloutWorker else spec
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:

@@ -19,6 +19,7 @@ from whet.errors import DeadlineError, LostReplicaError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.rollout.build import load_model, rollout_engine
+from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
@@ -77,12 +78,18 @@ class RolloutWorker(MeasuredWorker):
     is_replica = True
 
     def __init__(
-        self, placement: Placement, config: RolloutConfig, tokenizer_path: str, model: ModelConfig, num_devices: int = 1
+        self,
+        placement: Placement,
+        config: RolloutConfig,
+        tokenizer_path: str,
+        model: ModelConfig,
+        num_devices: int = 1,
+        cache_room: CacheRoom | None = None,
     ) -> None:
         super().__init__(placement)
         self.dtype, self._model = torch_dtype(config.dtype), model
         load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
-        self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices)
+        self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices, cache_room)
         self._owns_module = self.is_attached = False
         self._inlet: Inlet | None = None
         self._is_half_filled = False  # the link broke while weights went into the engine

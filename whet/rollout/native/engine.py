@@ -7,18 +7,20 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from whet.devices import HOST, moved
+from whet.config.schema import KV_CACHE_BYTES
+from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
-from whet.models.attention import NAME, PagedContext
+from whet.models.attention import NAME, PagedContext, token_bytes
 from whet.models.compiled_layers import compile_layers
 from whet.models.log_probs import LogitForm
 from whet.models.positions import patches
@@ -31,11 +33,13 @@ from whet.rollout.native.columns import MIN_ROWS, Columns, DeviceColumns, Forwar
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import ScheduledRequest, Scheduler, SharedPrompt
-from whet.rollout.planned import Decoding, RolloutBytes
+from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.types import Media
 
+log = logging.getLogger(__name__)
 PREFILL_TOKENS = 4096  # computed together; a longer prompt is computed alone
+LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Stretch:
 class NativeEngine(InProcessEngine[ScheduledRequest]):
     """Continuous batching over a block KV cache, with the model's own modules and whet's attention.
 
-    kv_cache_bytes: memory for keys and values.
+    kv_cache_bytes: memory for keys and values; auto: on an accelerator what the rest of the run leaves, else 1 GiB.
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
@@ -82,13 +86,15 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         dtype: torch.dtype = torch.float32,
         max_batch_size: int = 256,
         load_tokenizer: LoadTokenizer | None = None,
+        cache_room: CacheRoom | None = None,
         *,
-        kv_cache_bytes: Count = 1_073_741_824,
+        kv_cache_bytes: Count | Literal["auto"] = "auto",
         compile: bool | None = None,  # noqa: A002  # the option's name
         on_new_weights: Literal["recompute", "keep"] = "recompute",
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
+        self._cache_room = CacheRoom() if cache_room is None else cache_room
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
         self._decode: Forward = self._forward
@@ -104,7 +110,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         """The whole cache, of which blocks are written to as completions grow; prompts are shared."""
         rows, n, lengths = decoding.rows, decoding.n, decoding.lengths
         per_block, prompts = decoding.token_bytes * BLOCK_SIZE, lengths.spread(-(-rows // n))
-        cache, blocks = options["kv_cache_bytes"] // per_block * per_block, 0
+        given, blocks = options["kv_cache_bytes"], 0
+        cache = (KV_CACHE_BYTES if given == "auto" else given) // per_block * per_block
         for prompt in prompts:
             own = blocks_for(prompt + lengths.response) - prompt // BLOCK_SIZE
             blocks += blocks_for(prompt) + min(n, rows) * own
@@ -294,10 +301,25 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         hidden = out.last_hidden_state[0]
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
+    def _budget(self, module: PreTrainedModel) -> int:
+        """Bytes of the cache that is made now."""
+        if self.kv_cache_bytes != "auto":
+            return self.kv_cache_bytes
+        use = memory(module.device)
+        if use is None:
+            return KV_CACHE_BYTES
+        config, item = module.config.get_text_config(), module.dtype.itemsize
+        longest = self.max_batch_size * config.max_position_embeddings * token_bytes(config, item)
+        room = replace(self._cache_room, most=min(self._cache_room.most, longest))
+        sampling = self.max_batch_size * config.vocab_size * LOGIT_BYTES
+        found = room.bytes(use.free + use.held, use.allocated + sampling)
+        log.debug("a cache of keys and values of %.1f GiB", found / 2**30)
+        return found
+
     def _require_cache(self) -> tuple[BlockCache, Prefixes]:
         if self._cache is None or self._prefixes is None:
-            module, budget = self.policy.require(), self.kv_cache_bytes
-            config = module.config.get_text_config()
+            module = self.policy.require()
+            config, budget = module.config.get_text_config(), self._budget(module)
             by_head = is_stepwise(module.device)
             self._cache = BlockCache(
                 config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head
