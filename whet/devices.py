@@ -14,8 +14,7 @@ import torch.distributed as dist
 from whet.compiled import instruction_set
 
 HOST = torch.device("cpu")
-# Of an accelerator: memory of its libraries (0.5 GiB on an H100), and allocated bytes for each byte of tensors (1.05 to
-# 1.13 there); `make gpu` shows both.
+# Of an accelerator: memory of its libraries (0.5 GiB on an H100), allocated bytes for each of tensors (1.05 to 1.13).
 LIBRARY_BYTES, ALLOCATED = 2**30, 1.1
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions for its products, as Linux names them; the last is Arm's
 # Values of ONEDNN_MAX_CPU_ISA, in small letters, that keep oneDNN from these instructions.
@@ -66,10 +65,10 @@ def memory(device: torch.device | int) -> MemoryUse | None:
         return None
     try:
         free, total = torch.accelerator.get_memory_info(device)
-        held, allocated = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
-        return MemoryUse(free, total, held, allocated)
     except RuntimeError:  # MPS has no such allocator
         return None
+    held, allocated = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
+    return MemoryUse(free, total, held, allocated)
 
 
 def needed_for_tensors(tensor_bytes: int) -> int:

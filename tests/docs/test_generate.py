@@ -14,7 +14,6 @@ from whet.cli.algorithms import certify_all
 from whet.columns import TABLE
 from whet.config.keys import leaf_fields
 from whet.config.schema import EngineConfig, TrainConfig
-from whet.planning.machine import FreeMemory
 
 DOCS = Path(__file__).parents[2] / "docs"
 CERTIFICATES = DOCS.parent / "whet" / "algorithms" / "certificates.csv"
@@ -79,22 +78,22 @@ def test_the_picture_of_the_layers_shows_the_imports() -> None:
 
 
 def test_the_page_of_what_fits_is_current_but_for_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = (DOCS / "fits.md").read_text()
-    rows = {name: cells for line in written.splitlines() if (cells := line.split(" | ")) and (name := cells[0][2:])}
-    monkeypatch.setattr(fits, "cells", lambda name: [*rows[name][1:-1], rows[name][-1].removesuffix(" |")])
-    assert written == fits.page(), "write it with `python -m docs.generate.fits`, a quarter of an hour"
+    tables = fits.read((DOCS / "fits.md").read_text())
+    columns = list(fits.COLUMNS.values())
+    monkeypatch.setattr(fits, "cell", lambda size, changes, card: tables[str(card)][size][columns.index(changes)])
+    monkeypatch.setattr(fits, "on_host", lambda size: tables["host"][size][0])
+    monkeypatch.setattr(fits, "measured", lambda work: tables["measured"][work])
+    assert (DOCS / "fits.md").read_text() == fits.page(), "write it with `python -m docs.generate.fits`"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a plan takes a minute on busy cores
 def test_a_column_of_what_fits_is_what_is_planned() -> None:
-    """All weights on one accelerator, of the smallest size and the largest that fits."""
-    rows = [line.split(" | ") for line in (DOCS / "fits.md").read_text().splitlines()]
-    written = {row[0][2:]: row[1] for row in rows if row[0][2:] in fits.SIZES}
-    there = FreeMemory(2**40, "an accelerator")
-    planned = {name: fits.on_accelerator(fits.plan(name, {}, there).device_bytes) for name in ("0.6B", "4B")}
-    assert planned == {name: written[name] for name in planned}
-    assert written["4B"] == "82 GiB (141)"
+    """All weights on one accelerator, the smallest size and the largest that fits; and what cards measured."""
+    tables = fits.read((DOCS / "fits.md").read_text())
+    for card, size in ((24, "0.6B"), (80, "0.6B"), (141, "8B"), (80, "8B")):
+        assert fits.cell(size, {}, card) == tables[str(card)][size][0], (card, size)
+    assert tables["80"]["8B"][0] == "-" and tables["measured"] == {work: fits.measured(work) for work in fits.MEASURED}
 
 
 @pytest.mark.parametrize("name", ["gpu.md", *gpu.STATED])

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from whet import devices
 from whet.config import TrainConfig
 from whet.config.cluster import ClusterConfig
+from whet.devices import MemoryUse
 from whet.errors import ConfigError
 from whet.planning import fit
 from whet.planning.fit import ANYWAY, Room, changed, changes, check_fits, rooms, size, upper_bound
@@ -159,10 +159,13 @@ def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
 def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each process, or none; on a Ray cluster those that it asks for, here to be seen or not."""
     monkeypatch.setattr(devices, "count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: ((5, 3)[index], 9))
-    found = free_accelerator(ClusterConfig(processes=2))
-    assert found is not None and (found.bytes, found.bound) == (3, "each accelerator")
-    assert free_accelerator(ClusterConfig()) == FreeMemory(5, "each accelerator")
+    both = (MemoryUse(5, 9, 0, 0), MemoryUse(3, 8, 0, 0))
+    monkeypatch.setattr(devices, "memory", both.__getitem__)
+    assert free_accelerator(ClusterConfig(processes=2)) == FreeMemory(3, "each accelerator", total=8)
+    assert free_accelerator(ClusterConfig()) == FreeMemory(5, "each accelerator", total=9)
+    monkeypatch.setattr(devices, "memory", lambda index: None)  # such as MPS
+    unknown = free_accelerator(ClusterConfig())
+    assert unknown is not None and unknown.bytes > 2**60 and unknown.total == 0
     assert free_accelerator(ClusterConfig(processes=3)) is None
     assert free_accelerator(ClusterConfig(backend="ray")) is None
     monkeypatch.setattr(devices, "count", lambda: 0)

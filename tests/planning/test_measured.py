@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from docs.generate import fits
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.models.init import init_model
 from whet.planning.dtypes import with_dtypes
@@ -139,3 +140,11 @@ def measured(kind: str, command: str, overrides: dict[str, Any], folder: Path) -
     assert run.returncode == 0, run.stderr
     (count,) = json.loads(run.stdout.splitlines()[-1]).values()
     return int(count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", fits.MEASURED)
+def test_a_plan_is_near_what_a_card_measured(work: str) -> None:
+    """Within a twentieth, and never less than a hundredth below it."""
+    _, found = fits.MEASURED[work]
+    assert 0.99 < fits.on_card(work) / 2**30 / found < 1.05

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,21 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import RolloutConfig
 from whet.models.load import load_config as load_model_config
 from whet.planning.dtypes import with_dtypes
+from whet.planning.first import COMPILED, PLAIN, tokens_within
 from whet.planning.fit import rooms
 from whet.planning.machine import FreeMemory
 from whet.planning.memory import (
     Lengths,
     Memory,
+    _update_bytes,
     bytes_per_logit,
     cache_room,
+    micro_batch_tokens,
     mini_batch,
     plan_memory,
     rollout_bytes,
 )
-from whet.planning.outline import TensorBytes
+from whet.planning.outline import RowLength, TensorBytes
 from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.sampling import SamplingState, sample
@@ -33,6 +37,7 @@ from whet.trainers import build, sft
 MakeConfig = Callable[..., TrainConfig]
 # Two layers, two heads of 32 for keys and two for values, 4 bytes a number.
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
+NUMBERS = 14 * 128 + 4 * 384  # activations of a token in a layer, by hidden and inner size
 
 
 def planned(config: TrainConfig, prompts: tuple[int, ...] = (16,)) -> Memory:
@@ -283,29 +288,97 @@ def test_weights_that_arrive_while_others_sample_are_a_copy_more(train_config: M
     assert item(ahead, "rollout: logits", "rollout") > item(synchronous, "rollout: logits", "rollout"), "more at once"
 
 
-def test_the_cache_leaves_to_training_what_the_plan_counts(train_config: MakeConfig, model_folder: Path) -> None:
+def test_the_cache_leaves_to_training_what_formulas_count(train_config: MakeConfig) -> None:
     """Beside the cache: the phase that needs most of all else.  At the most: 16 sequences of 22 tokens."""
 
     def room(**changes: Any) -> tuple[Memory, CacheRoom | None]:
         setup = replace(build.setup(train_config(changes), (16,)), device=DEVICE)
         return plan_memory(setup), cache_room(setup)
 
+    most = 16 * 22 * TOKEN_BYTES
     memory, found = room(**{"algorithm.kl.where": "loss"})
-    others = {
-        phase: sum(size for name, size in there(memory, phase).items() if name != "rollout: KV cache")
-        for phase in memory.phases
-    }
-    assert others["actor update"] > others["rollout"] > memory.weights["actor"] * 4
-    assert found == CacheRoom(others["actor update"], most=16 * 22 * TOKEN_BYTES)
-    whole = found.bytes(2**35)
-    assert whole == 2**30  # the least, as these sequences need little
+    update = there(memory, "actor update")
+    logits = 1024 * 64 * 24
+    held = sum(update[name] for name in ("actor: weights", "actor: optimizer", "ref: weights"))
+    activations = 1.2 * 8 * NUMBERS * (4 * 16 + 16 * 6)  # of four prompts, each with four answers
+    assert found == CacheRoom(held + max(logits, update["actor: weights"]) + round(activations), most)
+    traced = sum(size for name, size in update.items() if name != "rollout: KV cache")
+    assert 0.9 < traced / found.beside < 1.1
     memory, found = room(**{"rollout.free_cache_engine": True, "rollout.dtype": "bfloat16"})
     sampling = there(memory, "rollout")
-    assert found == CacheRoom(
-        sampling["rollout: weights"] + sampling["rollout: logits"], most=16 * 22 * TOKEN_BYTES / 2
-    )
+    assert found == CacheRoom(sampling["rollout: weights"] + sampling["rollout: logits"], most / 2)
     assert room(**{"rollout.engine.options.kv_cache_bytes": 2**30})[1] is None
     assert room(**{"rollout.engine.name": "hf"})[1] is None
     assert cache_room(build.setup(train_config(), (16,))) is None
     set_size = planned(train_config({"rollout.engine.options.kv_cache_bytes": 2**30}))
     assert planned(train_config()) == set_size  # on a host `auto` is that number
+
+
+def test_tokens_of_a_micro_batch_by_hand() -> None:
+    """Two layers in float32: 8 bytes for each of their numbers.  Recomputed: inputs of both, and twice one layer."""
+    assert PLAIN.bytes_of_token(128, 384, 2, 4, recomputes=False) == 8 * NUMBERS
+    assert PLAIN.bytes_of_token(128, 384, 2, 4, recomputes=True) == 4 * (2 * 128 + 2 * NUMBERS)
+    assert COMPILED.bytes_of_token(128, 384, 2, 2, recomputes=False) == 4 * (4 * 128 + 2 * 384)
+    assert tokens_within(1_000_000, 150_000, 100) == 5632  # 600,000 up to three quarters: 6,000, in whole 512s
+    assert tokens_within(1_000_000, 800_000, 100) == 512  # half of what is left: 1,000
+    assert tokens_within(1_000_000, 2_000_000, 100) == 512
+    assert tokens_within(10**12, 0, 100) == 32_768
+
+
+def test_micro_batches_fill_what_an_accelerator_has_beside_all_else(train_config: MakeConfig) -> None:
+    """Room for ten times what is held: of that three quarters, less what is held."""
+    common = {"algorithm.kl.where": "loss", "rollout.engine.options.kv_cache_bytes": 2**20}
+
+    def tokens(total: int, name: str = "actor", changes: dict[str, int] | None = None) -> int:
+        setup = build.setup(train_config(common | (changes or {})), (16,))
+        return micro_batch_tokens(replace(setup, device=FreeMemory(2**40, "each accelerator", total)), name)
+
+    found = there(on_device(train_config(common)), "actor update")
+    names = ("actor: weights", "actor: optimizer", "ref: weights", "rollout: KV cache")
+    others, gradients, logits = sum(found[name] for name in names), found["actor: weights"], 1024 * 64 * 24
+    held = others + max(gradients, logits)
+    total = 2**30 + round(1.1 * 10 * held)
+    assert tokens(total) == int(6.5 * held / (8 * NUMBERS)) // 512 * 512
+    assert tokens(total, "ref") == int((7.5 * held - others - logits) / (8 * NUMBERS)) // 512 * 512
+    assert tokens(2 * total) > tokens(total) > tokens(total - 40 * held // 10) >= 512
+    assert tokens(2**40) == 32_768 and tokens(2**30) == 512
+    assert tokens(0) == 16_384  # an accelerator whose memory is not known
+    assert tokens(total, changes={"actor.max_tokens_per_micro_batch": 100}) == 100
+    assert micro_batch_tokens(build.setup(train_config(common), (16,)), "actor") == 2048
+
+
+def test_a_plan_has_micro_batches_of_that_size(train_config: MakeConfig) -> None:
+    """64 rows of 150 tokens: two of the largest size that fits."""
+    large = {
+        "data.max_response_length": 134,
+        "data.train_batch_size": 16,
+        "rollout.engine.options.kv_cache_bytes": 2**20,
+    }
+    setup = build.setup(train_config(large), (16,))
+    whole = 16 * (16 + 4 * 134)  # prompts are shared
+    sizes = {}
+    for total in (2**40, 2**30 + 2**28):
+        there = replace(setup, device=FreeMemory(2**40, "each accelerator", total))
+        sizes[plan_memory(there).micro_batch_tokens["actor"]] = micro_batch_tokens(there, "actor")
+    (all_rows, most), (fewer, budget) = sizes.items()
+    assert all_rows == whole < most == 32_768
+    assert budget - 150 < fewer <= budget < whole
+
+
+def test_shares_of_an_update_are_compared_as_they_are_in_a_process(train_config: MakeConfig) -> None:
+    """A large first micro-batch without gradients, and a small later one with them: of the second the whole has more,
+    of two shards each has less."""
+
+    class Large:
+        role = build.setup(train_config(), (16,)).roles["actor"]
+
+        def update_bytes(self, rows: list[RowLength], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
+            tokens = sum(row.tokens for row in rows)
+            return Counter(activations=tokens, gradients=1000 * accumulates, logits=1)
+
+    split = [[RowLength(0, 10, 790)], [RowLength(1, 10, 190)]]
+    found = [
+        _update_bytes(Large(), split, frozenset(), {"activations": 1, "gradients": shards})  # type: ignore[arg-type]
+        for shards in (1, 2)
+    ]
+    assert found == [{"activations": 200, "gradients": 1000}, {"activations": 800, "gradients": 0}]

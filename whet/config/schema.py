@@ -246,10 +246,10 @@ MUON = (
     "adamw, or muon (Jordan et al. 2024): torch's Muon for the matrices between embedding and output, with AdamW's "
     "update size, and AdamW for all other weights"
 )
-# By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; the accelerator's number is not measured yet.
+# By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; that of an accelerator whose memory is not known.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 KV_CACHE_BYTES = 2**30  # of the native engine with kv_cache_bytes=auto: on the host, and at least
-MICRO_BATCH = "most tokens of a forward pass, per device; unset: a default for the device, at least one row"
+MICRO_BATCH = "most tokens of a forward pass, per device; unset: by an accelerator's memory, else 2,048; at least a row"
 
 
 class EngineConfig(Section):

@@ -52,10 +52,15 @@ def token_bytes(config: Any, item_bytes: int) -> int:
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """True where one call of FlashAttention computes a layer's attention over packed rows, for a model with this text
-    config: in bfloat16, with heads of at most 256 numbers, and without a cap on scores."""
+    """True where one call of FlashAttention computes a layer's attention over packed rows of a model with this text
+    config."""
+    return fits_one_call(config, dtype) and has_kernel(device)
+
+
+def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
+    """True for what FlashAttention takes: bfloat16, heads of at most 256 numbers, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
-    return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0 and has_kernel(device)
+    return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
 
 
 class Scores(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from whet.compiled import instruction_set
 from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ExamplesConfig, TrainConfig
@@ -19,11 +19,45 @@ from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ROLLOUT_ENGINES
 
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions with which `dtype: auto` is bfloat16 on processors
-CARDS = (24, 48, 80, 141, 180)  # GiB that accelerators have
+# GiB of the accelerators that are named by so many GB: less, by their own accounting and error correction.
+CARDS = {24: 22, 48: 44, 80: 78, 141: 139, 180: 178}
 MOMENTS = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.03}  # bytes of AdamW's two moments, of a weight
-# Fitted to traced plans (docs/fits.md): numbers that a layer keeps of a token for the backward pass, times its hidden
-# and its inner size; with checkpointing its input alone, and all of one layer; bytes of a logit.
-OF_HIDDEN, OF_INNER, LOGIT_BYTES = 14, 4, 24
+
+# Of an accelerator a micro-batch without a size that is set fills up this share, with all else in it; a layer's largest
+# tensor of so many tokens has 32-bit indices up to models of 70B; sizes differ by whole steps.
+FILLED, MOST_TOKENS, TOKEN_STEP = 0.75, 32_768, 512
+
+
+class Kept(NamedTuple):
+    """Numbers of a pass forward and backward."""
+
+    hidden: float  # that a layer keeps of a token, times its hidden size
+    inner: float  # and times its inner size
+    layers: float  # whose numbers are there at once where they are computed again; of the others their input is kept
+    logit: int  # bytes
+
+    def bytes_of_token(self, hidden: float, inner: float, layers: float, item: int, *, recomputes: bool) -> float:
+        """Bytes of a token's activations at the most, of `item` bytes a number."""
+        kept = self.hidden * hidden + self.inner * inner
+        return item * (layers * hidden + self.layers * kept if recomputes else layers * kept)
+
+
+# Fitted to traced plans: the host, and layers that are not compiled. Fitted to peaks on an H100 and an H200 (LOG.md):
+# compiled layers and the head's kernel, in bfloat16.
+PLAIN, COMPILED = Kept(14, 4, 2, 24), Kept(4, 2, 3.5, 4)
+
+
+def is_compiled(engine: str, options: Mapping[str, Any]) -> bool:
+    """Tells whether a training engine compiles layers in bfloat16 on an accelerator."""
+    chosen = options.get("compile")
+    return engine == "single" if chosen is None else bool(chosen)
+
+
+def tokens_within(room: float, held: float, of_token: float) -> int:
+    """The most tokens of a micro-batch with `of_token` bytes each, beside `held` bytes of other tensors, where there is
+    `room` for bytes of tensors: they fill up three quarters of it, or half of what is left where that is more."""
+    left = max(FILLED * room - held, (room - held) / 2)
+    return min(MOST_TOKENS, max(TOKEN_STEP, int(left / of_token) // TOKEN_STEP * TOKEN_STEP))
 
 
 def first_answer(
@@ -38,15 +72,16 @@ def first_answer(
     found = free_memory() if gib is None and host_gib is None else None
     free = gib or host_gib or (None if found is None else found.bytes / 2**30)
     count = 1 if gib else config.cluster.devices_here  # processes in this memory
-    needed = bytes_of(config, shape, gib is not None) * count
-    card = next((each for each in CARDS if bytes_of(config, shape, True) <= each * 2**30), None)
+    needed = bytes_of(config, shape, gib is not None, gib) * count
+    card = next((name for name, each in CARDS.items() if bytes_of(config, shape, True, each) <= each * 2**30), None)
     where = "a node" if gib is None else "each accelerator"
     is_too_large = free is not None and needed > free * 2**30
     fits = "" if free is None else f" of {free:.3g} GiB: {'it does not fit' if is_too_large else 'it fits'}"
-    more = f"it needs more than {CARDS[-1]} GiB on one"
-    smallest = f"the smallest accelerator for it has {card} GiB" if card else more
+    more = f"it needs more than {max(CARDS)} GB on one"
+    smallest = f"the smallest accelerator for it has {card} GB" if card else more
     yield f"by formulas, to a fifth: about {size(needed)} on {where}{fits}; {smallest}"
-    less = {each: bytes_of(changed(config, dict([each])), shape, gib is not None) * count for each in _settings(config)}
+    others = {each: changed(config, dict([each])) for each in _settings(config)}
+    less = {each: bytes_of(other, shape, gib is not None, gib) * count for each, other in others.items()}
     helpful = sorted((each for each in less if less[each] < 0.98 * needed), key=lambda each: less[each])
     listed = ", ".join(f"{key}={str(value).lower()} ({size(less[key, value])})" for key, value in helpful[:3])
     yield f"settings that help most: {listed or 'none of the usual ones' + '; choose a smaller model' * is_too_large}"
@@ -63,20 +98,24 @@ def _accelerator_gib() -> float | None:
     return min((int(each) / 1024 for each in said if each.isdecimal()), default=None)
 
 
-def bytes_of(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool) -> int:
-    """Bytes of the largest process, on an accelerator or on the host."""
-    return max(_bytes_of_pool(config, shape, on_device, pool) for pool in config.cluster.pools)
+def bytes_of(
+    config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool, gib: float | None = None
+) -> int:
+    """Bytes of the largest process, on the host or on an accelerator, of `gib` if that is known."""
+    return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
 
 
-def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool, pool: str) -> int:
+def _bytes_of_pool(
+    config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool, pool: str, gib: float | None
+) -> int:
     """Bytes of a process of a pool: the larger of sampling and updates."""
     weights, words, layers = (float(shape[name]) for name in ("weights", "words", "layers"))
-    dtypes = [config.model.dtype, *([config.rollout.dtype] if isinstance(config, TrainConfig) else [])]
-    narrow = dtypes[0] == "bfloat16" or (
-        dtypes[0] == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
+    narrow = config.model.dtype == "bfloat16" or (
+        config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
     )
     lora, held, update = config.model.lora.rank, 0.0, 0.0
     item = 2 if narrow else 4
+    beside, kinds = dict[str, float](), dict[str, Kept]()  # of each trained role: bytes of an update but activations
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
         own = config if isinstance(config, ExamplesConfig) else config[role]
         options, whole = own.engine.options, own.engine.name == "single"
@@ -85,32 +124,48 @@ def _bytes_of_pool(config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any
         if role == "ref":
             held, update = held + weights * item / shards, max(update, gathered)
             continue
-        width = own.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS["accelerator" if on_device else "cpu"]
-        width = min(width, _tokens(config, role))
-        kept, logits = item * width * shape["kept"], own.engine.logits_chunk_tokens * shape["vocabulary"] * LOGIT_BYTES
-        recomputed = item * width * layers * shape["hidden"] + 2 * kept
-        kept = recomputed if config.model.gradient_checkpointing else layers * kept
+        kinds[role] = COMPILED if on_device and narrow and is_compiled(own.engine.name, options) else PLAIN
+        logits = own.engine.logits_chunk_tokens * shape["vocabulary"] * kinds[role].logit
         if lora is None:
             master, gradients = 2 if own.optim.weight_rounding == "stochastic" else 4, 4 * weights / shards
             held += weights * (master + MOMENTS[own.optim.state_dtype]) / shards + gradients
             copies = 2 * weights if narrow and whole and master == 4 else 0
-            update = max(update, kept + gathered + copies + max(0, logits - gradients))
+            beside[role] = gathered + copies + max(0, logits - gradients)
         else:
             held += weights * item / shards + 2 * words * narrow
-            update = max(update, kept + gathered + logits)
-    if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != pool:
+            beside[role] = gathered + logits
+    samples = isinstance(config, TrainConfig) and config.cluster.pool_of("rollout") == pool
+    copy, cache, logits = _sampling(config, shape, item, narrow) if samples else (0.0, 0.0, 0.0)
+    turns = isinstance(config, TrainConfig) and config.rollout.free_cache_engine
+    sizes, recomputes = (shape["hidden"], shape["inner"], layers, item), config.model.gradient_checkpointing
+    for role, others in beside.items():
+        own = config if isinstance(config, ExamplesConfig) else config[role]
+        of_token = kinds[role].bytes_of_token(*sizes, recomputes=recomputes)
+        width = own.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS["accelerator" if on_device else "cpu"]
+        if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
+            stays = held + others + (0 if turns else copy + cache)
+            width = tokens_within((gib - 1) * 2**30 / 1.1, stays, of_token)
+        update = max(update, others + of_token * min(width, _tokens(config, role)))
+    if not samples:
         return round(2**30 + 1.1 * (held + update)) if on_device else round(1.05 * (held + update))
-    engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(dtypes[-1], item)
-    given = ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0
-    cache = float(KV_CACHE_BYTES if given == "auto" else given)
-    copy = weights * sampled if lora is not None or sampled < 4 or narrow else 0.0
-    rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
-    logits = rows * shape["vocabulary"] * (sampled + 16)
     if not on_device:
         return round(1.25 * (held + copy + max(update, cache + logits)))
-    if config.rollout.free_cache_engine:  # each leaves the accelerator to the other
+    if turns:  # each leaves the accelerator to the other
         return round(2**30 + 1.1 * max(held + update, (copy or 4 * weights) + cache + logits))
     return round(2**30 + 1.1 * (held + copy + cache + max(update, logits)))
+
+
+def _sampling(
+    config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], item: int, narrow: bool
+) -> tuple[float, float, float]:
+    """Bytes of the rollout's own weights, its cache and its logits."""
+    assert isinstance(config, TrainConfig)
+    engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(config.rollout.dtype, item)
+    given = ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0
+    cache = float(KV_CACHE_BYTES if given == "auto" else given)
+    has_copy = config.model.lora.rank is not None or sampled < 4 or narrow
+    rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
+    return shape["weights"] * sampled * has_copy, cache, rows * shape["vocabulary"] * (sampled + 16)
 
 
 def _tokens(config: TrainConfig | ExamplesConfig, role: str) -> int:
@@ -180,5 +235,5 @@ def _shape(path: str) -> dict[str, float] | None:
         "layers": layers,
         "hidden": hidden,
         "vocabulary": vocabulary,
-        "kept": OF_HIDDEN * hidden + OF_INNER * inner,
+        "inner": inner,
     }

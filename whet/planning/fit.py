@@ -18,7 +18,7 @@ from whet.planning import memory as estimate
 from whet.planning.first import changed
 from whet.planning.machine import free_accelerator, free_disk, free_memory
 from whet.planning.memory import Memory, Setup
-from whet.planning.outline import FLOAT32
+from whet.planning.outline import FLOAT32, inner_size
 from whet.planning.units import size
 from whet.registry import ENGINES
 
@@ -132,9 +132,9 @@ def upper_bound(setup: Setup) -> int:
         ranks = estimate.spread_of(setup, name).row_ranks
         rows = estimate.mini_batch(config, name, setup.lengths, ranks) if name in setup.objectives else []
         longest = max((row.tokens for row in rows), default=0)
-        allowed = max(setup.roles[name].micro_batch_tokens(model.device_type), longest)
+        allowed = max(estimate.micro_batch_tokens(setup, name), longest)
         tokens = min(allowed, sum(row.tokens for row in rows))
-        states = 30 * shape.hidden_size + 10 * estimate.inner_size(shape) + 3 * shape.num_attention_heads * longest
+        states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * shape.num_attention_heads * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)

@@ -25,6 +25,7 @@ class FreeMemory:
 
     bytes: int
     bound: str
+    total: int = 0  # bytes of an accelerator, which sizes that are not set follow; 0: unknown
 
 
 def free_memory() -> FreeMemory | None:
@@ -42,17 +43,18 @@ def uses_accelerators(cluster: ClusterConfig) -> bool:
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     """The free memory of the fullest accelerator that a run would use; None if the run computes on the host."""
-    import torch  # takes seconds, which the first answer of `whet plan` has not
-
-    from whet import devices
+    from whet import devices  # takes seconds, which the first answer of `whet plan` has not
 
     if not uses_accelerators(cluster):
         return None
     found, ray = devices.count(), cluster.backend == "ray"
     if not found:
         return FreeMemory(sys.maxsize, "an accelerator that this machine does not see")
-    used = range(found if ray else cluster.devices)
-    return FreeMemory(min(torch.accelerator.get_memory_info(index)[0] for index in used), "each accelerator")
+    uses = [devices.memory(index) for index in range(found if ray else cluster.devices)]
+    known = [use for use in uses if use is not None]
+    if len(known) < len(uses):
+        return FreeMemory(sys.maxsize, "an accelerator that does not report its memory")
+    return FreeMemory(min(use.free for use in known), "each accelerator", min(use.total for use in known))
 
 
 def stated(gib: float | None, name: str) -> FreeMemory | None:
@@ -63,7 +65,7 @@ def stated(gib: float | None, name: str) -> FreeMemory | None:
         return None
     if not 0 < gib < math.inf:
         raise ConfigError(f"the memory of {name} is stated as {gib:g} GiB; expected a number above 0, such as 80")
-    return FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB")
+    return FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB", round(gib * 2**30))
 
 
 def total_memory() -> int | None:

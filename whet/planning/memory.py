@@ -3,30 +3,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from whet.config.schema import ExamplesConfig, RolloutConfig, TrainConfig
-from whet.devices import needed_for_tensors
+from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.models.attention import token_bytes
+from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
-from whet.planning.outline import FLOAT32, Outline, RowLength
+from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.registry import ENGINES, ROLLOUT_ENGINES
 from whet.rollout.planned import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
 from whet.rollout.protocol import SharesModule
 
+log = logging.getLogger(__name__)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Fitted to measured runs: memory of tokenizer, rows and libraries; and heap bytes for each byte of tensors, more where
 # sampling between updates fragments the heap.
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of an accelerator's libraries on the host (not measured yet)
 CACHE = "rollout: KV cache"
+MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,10 @@ class _Kept:
             place = name, self._has_device and not on_host
             self._found.setdefault(place, Counter()).update(dict.fromkeys(phases, size))
 
+    def on_device(self, phase: str) -> int:
+        """Returns the bytes of a phase on the accelerator."""
+        return sum(found[phase] for (_, is_there), found in self._found.items() if is_there)
+
     def items(self) -> tuple[Item, ...]:
         """Returns an item for each name and memory."""
         return tuple(Item(name, dict(found), there) for (name, there), found in self._found.items())
@@ -133,42 +141,85 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
     Raises: ModelError."""
     config, cluster = setup.config, setup.config.cluster
     pool = next(iter(cluster.pools)) if pool is None else pool
+    kept, planned = _at_rest(setup, pool)
     outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
     trained = [name for name in setup.objectives if name in outlines]
-    samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
-    updates = tuple(f"{name} update" for name in trained)
-    phases = (*(("rollout",) if samples else ()), *updates) or ("columns",)
-    turns = isinstance(config, TrainConfig) and samples and config.rollout.free_cache_engine
-    has_device = setup.device is not None
-    kept = _Kept(phases, has_device)
-    for name, model in outlines.items():
-        _keep_role(kept, setup, name, model, away=("rollout",) if turns and has_device else ())
     sizes = {name: _keep_update(kept, setup, name, outlines[name]) for name in trained}
-    untouched = 0
-    if isinstance(config, TrainConfig) and samples:
-        planned = _keep_rollout(kept, setup, turns)
-        untouched = 0 if has_device else planned.cache - planned.written
+    untouched = 0 if planned is None or setup.device is not None else planned.cache - planned.written
     if isinstance(config, TrainConfig) and "actor" in trained:
+        updates = [f"{name} update" for name in trained]
         kept.keep("batch columns", column_bytes(config, setup.lengths, setup.outlines), updates, on_host=True)
     checkpoint = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
     weights = {name: each.num_weights for name, each in outlines.items()}
-    return Memory(kept.items(), phases, untouched, weights, sizes, checkpoint)
+    return Memory(kept.items(), kept.phases, untouched, weights, sizes, checkpoint)
+
+
+def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
+    """Counts all that a process of a pool has beside passes of models, by phase.  Returns the plan of sampling too."""
+    config, cluster = setup.config, setup.config.cluster
+    outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
+    samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
+    updates = tuple(f"{name} update" for name in setup.objectives if name in outlines)
+    phases = (*(("rollout",) if samples else ()), *updates) or ("columns",)
+    turns = isinstance(config, TrainConfig) and samples and config.rollout.free_cache_engine
+    kept = _Kept(phases, setup.device is not None)
+    for name, model in outlines.items():
+        _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
+    return kept, _keep_rollout(kept, setup, turns) if samples else None
+
+
+def micro_batch_tokens(setup: Setup, name: str) -> int:
+    """The most tokens of a forward pass of a role: the number that is set; else what an accelerator of known memory has
+    room for beside all that is there in an update; else a number for the device."""
+    role, model = setup.roles[name], setup.outlines[name]
+    if role.max_tokens_per_micro_batch is not None or setup.device is None or not setup.device.total:
+        return role.micro_batch_tokens(model.device_type)
+    return tokens_within(room_for_tensors(setup.device.total), *_pass_bytes(setup, name))
+
+
+def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
+    """Bytes on an accelerator in passes of a role, by formulas: those beside activations, and those of a token."""
+    model, spread, trains = setup.outlines[name], spread_of(setup, name), name in setup.objectives
+    kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
+    phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
+    held = max(map(kept.on_device, phases))
+    gradients = model.gradient_bytes // spread.shards if trains and not spread.on_host else 0
+    held += max(model.logit_bytes // spread.token_shares, gradients)  # the first logits are there before gradients
+    if spread.shards == 1:
+        held += model.copy_bytes
+    seen = model.vision_bytes([RowLength(0, 1024, 0)]) / 1024
+    return held, model.bytes_of_token(trains) / spread.token_shares + seen
+
+
+def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
+    """The settings of a role of a run, with the tokens of its micro-batches where an accelerator's memory decides."""
+    if setup.device is None or not setup.device.total:
+        return settings
+    tokens = micro_batch_tokens(setup, name)
+    log.info("%s: micro-batches of up to %d tokens", name, tokens)
+    return replace(settings, max_tokens_per_micro_batch=tokens)
 
 
 def cache_room(setup: Setup) -> CacheRoom | None:
     """The room for the cache of keys and values beside what its process has on an accelerator; None on a host, and for
-    a cache of a size that is set.  Raises: ModelError."""
+    a cache of a size that is set. By formulas, as a traced plan takes too long for the start of a run."""
     config = setup.config
     if not isinstance(config, TrainConfig) or setup.device is None:
         return None
     engine = ROLLOUT_ENGINES[config.rollout.engine.name]
     if engine.resolve_options(config.rollout.engine.options, "options").get("kv_cache_bytes") != "auto":
         return None
-    plan = plan_memory(setup, config.cluster.pool_of("rollout"))
-    [cache] = (item for item in plan.items if item.name == CACHE)
-    beside = max(plan.total(phase, on_device=True) - size for phase, size in cache.by_phase.items())
+    pool, model = config.cluster.pool_of("rollout"), setup.outlines["actor"].config
+    kept, planned = _at_rest(setup, pool)
+    assert planned is not None
+    peaks = [kept.on_device("rollout")]
+    for name in () if config.rollout.free_cache_engine else setup.objectives:
+        if config.cluster.pool_of(name) == pool:
+            (held, of_token), role = _pass_bytes(setup, name), setup.roles[name]
+            tokens = max(tokens_of(rows, role.forward) for rows in _micro_batches(setup, name))
+            peaks.append(held + round(MARGIN * of_token * tokens))
     longest = max(setup.lengths.prompts) + setup.lengths.response
-    model = setup.outlines["actor"].config
+    beside = max(peaks) - planned.cache
     return CacheRoom(beside, outstanding(config) * longest * token_bytes(model, ITEM_BYTES[config.rollout.dtype]))
 
 
@@ -192,14 +243,14 @@ def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple
 def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
     """Counts the memory of an update.  Returns the tokens of its largest micro-batch."""
     split, spread = _micro_batches(setup, name), spread_of(setup, name)
-    taken = _update_bytes(model, split, setup.objectives[name].needs)
-    shares = {"activations": spread.token_shares, "logits": spread.token_shares, "vision activations": 1}
+    parts = {"activations": spread.token_shares, "logits": spread.token_shares, "vision activations": 1}
     if spread.shards == 1:
-        shares["weights in bfloat16"] = 1
-    for kind, parts in {**shares, "gradients": spread.shards}.items():
+        parts["weights in bfloat16"] = 1
+    parts["gradients"] = spread.shards
+    for kind, size in _update_bytes(model, split, setup.objectives[name].needs, parts).items():
         on_host = kind == "gradients" and spread.on_host
-        kept.keep(f"{name}: {kind}", taken[kind] // parts, (f"{name} update",), on_host=on_host)
-    return max(_tokens(rows, model.role) for rows in split)
+        kept.keep(f"{name}: {kind}", size, (f"{name} update",), on_host=on_host)
+    return max(tokens_of(rows, model.role.forward) for rows in split)
 
 
 def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
@@ -234,16 +285,24 @@ def _samples_from_the_actor(setup: Setup) -> bool:
     return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")
 
 
-def _update_bytes(model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str]) -> Counter[str]:
-    """Returns the peak bytes of an update: of its first micro-batch, or of the largest later one with gradients."""
+def _update_bytes(
+    model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str], parts: Mapping[str, int]
+) -> Counter[str]:
+    """Returns the peak bytes of an update in a process: of its first micro-batch, or of the largest later one with
+    gradients. `parts`: processes that share the bytes of a kind."""
+
+    def taken(rows: list[RowLength], *, accumulates: bool) -> Counter[str]:
+        whole = model.update_bytes(rows, needs, accumulates=accumulates)
+        return Counter({kind: whole[kind] // number for kind, number in parts.items()})
+
     first, *later = split
     if not later:
-        return model.update_bytes(first, needs, accumulates=False)
-    largest = max(later, key=lambda rows: _tokens(rows, model.role))
-    taken = model.update_bytes(largest, needs, accumulates=True)
-    if _tokens(largest, model.role) < 0.9 * _tokens(first, model.role):
-        taken = max(taken, model.update_bytes(first, needs, accumulates=False), key=Counter.total)
-    return taken
+        return taken(first, accumulates=False)
+    largest = max(later, key=lambda rows: tokens_of(rows, model.role.forward))
+    found = taken(largest, accumulates=True)
+    if tokens_of(largest, model.role.forward) < 0.9 * tokens_of(first, model.role.forward):
+        found = max(found, taken(first, accumulates=False), key=Counter.total)
+    return found
 
 
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
@@ -252,7 +311,7 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
-        role.micro_batch_tokens(setup.outlines[name].device_type),
+        micro_batch_tokens(setup, name),
         packing=role.forward.packing,
         prompts=[(row.prompt, row.prompt_tokens) for row in rows] if shares else None,
     )
@@ -272,15 +331,6 @@ def mini_batch(
     every = [RowLength(number, tokens, lengths.response) for number, tokens in enumerate(prompts, 1)]
     count = -(-len(prompts) * config.rollout.n * row_ranks // config.cluster.processes_of(name))
     return [row for row in every for _ in range(config.rollout.n)][:count]
-
-
-def _tokens(rows: Sequence[RowLength], role: RoleSettings) -> int:
-    """The tokens of a micro-batch in a forward pass."""
-    if not role.forward.packing:
-        return len(rows) * max(row.tokens for row in rows)
-    if not role.forward.share_prompts:
-        return sum(row.tokens for row in rows)
-    return sum(row.response_tokens for row in rows) + sum({row.prompt: row.prompt_tokens for row in rows}.values())
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
@@ -303,11 +353,6 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
         return RolloutBytes(0, 0, False, rows, 0)
     options = entry.resolve_options(config.rollout.engine.options, "rollout.engine.options")
     return engine.planned_bytes(decoding, options)
-
-
-def inner_size(model: Any) -> int:
-    """The inner size of a layer's MLP."""
-    return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
 
 
 def outstanding(config: TrainConfig) -> int:

@@ -23,14 +23,16 @@ from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
 from whet.models import attention
+from whet.models.attention import fits_one_call
 from whet.models.freeze import freeze
 from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
-from whet.models.outputs import outputs_of
+from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
 from whet.models.vision.base import body_of as vision_body
 from whet.models.vision.load import vision_of
+from whet.planning.first import COMPILED, PLAIN, Kept, is_compiled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
@@ -208,24 +210,57 @@ class Outline:
         """Bytes of a checkpoint: the weights (only those of an adapter, if there is one) and the optimizer's state."""
         return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
 
+    @property
+    def kept(self) -> Kept:
+        """Numbers of its passes: fewer where layers are compiled."""
+        role, dtype = self.role, self.role.forward.dtype
+        compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
+        is_known = fits_one_call(self.config, dtype) and not self.experts[0]
+        return COMPILED if compiles and is_known and role.forward.packing else PLAIN
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the copies of float32 weights that products in bfloat16 read."""
+        item = self.role.forward.dtype.itemsize
+        wide = [weight for weight in self.model.parameters() if weight.dtype == torch.float32 and weight.dim() > 1]
+        return item * sum(weight.numel() for weight in wide) if item < FLOAT32 else 0
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of the logits of a chunk of tokens and their gradient; about 0 in a value or reward model."""
+        return self.role.forward.chunk_tokens * self.config.vocab_size * self.kept.logit * bool(self.head_weights)
+
+    def bytes_of_token(self, trains: bool = True) -> float:
+        """Bytes of a token's activations in a pass forward, and backward if it `trains`."""
+        shape, item = self.config, self.role.forward.dtype.itemsize
+        sizes = shape.hidden_size, inner_size(shape), shape.num_hidden_layers * trains, item
+        return self.kept.bytes_of_token(*sizes, recomputes=self.role.gradient_checkpointing or not trains)
+
     def update_bytes(self, rows: Sequence[RowLength], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
         """Peak bytes of forward and backward of one micro-batch by kind, without weights and optimizer.
 
-        Runs the pass on tensors without numbers. With `accumulates`, gradients of an earlier micro-batch exist.
-        Raises: ModelError for a model whose passes depend on numbers.
+        Runs the pass on tensors without numbers; for compiled layers it is computed. With `accumulates`, gradients of
+        an earlier micro-batch exist.  Raises: ModelError for a model whose passes depend on numbers.
         """
         role = self.role
         adapter = None if role.lora is None else repr(role.lora)
         model = (role.model_path, role.is_value_model, role.is_reward_model, adapter, tuple(role.freeze))
         rounding = None if role.optim is None else role.optim.weight_rounding
-        how = rounding, role.gradient_checkpointing, role.forward, self.device_type
+        how = rounding, role.gradient_checkpointing, role.forward, self.device_type, self.kept
         key = (model, how, tuple(rows), needs, accumulates)
         if key not in _PASSES:  # plans of a config and of its changes share passes
             try:
-                _PASSES[key] = self._run(rows, needs, accumulates)
+                run = self._compute if self.kept is COMPILED else self._run
+                _PASSES[key] = run(rows, needs, accumulates)
             except RuntimeError as error:  # for instance an operator whose output shape depends on numbers
                 raise ModelError(f"{role.model_path} cannot be planned without its numbers: {error}") from error
         return Counter(_PASSES[key]) + Counter({"vision activations": self.vision_bytes(rows)})
+
+    def _compute(self, rows: Sequence[RowLength], _: frozenset[str], accumulates: bool) -> Counter[str]:
+        activations = round(self.bytes_of_token() * tokens_of(rows, self.role.forward))
+        gradients = self.gradient_bytes if accumulates else max(0, self.gradient_bytes - activations)
+        found = {"activations": activations, "gradients": gradients, "logits": self.logit_bytes}
+        return Counter({**found, "weights in bfloat16": self.copy_bytes})
 
     def _run(self, rows: Sequence[RowLength], needs: frozenset[str], accumulates: bool) -> Counter[str]:
         where = layout(columns(rows), self.role.forward.packing and self.role.forward.share_prompts)
@@ -296,6 +331,20 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
                     is_weight = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def inner_size(model: Any) -> int:
+    """The inner size of a layer's MLP."""
+    return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
+
+
+def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:
+    """The tokens of a micro-batch in a forward pass."""
+    if not forward.packing:
+        return len(rows) * max(row.tokens for row in rows)
+    if not forward.share_prompts:
+        return sum(row.tokens for row in rows)
+    return sum(row.response_tokens for row in rows) + sum({row.prompt: row.prompt_tokens for row in rows}.values())
 
 
 def columns(rows: Sequence[RowLength]) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ import torch
 
 from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
 from whet.models.attention import head_size, token_bytes
-from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, inner_size, mini_batch
-from whet.planning.outline import FLOAT32, Outline, RowLength
+from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, mini_batch
+from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size
 from whet.protocol import DataProto
 
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated

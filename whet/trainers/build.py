@@ -29,11 +29,10 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
-from whet.errors import ModelError
 from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
-from whet.planning.memory import Lengths, Setup, cache_room
+from whet.planning.memory import Lengths, Setup, cache_room, sized
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rewards.truths import checked
@@ -49,7 +48,6 @@ from whet.rollout.build import (
 from whet.rollout.collect import Collector
 from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
 from whet.rollout.groups import Filter, keep_all
-from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.stream import PromptSource, Rollouts
@@ -294,15 +292,13 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """The workers, with the room that the rollout's cache has beside training on its accelerator."""
+    """The workers, with what their accelerators have room for: tokens of a micro-batch, the rollout's cache."""
     plan = replace(plan, device=free_accelerator(plan.config.cluster))
-    try:
-        room = cache_room(plan)
-    except ModelError as error:
-        log.info("kv_cache_bytes=auto is the least, as training has no estimate: %s", error)
-        room = CacheRoom(most=0)
     for spec in specs:
-        yield replace(spec, kwargs={"cache_room": room}) if spec.cls is RolloutWorker else spec
+        if spec.cls is RolloutWorker:
+            yield replace(spec, kwargs={"cache_room": cache_room(plan)})
+        else:
+            yield spec if spec.cls is not TrainWorker else replace(spec, args=(sized(spec.args[0], plan, spec.role),))
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:

@@ -26,7 +26,8 @@ from whet.metrics import Metrics
 from whet.models.packing import LATER_MEDIA
 from whet.models.positions import position_ids, rotary_positions
 from whet.planning.forecast import Counts
-from whet.planning.memory import Lengths, Setup
+from whet.planning.machine import free_accelerator
+from whet.planning.memory import Lengths, Setup, sized
 from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import USE, Column
@@ -196,7 +197,8 @@ def _train(
     inputs = digests(config, examples, val_examples)
     counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
     with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
-        settings = kind.settings_of(config, total_steps)
+        plan = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster))
+        settings = sized(kind.settings_of(config, total_steps), plan, "actor")
         run = kind(
             config=config,
             opened=opened,

@@ -7,7 +7,6 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,6 @@ from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.types import Media
 
-log = logging.getLogger(__name__)
 PREFILL_TOKENS = 4096  # computed together; a longer prompt is computed alone
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
 
@@ -308,13 +306,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         use = memory(module.device)
         if use is None:
             return KV_CACHE_BYTES
-        config, item = module.config.get_text_config(), module.dtype.itemsize
-        longest = self.max_batch_size * config.max_position_embeddings * token_bytes(config, item)
-        room = replace(self._cache_room, most=min(self._cache_room.most, longest))
+        config, room = module.config.get_text_config(), self._cache_room
+        longest = self.max_batch_size * config.max_position_embeddings * token_bytes(config, module.dtype.itemsize)
         sampling = self.max_batch_size * config.vocab_size * LOGIT_BYTES
-        found = room.bytes(use.free + use.held, use.allocated + sampling)
-        log.debug("a cache of keys and values of %.1f GiB", found / 2**30)
-        return found
+        room = replace(room, most=min(room.most, longest))
+        return room.bytes(use.free + use.held, use.allocated + sampling)
 
     def _require_cache(self) -> tuple[BlockCache, Prefixes]:
         if self._cache is None or self._prefixes is None:
