@@ -46,12 +46,14 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     note()
     weights = {name: float(weight.detach().cpu().double().norm()) for name, weight in actor.named_weights()}
     answers = [json.loads(line) for path in sorted((run.run_dir / "rollouts").iterdir()) for line in path.open()]
+    timings = [json.loads(line) for line in (run.run_dir / "timings.jsonl").read_text().splitlines()]
     run.close()
     return {
         "metrics": [{k: v for k, v in step.items() if not k.startswith("time/")} for step in run.history],
         "weights": weights,
         "answers": [each["response"] for each in answers],
         "lies": lies,
+        "timings": timings,
     }
 
 

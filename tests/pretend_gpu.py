@@ -251,6 +251,7 @@ def present() -> Iterator[None]:
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.get_memory_info = lambda *_: (64 * 2**30, 80 * 2**30)  # type: ignore[assignment]
     torch.accelerator.memory_reserved = torch.accelerator.memory_allocated = lambda *_: 0  # type: ignore[assignment]
+    torch.accelerator.max_memory_allocated = lambda *_: 3 * 2**30  # type: ignore[assignment]
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     torch.__future__.set_swap_module_params_on_conversion(True)  # else Module.to unties what is tied: the types differ
     autocast = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

@@ -113,6 +113,15 @@ def test_the_host_waits_once_a_pass_and_never_between_micro_batches(name: str, r
 
 
 @pytest.mark.slow
+def test_a_step_on_the_device_has_the_most_memory_of_its_process(runs: Any) -> None:
+    device, host = runs["critic"]
+    assert len(device["timings"]) == 2 and all(
+        step["system/driver/accelerator_gib"] == 3.0 for step in device["timings"]
+    )
+    assert not any("accelerator" in name for step in host["timings"] for name in step)
+
+
+@pytest.mark.slow
 def test_what_is_trained_leaves_the_device_while_answers_are_sampled(runs: Any) -> None:
     """The weights stay where the rollout samples from them; an adapter's it has a copy of."""
     first, there, second, back, *_ = runs["turns"][0]["lies"]

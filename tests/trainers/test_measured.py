@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from whet import devices
+from whet.compiled import compiler
 from whet.config import SFTConfig, load_config
 from whet.config.cluster import ClusterConfig, PoolConfig
 from whet.controller.launch import launch_roles
@@ -142,7 +143,60 @@ def test_processes_that_train_are_recorded_and_compute_the_same(
 def test_a_device_that_only_a_program_below_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 1)
     assert profile.accelerator_use(torch.device("cpu")) == profile.accelerator_use() == {}
-    for name, value in {"device_memory_used": 3 * 2**30, "utilization": 40}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda asked, value=value: {device: value}[asked])
+    monkeypatch.setattr(profile, "by_driver", {device: (0.4, 3 * 2**30), None: (0.5, 4 * 2**30)}.__getitem__)
     assert profile.accelerator_use(device) == {"accelerator_gib": 3.0, "accelerator_use": 0.4}
     assert os.getpid() in profile._processes("rank")["rank"]
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**30)  # it has tensors itself
+    assert profile.accelerator_use(device) == {"accelerator_gib": 1.0, "accelerator_use": 0.4}
+    assert profile.accelerator_use() == {"accelerator_gib": 1.0, "accelerator_use": 0.5}
+    monkeypatch.setattr(profile, "by_driver", {}.__getitem__)  # a driver that does not tell
+    assert profile.accelerator_use(device) == {"accelerator_gib": 1.0}
+
+
+DRIVER = """
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) {
+    *handle = (void*)(long)(index + 1); return index > 1; }
+int nvmlDeviceGetUtilizationRates(void* handle, unsigned* rates) {
+    rates[0] = 36 + (int)(long)handle; rates[1] = 99; return 0; }
+int nvmlDeviceGetMemoryInfo(void* handle, unsigned long long* bytes) {
+    bytes[0] = 80; bytes[1] = 50; bytes[2] = 28 + (int)(long)handle; return 0; }
+"""
+
+
+def test_the_library_of_nvidia_s_driver_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library in C with its functions: the handle of device 1 is 2."""
+    path = compiler()
+    if path is None:
+        pytest.skip("there is no compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    made = tmp_path / "libdriver.so"
+    subprocess.run([path, "-x", "c", "-shared", "-fPIC", "-o", str(made), str(tmp_path / "driver.c")], check=True)
+    monkeypatch.setattr(profile, "NVML", str(made))
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda device: device.index)
+    assert profile.by_driver(torch.device("cuda", 1)) == (0.38, 30)
+    assert profile.by_driver(torch.device("cuda", 0)) == (0.37, 29)
+    with pytest.raises(OSError, match="2"):
+        profile.by_driver(torch.device("cuda", 2))
+    monkeypatch.setattr(profile, "NVML", str(tmp_path / "none.so"))
+    assert profile.accelerator_use(torch.device("cuda", 0)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364e12),
+        ("NVIDIA A10", 125e12),
+        ("Tesla T4", 0.0),
+    ],
+)
+def test_the_peak_of_a_card_by_its_name(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function, value in {"is_available": True, "is_initialized": True, "get_device_name": name}.items():
+        monkeypatch.setattr(torch.cuda, function, lambda value=value: value)
+    assert profile.peak_flops() == peak

@@ -11,6 +11,7 @@ On a GPU phases are also NVTX ranges.
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import logging
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from whet import devices
 from whet.phases import phase, watching
 from whet.processes.background import every
 from whet.processes.template import NAMED
@@ -37,13 +39,14 @@ SAMPLE_SECONDS = 0.01
 BETWEEN = "between steps"
 NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
 STATUS = Path("/proc/self/status")
-PROC, GIB = Path("/proc"), 2**30
+PROC, GIB, NVML = Path("/proc"), 2**30, "libnvidia-ml.so.1"  # which comes with NVIDIA's driver
 Around = Callable[[Path], AbstractContextManager[Any]]
 # Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "H20": 148e12, "MI300X": 1307e12,
-    "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+    "A100": 312e12, "A800": 312e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "L40": 181e12, "A40": 150e12,
+    "A30": 165e12, "A6000": 155e12, "RTX 6000 Ada": 364e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
 
 
@@ -259,16 +262,32 @@ class SystemMeter:
 
 def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
     """The use of this process's accelerator: most memory of tensors so far in GiB, and the share of the last second in
-    which it was busy, where its driver tells (for NVIDIA: with nvidia-ml-py). In a process without tensors, the memory
-    that all programs have on `device` now. Empty without an accelerator."""
-    has_tensors = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if not has_tensors and (device is None or device.type != "cuda"):
-        return {}
-    found = {"accelerator_gib": torch.cuda.max_memory_allocated() / GIB} if has_tensors else {}
-    with suppress(Exception):  # errors of the driver's library have no type that is there without the library
-        found = found or {"accelerator_gib": torch.cuda.device_memory_used(device) / GIB}
-        found["accelerator_use"] = torch.cuda.utilization(device) / 100
+    which it was busy, where its driver tells. In a process without tensors, the memory that all programs have on
+    `device` now. Empty without an accelerator."""
+    found = dict[str, float]()
+    with suppress(RuntimeError):  # MPS does not count
+        if devices.count() and (peak := torch.accelerator.max_memory_allocated()):
+            found["accelerator_gib"] = peak / GIB
+    if found or not (device is None or device == devices.HOST):
+        with suppress(Exception):  # other people's libraries, which may not be there
+            busy, used = by_driver(device)
+            found = {"accelerator_gib": used / GIB, **found, "accelerator_use": busy}
     return found
+
+
+def by_driver(device: torch.device | None) -> tuple[float, int]:
+    """The share of the last second in which a GPU was busy, and the bytes that all programs have on it.
+
+    Raises: any error where its driver does not tell; NVIDIA's does by a library of its own."""
+    if torch.version.hip is not None:
+        return torch.cuda.utilization(device) / 100, torch.cuda.device_memory_used(device)
+    library, index = ctypes.CDLL(NVML), torch.cuda._get_nvml_device_index(device)
+    handle, rates, memory = ctypes.c_void_p(), (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
+    calls = (library.nvmlDeviceGetUtilizationRates, rates), (library.nvmlDeviceGetMemoryInfo, memory)
+    is_open = not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)))
+    if not is_open or any(call(handle, into) for call, into in calls):
+        raise OSError(f"{NVML} does not tell the use of device {index}")
+    return rates[0] / 100, memory[2]  # of all and memory's; total, free and used
 
 
 def peak_flops() -> float:
