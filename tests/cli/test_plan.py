@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 
-from whet.cli.app import main
+from whet.cli.app import CONSOLE, main
 from whet.planning import fit, forecast
 from whet.planning.machine import FreeMemory
 
@@ -313,3 +314,12 @@ def test_a_command_that_trains_nothing_is_refused(command: str, capsys: pytest.C
     assert capsys.readouterr().err == (
         f"ConfigError: --for {command} is not a training run; expected --for train, sft or train-reward\n"
     )
+
+
+def test_what_is_logged_beside_json_goes_to_the_other_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    record = logging.LogRecord("whet", logging.WARNING, "", 0, "seen", (), None)
+    for is_beside_json in (True, False):
+        CONSOLE.is_beside_json = is_beside_json
+        CONSOLE.emit(record)
+        out, err = capsys.readouterr()
+        assert (out, err) == (("", "seen\n") if is_beside_json else ("seen\n", ""))

@@ -90,11 +90,14 @@ def _check_encoding(words: Sequence[str]) -> None:
 class ConsoleHandler(logging.Handler):
     """Prints log records on the console that also shows steps and progress bars, so that they do not overwrite it."""
 
+    is_beside_json = False  # which alone goes to standard output
+
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record, a warning in yellow."""
         from whet.tracking.console import shared_console
 
         style = "yellow" if record.levelno >= logging.WARNING else "dim"
+        shared_console().stderr = self.is_beside_json
         shared_console().print(Text(self.format(record), style=style), soft_wrap=True)
 
 
@@ -109,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
     logger.addHandler(CONSOLE)
+    CONSOLE.is_beside_json = "--json" in words
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # printing the text of a row never raises

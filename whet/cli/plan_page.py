@@ -121,8 +121,7 @@ def _show_fit(console: Console, made: Forecast) -> None:
             text = f"{needed}, and {room.name} has {size(room.free or 0)} free: {fits}"
             console.print(Text(text, style="green" if room.fits else "red"))
     if made.cache_bytes is not None:
-        found, counted = size(made.cache_bytes), size(KV_CACHE_BYTES)
-        console.print(f"kv_cache_bytes=auto: a cache of {found}; the plan counts {counted}")
+        console.print(f"kv_cache_bytes=auto: {size(made.cache_bytes)}; the plan counts {size(KV_CACHE_BYTES)}")
     if not made.fits:
         console.print("settings that reduce it, largest saving first:")
         for line in advice(list(made.changes), max(made.rooms, key=lambda room: room.used).free or 0):

@@ -185,8 +185,7 @@ def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
     held = max(map(kept.on_device, phases))
     gradients = model.gradient_bytes // spread.shards if trains and not spread.on_host else 0
     held += max(model.logit_bytes // spread.token_shares, gradients)  # the first logits are there before gradients
-    if spread.shards == 1:
-        held += model.copy_bytes
+    held += model.copy_bytes * (spread.shards == 1)
     seen = model.vision_bytes([RowLength(0, 1024, 0)]) / 1024
     return held, model.bytes_of_token(trains) / spread.token_shares + seen
 

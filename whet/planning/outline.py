@@ -23,7 +23,6 @@ from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
 from whet.models import attention
-from whet.models.attention import fits_one_call
 from whet.models.freeze import freeze
 from whet.models.load import body_of, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
@@ -215,7 +214,7 @@ class Outline:
         """Numbers of its passes: fewer where layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
-        is_known = fits_one_call(self.config, dtype) and not self.experts[0]
+        is_known = attention.fits_one_call(self.config, dtype) and not self.experts[0]
         return COMPILED if compiles and is_known and role.forward.packing else PLAIN
 
     @property
