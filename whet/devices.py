@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 from whet.compiled import instruction_set
 
+log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions for its products, as Linux names them; the last is Arm's
 # Values of ONEDNN_MAX_CPU_ISA, in small letters, that keep oneDNN from these instructions.
@@ -45,6 +49,16 @@ def accelerates_bfloat16() -> bool:
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None
+
+
+@cache
+def runs_triton(device: torch.device, otherwise: str) -> bool:
+    """Tells whether Triton compiles for the device; the log says once what happens otherwise on an accelerator."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return True
+    if device != HOST:
+        log.warning("Triton is not there for %s: %s", device, otherwise)
+    return False
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
