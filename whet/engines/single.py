@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from whet import serialization
 from whet.devices import HOST
-from whet.engines.engine import Engine, check_same, narrow_weights
+from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.models.compiled_layers import compile_layers
+from whet.models.load import cast_weights
 from whet.models.narrow import NarrowCopies
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout
@@ -43,7 +44,7 @@ class SingleEngine(Engine):
     ) -> None:
         super().__init__(nn.Module.to(role.whole_model(), device), role, process_group, device)
         if role.optim is not None and role.optim.weight_rounding is not None:
-            narrow_weights(self.model)
+            cast_weights(self.model, torch.bfloat16)
             for weight in self.model.parameters():
                 weight.grad_dtype = torch.float32  # micro-batches are summed up in it
         is_narrow = device != HOST and role.forward.dtype == torch.bfloat16
