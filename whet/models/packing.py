@@ -27,6 +27,7 @@ FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
 # and rows, and widths, are padded to multiples, so that shapes repeat.
 TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
+TILE_ROWS = 64
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 
@@ -309,6 +310,25 @@ def _bunches(
             has_gaps=bool((before != deepest).any()),
         )
         row, token = end, tokens.stop
+
+
+def tile_tokens(heads: int, kv_heads: int) -> int:
+    """Tokens of a tile of attention, whose rows are tokens times heads of one head of keys."""
+    return max(1, TILE_ROWS // _power_of_two(heads // kv_heads))
+
+
+def tiles_of(
+    lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
+) -> torch.Tensor:
+    """[n, 4] first token, number of tokens, row, and position of the first token, of tiles of at most `tokens` tokens
+    of sequences that lie one after the other: their lengths, rows and first positions are [S]. Behind them come zeros,
+    up to `least` tiles."""
+    counts = (lengths + tokens - 1) // tokens
+    owner = torch.arange(len(lengths)).repeat_interleave(counts)
+    before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens
+    first, many = (lengths.cumsum(0) - lengths)[owner] + before, (lengths[owner] - before).clamp(max=tokens)
+    tiles = torch.stack([first, many, rows[owner], positions[owner] + before], 1)
+    return torch.nn.functional.pad(tiles, (0, 0, 0, max(0, least - len(tiles))))
 
 
 def rounded(count: int, step: int) -> int:
