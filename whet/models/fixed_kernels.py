@@ -17,6 +17,9 @@ from whet.models.packing import tile_tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: loops take their bound from the host
 KEYS, WARPS, STAGES = 64, 4, 2  # of attention: keys read at once by one program
+# Of products: rows, columns and depth of a tile, which is wider where a weight has MANY_COLUMNS.
+PRODUCT_ROWS, NARROW, WIDE, DEPTH, MANY_COLUMNS = 64, 64, 128, 64, 4096
+NORM_TILE = 1024  # numbers of a norm's program, of whole rows
 
 
 @triton.jit
@@ -89,3 +92,65 @@ def attention(
         WINDOWED=window > 0, CAPPED=cap > 0, INTERPRETED=INTERPRETED, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out, sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x, weight, bias, out, rows, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """One tile of x weight^T + bias, summed in one order over the depth."""
+    group = tl.program_id(0) // (GROUP * tl.cdiv(COLUMNS, N))  # tiles of rows that share what they read of the weight
+    number = tl.program_id(0) % (GROUP * tl.cdiv(COLUMNS, N))
+    together = tl.minimum(tl.cdiv(rows, M) - group * GROUP, GROUP)
+    row = (group * GROUP + number % together).to(tl.int64) * M + tl.arange(0, M)
+    column = (number // together).to(tl.int64) * N + tl.arange(0, N)
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, DEPTH, K):
+        k = start + tl.arange(0, K)
+        inside = (k < DEPTH) | (DEPTH % K == 0)
+        a_at, b_at = row[:, None] * DEPTH + k[None, :], column[None, :] * DEPTH + k[:, None]
+        a = tl.load(x + a_at, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(weight + b_at, mask=inside[:, None] & (column < COLUMNS)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if BIASED:
+        total += tl.load(bias + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    there = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], total.to(out.dtype.element_ty), mask=there)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x weight^T + bias: [..., K], [N, K], [N] -> [..., N]. The tile follows from N alone."""
+    x, weight, (columns, depth) = x.contiguous(), weight.contiguous(), weight.shape
+    out, rows = x.new_empty(*x.shape[:-1], columns), x.numel() // depth
+    wide = WIDE if columns >= MANY_COLUMNS else NARROW
+    _product[(triton.cdiv(rows, PRODUCT_ROWS) * triton.cdiv(columns, wide),)](
+        x, weight, weight if bias is None else bias, out, rows, COLUMNS=columns, DEPTH=depth, M=PRODUCT_ROWS, N=wide,
+        K=DEPTH, GROUP=8, BIASED=bias is not None, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _normalise(x, weight, out, scales, rows, eps, SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """Some rows of x / sqrt(mean(x^2) + eps) weight."""
+    row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
+    there, at = (row < rows)[:, None] & (i < SIZE)[None, :], row[:, None] * SIZE + i[None, :]
+    wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, 1) / SIZE + eps))
+    unit = (wide * scale[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    found = unit * tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=there)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fused.normalise`, with a result of the weight's dtype."""
+    x, size = x.contiguous(), x.shape[-1]
+    out, scales = torch.empty_like(x, dtype=weight.dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    rows, tile = x.numel() // size, triton.next_power_of_2(size)
+    together = max(1, NORM_TILE // tile)
+    _normalise[(triton.cdiv(rows, together),)](
+        x, weight, out, scales, rows, eps, SIZE=size, TILE=tile, ROWS=together, num_warps=8 if tile > NORM_TILE else 4
+    )
+    return out, scales

@@ -93,11 +93,14 @@ class Stretches:
     own: torch.Tensor | None = None  # [T] each token's key in its own row
     shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
     users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
+    tiles: torch.Tensor | None = None  # [n, 4] of `tiles_of`, whose rows are the first keys; unset: a kernel's own
 
     @classmethod
-    def of(cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor) -> Stretches:
+    def of(
+        cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
+    ) -> Stretches:
         """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
-        prompt first, -1 behind them."""
+        prompt first, -1 behind them; `tile` tokens are attended together, 0: as many as a kernel takes."""
         total, device = int(own_lengths.sum()), in_order.device
         size = rounded(total, TOKENS_STEP)
         lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
@@ -109,6 +112,7 @@ class Stretches:
             "longest_query": _power_of_two(int(lengths.max())),
             "longest_key": _power_of_two(int(depths.max())),
             "size": size,
+            "tiles": tiles_of(lengths, depths.cumsum(0) - depths, depths - lengths, tile) if tile else None,
         }
         if not bool(prefix_lengths.any()):
             return cls(**found)
@@ -198,12 +202,13 @@ class Layout(Grid):
         return Spread.apply(flat, self.bunches, True)
 
 
-def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: bool = False) -> Layout:
+def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: bool = False, tile: int = 0) -> Layout:
     """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
     on their device: the host, before anything is copied to another device.
 
     With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
-    is for attention in one call over all rows, without grids.  Raises: DataError when no token precedes a sampled one.
+    is for attention in one call over all rows, without grids, `tile` tokens at once.  Raises: DataError when no token
+    precedes a sampled one.
     """
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
@@ -249,7 +254,7 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: 
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
         bunches=() if in_stretches else tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
         media=tuple(_media(batch, kept.tolist(), has_prompt)),
-        stretches=Stretches.of(lengths, prefix_lengths, in_order) if in_stretches and len(lengths) else None,
+        stretches=Stretches.of(lengths, prefix_lengths, in_order, tile) if in_stretches and len(lengths) else None,
     )
 
 

@@ -155,8 +155,8 @@ class DeviceColumns:
 
     late = 1
 
-    def __init__(self, device: torch.device, max_rows: int, width: int) -> None:
-        self.device, self.max_rows, self.graphs = device, max_rows, Graphs(device)
+    def __init__(self, device: torch.device, max_rows: int, width: int, *, fixed: bool = False) -> None:
+        self.device, self.max_rows, self.graphs, self.fixed = device, max_rows, Graphs(device), fixed
         # The last row belongs to nobody: padding reads and writes it.
         self.newest = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
@@ -213,8 +213,12 @@ class DeviceColumns:
             slots, positions, rotary, blocks, counts = inputs
             self.tables.index_put_((slots, positions // BLOCK_SIZE), blocks.int())
             kept = cache.keys, cache.values, self.tables
-            if has_kernels(self.device):
-                paged: Any = DeviceBatch(*kept, slots, positions, in_tiles=False)
+            if self.fixed:
+                number = torch.arange(size, device=self.device)
+                tiles = torch.stack([number, torch.ones_like(number), slots, positions], 1)
+                paged: Any = DeviceBatch(*kept, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, tiles, in_tiles=True)
+            elif has_kernels(self.device):
+                paged = DeviceBatch(*kept, slots, positions, in_tiles=False)
             else:
                 paged = PagedBatch(cache, self.tables, slots.int(), positions, longest=1, context=context)
             logits = forward(self.newest[slots], rotary, paged, None, {})
@@ -238,6 +242,7 @@ class DeviceColumns:
             tokens, log_probs = sample(logits, rows.sampling.rows(slots), counts, seen)
             self.newest.index_copy_(0, slots, tokens)
             results[0], results[1] = tokens, log_probs.float().view(torch.int32)
+            self._fix(logits, slots, results)
         return self._coming(results)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, results: torch.Tensor) -> None:
@@ -245,6 +250,15 @@ class DeviceColumns:
         from whet.rollout.native.kernels import pick
 
         pick(logits, self._sampling, slots, counts, self.newest, results)
+        self._fix(logits, slots, results)
+
+    def _fix(self, logits: torch.Tensor, slots: torch.Tensor, results: torch.Tensor) -> None:
+        """Computes log-probs as the trainer does."""
+        if self.fixed:
+            from whet.models.head_kernels import statistics
+
+            found = statistics(logits, results[0], 1.0, 0.0, self._sampling.temperature[slots])
+            results[1] = found[0].view(torch.int32)
 
     def _coming(self, results: torch.Tensor) -> Sampled:
         """Sends tokens and the bits of log-probs to the host."""

@@ -18,6 +18,7 @@ from whet.devices import HOST, moved
 from whet.errors import EngineError
 from whet.models.attention import NAME, PagedContext
 from whet.models.compiled_layers import compile_layers
+from whet.models.fixed import fix_tiles
 from whet.models.log_probs import LogitForm
 from whet.models.vision.load import vision_of
 from whet.options import Count
@@ -41,6 +42,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
+    batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
+        same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
     """
 
     def __init__(
@@ -52,9 +55,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         kv_cache_bytes: Count = 1_073_741_824,
         compile: bool | None = None,  # noqa: A002  # the option's name
         on_new_weights: Literal["recompute", "keep"] = "recompute",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
-        self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
+        if compile and batch_invariant:
+            raise EngineError(
+                "rollout.engine.options.compile=true fuses what batch_invariant=true keeps apart; unset one of them"
+            )
+        self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
         self._prompts: Prefill | None = None  # where they are computed by kernels
@@ -101,7 +109,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
         self._form, self._tower = LogitForm.of(config), None
         self._decode = self._forward
-        if is_stepwise(module.device) and self.compile_decode is not False:
+        if self.fixed:
+            fix_tiles(module, module.device, self.dtype)
+        elif is_stepwise(module.device) and self.compile_decode is not False:
             compile_layers(module)
         elif self.compile_decode:
             self._decode = torch.compile(self._forward)
@@ -144,7 +154,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if not isinstance(self._columns, DeviceColumns):
             config = module.config.get_text_config()
             width = blocks_for(config.max_position_embeddings)
-            self._columns = DeviceColumns(module.device, self.max_batch_size, width)
+            self._columns = DeviceColumns(module.device, self.max_batch_size, width, fixed=self.fixed)
             self._prompts = Prefill.of(self._columns, config)
         cache, _ = self._require_cache()
         self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
