@@ -35,7 +35,12 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental",
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", "mcp", *TRACKERS}
 USERS = {"sandbox": ["code", "hostile_programs", "sandbox"]}  # of a folder: files that are nothing without it
-KERNELS = ["kernels", "head_kernels"]  # files that need triton, imported where it compiles
+KERNELS = [
+    "kernels",
+    "head_kernels",
+    "compact_kernels",
+    "fixed_kernels",
+]  # files that need triton, imported where it compiles
 INSIDE = ["whet_tester"]  # files that run beside others of their folder, outside of the package
 HEAVY = {"torch", "transformers", "tensordict", "datasets", "matplotlib", "starlette", "uvicorn", *LAZY}
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"

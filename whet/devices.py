@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from whet.compiled import instruction_set
 
+log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 # Of an accelerator: memory of its libraries (0.5 GiB on an H100), allocated bytes for each of tensors (1.05 to 1.13).
 LIBRARY_BYTES, ALLOCATED = 2**30, 1.1
@@ -79,6 +83,16 @@ def needed_for_tensors(tensor_bytes: int) -> int:
 def room_for_tensors(device_bytes: float) -> float:
     """The bytes of tensors that fit into `device_bytes` of an accelerator."""
     return (device_bytes - LIBRARY_BYTES) / ALLOCATED
+
+
+@cache
+def runs_triton(device: torch.device, otherwise: str) -> bool:
+    """Tells whether Triton compiles for the device; the log says once what happens otherwise on an accelerator."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return True
+    if device != HOST:
+        log.warning("Triton is not there for %s: %s", device, otherwise)
+    return False
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

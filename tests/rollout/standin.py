@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from whet.devices import HOST
-from whet.rollout.native import columns, engine, graphs
+from whet.rollout.native import columns, engine, graphs, prefill
 from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
 from whet.rollout.native.paged_attention import reference
 from whet.rollout.sampling import SamplingState, sample
@@ -39,6 +39,31 @@ def decode_attention(
     block = tables[slots, positions // BLOCK_SIZE].long()
     keys[:, block, positions % BLOCK_SIZE] = key.transpose(0, 1).to(keys.dtype)
     values[:, block, positions % BLOCK_SIZE] = value.transpose(0, 1).to(values.dtype)
+    return out
+
+
+def tile_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    """The kernel's work in torch."""
+    rows, positions = torch.full((len(query),), -1, dtype=torch.int32), torch.zeros(len(query), dtype=torch.int64)
+    for first, count, row, position in tiles.tolist():
+        rows[first : first + count] = row
+        positions[first : first + count] = torch.arange(position, position + count)
+    by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
+    out = reference(query, key, value, *by_block, tables, rows, positions, scale, window, cap)
+    for kept, new in ((keys, key), (values, value)):
+        kept.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1).to(kept.dtype))
     return out
 
 
@@ -73,13 +98,16 @@ class Recorder(graphs.Graphs):
         self._steps.clear()
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the native engine treats the host as an accelerator."""
-    kernels = ModuleType("whet.rollout.native.kernels")
-    vars(kernels).update(decode_attention=decode_attention, pick=pick)
-    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
-    monkeypatch.setattr(columns, "has_kernels", lambda device: True)
+def install(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = False) -> None:
+    """From now on the native engine treats the host as an accelerator; with its own kernels, if these are
+    `interpreted`."""
+    if not interpreted:
+        kernels = ModuleType("whet.rollout.native.kernels")
+        vars(kernels).update(decode_attention=decode_attention, tile_attention=tile_attention, pick=pick)
+        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+        monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
+    for module in (columns, prefill):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
     monkeypatch.setattr(columns, "Graphs", Recorder)
     monkeypatch.setattr(engine, "is_stepwise", lambda device: device == HOST)
     monkeypatch.setattr(engine, "compile_layers", lambda module: None)

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
+from whet.config.schema import ModelConfig
 from whet.errors import WeightSyncError
 from whet.models.load import load_policy
+from whet.rollout.build import load_model
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import generate
@@ -51,6 +53,19 @@ def test_half_updated_weights_are_not_sampled_from(
     after = generate(engine, made)
     assert [each.token_ids for each in after] == [each.token_ids for each in before]
     assert {version for each in after for version, _ in each.versions} == {3}
+
+
+def test_a_copy_in_bfloat16_has_the_rotary_positions_of_its_model(model: PreTrainedModel, model_folder: Path) -> None:
+    """Frequencies in bfloat16 are off by 0.2 %, which is an angle of a whole radian at place 500."""
+    adopted, loaded = NativeEngine(torch.bfloat16), NativeEngine(torch.bfloat16)
+    adopted.adopt(model)
+    load_model(loaded, ModelConfig(path=str(model_folder)), torch.device("cpu"), torch.bfloat16)
+    states, places = torch.zeros(1, 1, 1), torch.tensor([[500]])
+    expected = model.base_model.rotary_emb(states, places)
+    for engine in (adopted, loaded):
+        own = engine.policy.require()
+        assert {weight.dtype for weight in own.parameters()} == {torch.bfloat16}
+        assert all(map(torch.equal, own.base_model.rotary_emb(states, places), expected))
 
 
 def test_weights_that_do_not_fit_are_named(model: PreTrainedModel) -> None:

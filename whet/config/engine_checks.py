@@ -54,6 +54,12 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[str]:
             f"{use.optim_key}.weight_rounding={rounding} keeps weights in bfloat16, but model.dtype is float32 "
             "(auto is, on a machine that does not multiply bfloat16); set model.dtype=bfloat16"
         )
+    config, is_other = at.whole, role == "actor" and engine.name != "single"
+    if is_other and isinstance(config, TrainConfig) and config.rollout.engine.options.get("batch_invariant") is True:
+        yield (
+            f"{at.key}.name={engine.name} has other kernels than rollout.engine.options.batch_invariant=true asks of "
+            "the trainer; set it to single, or unset batch_invariant"
+        )
     if "check" in entry.marks:
         own: Callable[[EngineUse], Iterable[str]] = load_target(entry.marks["check"])
         yield from own(use)

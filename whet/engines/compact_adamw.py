@@ -18,6 +18,7 @@ number of ranks draws the same.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -28,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from whet.devices import HOST
+from whet.devices import HOST, runs_triton
 from whet.keyed import key
 
 BLOCK = 256
@@ -36,6 +37,7 @@ SMALL = 4096
 LOWER = 13  # bits of a float32 that choose no code: 10 of the mantissa are left, codes are 0.7 % apart or more
 CHUNK = 2**20  # numbers that stand in float32 at once, and one row at least
 HALF = 2**16
+MANY_KERNELS = "compact moments take about twenty kernels a million weights"
 State = dict[str, torch.Tensor]
 
 
@@ -62,12 +64,24 @@ class CompactAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the engine computes the loss before
         """Changes every parameter that has a gradient."""
         assert closure is None
-        place = 0
+        place, together = 0, defaultdict[tuple[object, ...], list[Work]](list)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group, place)
+                    work = self._begin(parameter, group, place)
+                    weight, dtypes = work.weight, {work.weight.dtype, work.grad.dtype}
+                    is_plain = weight.is_contiguous() and dtypes <= {torch.float32, torch.bfloat16}
+                    if is_plain and runs_triton(weight.device, MANY_KERNELS):
+                        together[work.weight.dtype, work.grad.dtype, work.state["exp_avg"].dtype].append(work)
+                    else:
+                        self._step(work)
                 place += 1
+        for same in together.values():
+            from whet.engines import compact_kernels
+
+            where = same[0].weight.device
+            tables = [_there(table, signed, where) for table in (_codes, _nearest) for signed in (True, False)]
+            compact_kernels.step(same, tables, self._rounding, BLOCK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts back what `state_dict` gave, in the types that it has (torch's own would take the parameter's)."""
@@ -94,24 +108,30 @@ class CompactAdamW(torch.optim.Optimizer):
         is_small = parameter.numel() < SMALL or parameter.dim() < 2
         return self._small if is_small else self._large
 
-    def _step(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
+    def _begin(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> Work:
+        """The next step of a parameter, which counts from now on."""
         codec, state, part = self._codec(parameter), self.begin(parameter), RankPart.of(parameter)
         assert parameter.grad is not None
         state["step"] += 1
         step = int(state["step"])
         (beta1, beta2), lr = group["betas"], group["lr"]
         draws = Draws(key(self._seed, "optimizer", place, step), part)
-        weight, grad = as_rows(part.own), as_rows(own_part(parameter.grad))
+        root, kept, rate = (1 - beta2**step) ** 0.5, 1 - lr * group["weight_decay"], -lr / (1 - beta1**step)
+        factors = 1 - beta1, beta2, 1 - beta2, root, group["eps"], kept, rate
+        return Work(as_rows(part.own), as_rows(own_part(parameter.grad)), codec, state, draws, factors)
+
+    def _step(self, work: Work) -> None:
+        weight, grad, codec, state, draws, (new_share, old_square, new_square, root, eps, kept, rate) = work
         for at in chunks(weight):
             g = grad[at].float()
             first, second = codec.read(state, "exp_avg", at), codec.read(state, "exp_avg_sq", at)
-            first.lerp_(g, 1 - beta1)
-            second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            first.lerp_(g, new_share)
+            second.mul_(old_square).addcmul_(g, g, value=new_square)
             codec.write(state, "exp_avg", at, first, None)
             codec.write(state, "exp_avg_sq", at, second, draws)
-            scale = second.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-            new = weight[at].to(torch.float32, copy=self._rounding is not None).mul_(1 - lr * group["weight_decay"])
-            new.addcdiv_(first, scale, value=-lr / (1 - beta1**step))
+            scale = second.sqrt_().div_(root).add_(eps)
+            new = weight[at].to(torch.float32, copy=self._rounding is not None).mul_(kept)
+            new.addcdiv_(first, scale, value=rate)
             self._write(state, weight, at, new, draws)
 
     def _write(self, state: State, weight: torch.Tensor, at: slice, new: torch.Tensor, draws: Draws) -> None:
@@ -125,6 +145,17 @@ class CompactAdamW(torch.optim.Optimizer):
             weight[at] = round_at_random(new, draws.upper(at))
         elif weight.dtype != torch.float32:
             weight[at] = new
+
+
+class Work(NamedTuple):
+    """The step of one weight, or of a rank's part of it."""
+
+    weight: torch.Tensor  # [rows, all else]
+    grad: torch.Tensor
+    codec: Codec
+    state: State
+    draws: Draws
+    factors: tuple[float, ...]  # 1 - beta1, beta2, 1 - beta2, root(1 - beta2^t), eps, 1 - lr decay, -lr / (1 - beta1^t)
 
 
 class RankPart(NamedTuple):
@@ -158,8 +189,8 @@ class Draws:
     """32 random bits for each number of a part, from the key and the number's place in the whole weight alone."""
 
     def __init__(self, seed: int, part: RankPart) -> None:
-        self._keys = [(seed >> shift) & 0x7FFFFFFF for shift in (0, 31)]
-        self._part = part
+        self.keys = [(seed >> shift) & 0x7FFFFFFF for shift in (0, 31)]
+        self.part = part
         self._made: tuple[slice, torch.Tensor] | None = None
 
     def lower(self, at: slice) -> torch.Tensor:
@@ -172,11 +203,11 @@ class Draws:
 
     def _bits(self, at: slice) -> torch.Tensor:
         if self._made is None or self._made[0] != at:
-            own, first_row, first_column, columns = self._part
+            own, first_row, first_column, columns = self.part
             rows = torch.arange(first_row + at.start, first_row + at.stop, device=own.device) * columns + first_column
             along = torch.arange(as_rows(own).shape[1], device=own.device, dtype=torch.int32)
             bits = rows.to(torch.int32)[:, None] + along  # wraps around
-            for number in self._keys:
+            for number in self.keys:
                 _mix(bits.bitwise_xor_(number))
             self._made = at, bits
         return self._made[1]

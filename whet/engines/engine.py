@@ -325,12 +325,6 @@ def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None
             )
 
 
-def narrow_weights(model: nn.Module) -> None:
-    """Weights in bfloat16, and all else, such as the frequencies of rotary positions, as it was."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(torch.bfloat16)
-
-
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:
     """Writes outputs of some rows into those of all, and forgets them."""
     for rows, name, value in coming:

@@ -62,6 +62,7 @@ class RoleSettings:
     lora: LoraSettings | None = None  # unset: the whole model is trained
     freeze: tuple[str, ...] = ()
     seed: int = 0  # of a new adapter or head, and of what the optimizer rounds at random
+    batch_invariant: bool = False  # computes with the kernels of a rollout engine that is
 
     @property
     def forward(self) -> ForwardSettings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from transformers import PreTrainedModel
 
 from whet import serialization
 from whet.devices import HOST
-from whet.engines.engine import Engine, check_same, narrow_weights
+from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.models.compiled_layers import compile_layers
+from whet.models.fixed import KEY, fix_tiles
+from whet.models.load import body_of, cast_weights
 from whet.models.narrow import NarrowCopies
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout
@@ -43,13 +46,21 @@ class SingleEngine(Engine):
     ) -> None:
         super().__init__(nn.Module.to(role.whole_model(), device), role, process_group, device)
         if role.optim is not None and role.optim.weight_rounding is not None:
-            narrow_weights(self.model)
+            cast_weights(self.model, torch.bfloat16)
             for weight in self.model.parameters():
                 weight.grad_dtype = torch.float32  # micro-batches are summed up in it
         is_narrow = device != HOST and role.forward.dtype == torch.bfloat16
-        if is_narrow if compile is None else compile:
+        if is_narrow and not role.batch_invariant if compile is None else compile:
             compile_layers(self.model)
         self.narrow = NarrowCopies(self.model) if is_narrow else None
+        if role.batch_invariant:
+            if compile or not role.forward.packing:
+                raise EngineError(
+                    f"{KEY}=true trains on packed rows, by layers that are not compiled; unset "
+                    "actor.engine.options.compile and actor.engine.packing"
+                )
+            tile = fix_tiles(body_of(self.model), device, role.forward.dtype)
+            self.forward_settings = replace(self.forward_settings, in_stretches=True, tile=tile)
         self.optimizer = optimizer_for(self.model, role.optim, role.seed) if role.optim is not None else None
 
     def whole_module(self) -> PreTrainedModel | None:

@@ -22,7 +22,7 @@ from whet.config.schema import Dtype, ModelConfig, RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, DataError, describe, pip_install
 from whet.keyed import key
-from whet.models.load import load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import cast_weights, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
@@ -65,7 +65,9 @@ class WhetLM(TemplateLM):
         self.seed, named = seed, choose(dtype, "dtype")
         with long_phase("loading the model"), model_folder(path) as folder:
             self.tokenizer = load_tokenizer(folder)
-            self.policy = load_policy(folder).to(devices.here(), torch_dtype(named))  # type: ignore[arg-type]
+            self.policy = load_policy(folder)
+            cast_weights(self.policy, torch_dtype(named))
+            self.policy.to(devices.here())  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer, {})
         rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
         model = ModelConfig(path=path)

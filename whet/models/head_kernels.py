@@ -26,11 +26,12 @@ def _formed(z, scale, cap, heat, CAPPED: tl.constexpr):
 
 @triton.jit
 def _statistics(
-    products, targets, found, V, row_stride, count, scale, cap, heat,
+    products, targets, found, heats, V, row_stride, count, heat_stride, scale, cap,
     TILE: tl.constexpr, CAPPED: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     """Reads the logits l of one token: sums of exp(l - m), l exp(l - m) and exp(l - m)^2, m the running maximum."""
     row, i = tl.program_id(0), tl.arange(0, TILE)
+    heat = tl.load(heats + row * heat_stride)
     base = products + row.to(tl.int64) * row_stride
     most = tl.full([TILE], float("-inf"), tl.float32)
     total, mean, squares = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
@@ -77,30 +78,26 @@ def _gradient(
 
 
 def statistics(
-    products: torch.Tensor, targets: torch.Tensor, scale: float, cap: float, temperature: float
+    products: torch.Tensor, targets: torch.Tensor, scale: float, cap: float, temperature: float | torch.Tensor
 ) -> torch.Tensor:
     """[4, N] float32: log-prob of the target, entropy, sum of squared probabilities and log of the sum of exp, of
-    softmax(form(products) / temperature) with products [N, V]."""
+    softmax(form(products) / temperature) with products [N, V] and a temperature, or [N] of them."""
+    if not isinstance(temperature, torch.Tensor):
+        temperature = torch.full((1,), temperature, dtype=torch.float32, device=products.device)
     found = torch.empty(4, len(products), dtype=torch.float32, device=products.device)
     size = products.shape[1]
     _statistics[(len(products),)](
-        products, targets, found, size, products.stride(0), len(products), scale, cap, temperature,
+        products, targets, found, temperature, size, products.stride(0), len(products),
+        0 if temperature.numel() == 1 else temperature.stride(0), scale, cap,
         TILE=TILE, CAPPED=cap > 0, BOUND=size if INTERPRETED else 0, num_warps=8,
     )  # fmt: skip
     return found
 
 
 def gradient_(
-    products: torch.Tensor,
-    targets: torch.Tensor,
-    log_sums: torch.Tensor,
-    entropies: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    grad_entropies: torch.Tensor | None,
-    scale: float,
-    cap: float,
-    temperature: float,
-) -> torch.Tensor:
+    products: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, entropies: torch.Tensor,
+    grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor | None, scale: float, cap: float, temperature: float,
+) -> torch.Tensor:  # fmt: skip
     """Overwrites products [N, V] by the gradient of them, from those of log-probs and entropies [N] float32."""
     rows, size = products.shape
     has_entropy = grad_entropies is not None

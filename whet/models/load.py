@@ -266,6 +266,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Weights in `dtype`, and all else, such as the frequencies of rotary positions, as it was."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+
+
 def recompute_activations(model: torch.nn.Module) -> None:
     """Switches on activation checkpointing: a layer saves only its input for the backward pass."""
     body = body_of(model)

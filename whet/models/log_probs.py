@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+
+from whet.devices import runs_triton
 
 
 class LogitForm(NamedTuple):
@@ -51,15 +52,16 @@ def token_statistics(
     entropy: bool = False,
     sum_pi_squared: bool = False,
     form: LogitForm = LogitForm(),  # noqa: B008  # immutable
+    fixed: bool = False,
 ) -> TokenStatistics:
     """Statistics of `targets` [N] under softmax(form(hidden weight^T + bias) / temperature).
 
     hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once; the backward
     pass computes them again. Matrix products run in hidden's dtype, the rest in at least float32. Temperature 0
-    (greedy) counts as 1.
+    (greedy) counts as 1. `fixed`: by `models.fixed`, with numbers that do not depend on the other tokens.
     """
     log_probs, entropies, squares = _TokenStatistics.apply(
-        hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared, form
+        hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared, form, fixed
     )
     return TokenStatistics(log_probs, entropies if entropy else None, squares if sum_pi_squared else None)
 
@@ -77,7 +79,13 @@ def vocab_log_probs(
         return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0, form).log_softmax(-1)
 
 
-def _products(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _products(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fixed: bool = False
+) -> torch.Tensor:
+    if fixed:
+        from whet.models import fixed_kernels
+
+        return fixed_kernels.product(hidden, weight, bias)
     products = hidden @ weight.T
     return products if bias is None else products + bias
 
@@ -93,9 +101,10 @@ def _of_chunk(
     return own, None if grad_entropy is None else grad_entropy[at].float().contiguous()
 
 
-def _kernels(hidden: torch.Tensor) -> Any:
+def _kernels(hidden: torch.Tensor, fixed: bool) -> Any:
     """The module of Triton kernels where they run; float32 on an accelerator keeps torch's."""
-    if hidden.device.type != "cuda" or hidden.dtype != torch.bfloat16 or find_spec("triton") is None:
+    otherwise = "log-probs take several passes over the logits"
+    if not fixed and (hidden.dtype != torch.bfloat16 or not runs_triton(hidden.device, otherwise)):
         return None
     from whet.models import head_kernels
 
@@ -115,14 +124,14 @@ def _logits(
 class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden, weight, bias, targets, temperature, chunk_tokens, entropy, sum_pi_squared, form
+        ctx, hidden, weight, bias, targets, temperature, chunk_tokens, entropy, sum_pi_squared, form, fixed
     ):
         typed_weight, typed_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         results: list[torch.Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for part, target in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-                if kernels := _kernels(hidden):
-                    products = _products(part, typed_weight, typed_bias)
+                if kernels := _kernels(hidden, fixed):
+                    products = _products(part, typed_weight, typed_bias, fixed)
                     results.append(kernels.statistics(products, target, form.scale, form.cap or 0.0, temperature))
                     continue
                 logits = _logits(part, typed_weight, typed_bias, temperature, form)
@@ -135,7 +144,7 @@ class _TokenStatistics(torch.autograd.Function):
                 results.append(torch.stack([chosen, disorder, squares, log_sum]))
         log_probs, entropies, squared, log_sums = torch.cat(results, dim=1).unbind(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
-        ctx.temperature, ctx.chunk_tokens, ctx.form = temperature, chunk_tokens, form
+        ctx.temperature, ctx.chunk_tokens, ctx.form, ctx.fixed = temperature, chunk_tokens, form, fixed
         ctx.mark_non_differentiable(squared)
         ctx.set_materialize_grads(False)  # the gradient of an unused result is None, and costs nothing
         return log_probs, entropies, squared
@@ -152,8 +161,8 @@ class _TokenStatistics(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), ctx.chunk_tokens):
                 at = slice(start, start + ctx.chunk_tokens)
-                if kernels := _kernels(hidden):
-                    products = _products(hidden[at], typed_weight, typed_bias)
+                if kernels := _kernels(hidden, ctx.fixed):
+                    products = _products(hidden[at], typed_weight, typed_bias, ctx.fixed)
                     given = (
                         targets[at],
                         log_sums[at],
@@ -163,8 +172,10 @@ class _TokenStatistics(torch.autograd.Function):
                     form = ctx.form.scale, ctx.form.cap or 0.0, ctx.temperature
                     grad = kernels.gradient_(products, *given, *form)
                     grad_hidden[at] = grad @ typed_weight
-                    if grad_weight is not None:  # added up in float32 by the product itself
+                    if grad_weight is not None and hidden.is_cuda:  # added up in float32 by the product itself
                         torch.addmm(grad_weight, grad.T, hidden[at], out_dtype=torch.float32, out=grad_weight)
+                    elif grad_weight is not None:
+                        grad_weight += grad.T @ hidden[at]
                     if grad_bias is not None:
                         grad_bias += grad.sum(0, dtype=torch.float32)
                     continue
@@ -187,7 +198,7 @@ class _TokenStatistics(torch.autograd.Function):
                     grad_bias += grad.sum(0)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 def _wide_zeros(like: torch.Tensor) -> torch.Tensor:

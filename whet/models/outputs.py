@@ -33,6 +33,7 @@ class ForwardSettings:
     token_share: TokenShare | None = None  # splits the tokens of packed rows over ranks
     is_sharded: bool = False  # every rank runs every module in every pass, the vision tower too
     in_stretches: bool = False  # attention in one call over all packed rows, where the device has a kernel for it
+    tile: int = 0  # tokens of a tile of attention, and the head's kernels too have fixed tiles; 0: they are any
 
 
 def model_outputs(
@@ -56,7 +57,7 @@ def model_outputs(
 def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
     """The layout of a batch on its device for passes with these settings.  Raises: DataError."""
     packing = settings.packing
-    return layout(batch, packing and settings.share_prompts, packing and settings.in_stretches)
+    return layout(batch, packing and settings.share_prompts, packing and settings.in_stretches, settings.tile)
 
 
 def outputs_of(
@@ -91,6 +92,7 @@ def outputs_of(
         entropy="entropy" in needs,
         sum_pi_squared="sum_pi_squared" in needs,
         form=form,
+        fixed=settings.tile > 0,
     )
     outputs = {name: at.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
     if "vocab_log_probs" in needs:

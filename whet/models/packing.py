@@ -27,6 +27,7 @@ FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
 # and rows, and widths, are padded to multiples, so that shapes repeat.
 TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
+TILE_ROWS = 64
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 
@@ -92,11 +93,14 @@ class Stretches:
     own: torch.Tensor | None = None  # [T] each token's key in its own row
     shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
     users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
+    tiles: torch.Tensor | None = None  # [n, 4] of `tiles_of`, whose rows are the first keys; unset: a kernel's own
 
     @classmethod
-    def of(cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor) -> Stretches:
+    def of(
+        cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
+    ) -> Stretches:
         """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
-        prompt first, -1 behind them."""
+        prompt first, -1 behind them; `tile` tokens are attended together, 0: as many as a kernel takes."""
         total, device = int(own_lengths.sum()), in_order.device
         size = rounded(total, TOKENS_STEP)
         lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
@@ -108,6 +112,7 @@ class Stretches:
             "longest_query": _power_of_two(int(lengths.max())),
             "longest_key": _power_of_two(int(depths.max())),
             "size": size,
+            "tiles": tiles_of(lengths, depths.cumsum(0) - depths, depths - lengths, tile) if tile else None,
         }
         if not bool(prefix_lengths.any()):
             return cls(**found)
@@ -197,12 +202,13 @@ class Layout(Grid):
         return Spread.apply(flat, self.bunches, True)
 
 
-def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: bool = False) -> Layout:
+def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: bool = False, tile: int = 0) -> Layout:
     """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
     on their device: the host, before anything is copied to another device.
 
     With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
-    is for attention in one call over all rows, without grids.  Raises: DataError when no token precedes a sampled one.
+    is for attention in one call over all rows, without grids, `tile` tokens at once.  Raises: DataError when no token
+    precedes a sampled one.
     """
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
@@ -248,7 +254,7 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: 
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
         bunches=() if in_stretches else tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
         media=tuple(_media(batch, kept.tolist(), has_prompt)),
-        stretches=Stretches.of(lengths, prefix_lengths, in_order) if in_stretches and len(lengths) else None,
+        stretches=Stretches.of(lengths, prefix_lengths, in_order, tile) if in_stretches and len(lengths) else None,
     )
 
 
@@ -309,6 +315,25 @@ def _bunches(
             has_gaps=bool((before != deepest).any()),
         )
         row, token = end, tokens.stop
+
+
+def tile_tokens(heads: int, kv_heads: int) -> int:
+    """Tokens of a tile of attention, whose rows are tokens times heads of one head of keys."""
+    return max(1, TILE_ROWS // _power_of_two(heads // kv_heads))
+
+
+def tiles_of(
+    lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
+) -> torch.Tensor:
+    """[n, 4] first token, number of tokens, row, and position of the first token, of tiles of at most `tokens` tokens
+    of sequences that lie one after the other: their lengths, rows and first positions are [S]. Behind them come zeros,
+    up to `least` tiles."""
+    counts = (lengths + tokens - 1) // tokens
+    owner = torch.arange(len(lengths)).repeat_interleave(counts)
+    before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens
+    first, many = (lengths.cumsum(0) - lengths)[owner] + before, (lengths[owner] - before).clamp(max=tokens)
+    tiles = torch.stack([first, many, rows[owner], positions[owner] + before], 1)
+    return torch.nn.functional.pad(tiles, (0, 0, 0, max(0, least - len(tiles))))
 
 
 def rounded(count: int, step: int) -> int:

@@ -39,7 +39,14 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, where, scale, window):  # type: ignore[no-untyped-def]
         layout = where.queries, where.keys, where.source, where.longest_query, where.longest_key, scale, window
-        out, log_sums = torch.ops.whet_varlen.forward(query, key, value, *layout)
+        if where.tiles is None:
+            out, log_sums = torch.ops.whet_varlen.forward(query, key, value, *layout)
+        else:
+            from whet.models import fixed_kernels
+
+            source = torch.arange(where.size, device=query.device) if where.source is None else where.source
+            given = query, key, value, source, where.tiles, (scale, window, 0.0)
+            out, log_sums = fixed_kernels.attention(*given, 1, where.longest_key)
         ctx.save_for_backward(query, key, value, out, log_sums, *layout[:3], where.own, where.shared, where.users)
         ctx.rest = layout[3:]
         return out
@@ -63,24 +70,9 @@ def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layou
     return out, log_sums
 
 
-def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    log_sums: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    source: torch.Tensor | None,
-    longest_query: int,
-    longest_key: int,
-    scale: float,
-    window: int,
-    own: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    users: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    (query, key, value, out, log_sums), layout, (own, shared, users) = given[:5], given[5:12], given[12:]
+    queries, keys, source, longest_query, longest_key, scale, window = layout
     if source is not None:
         key, value = key.index_select(0, source), value.index_select(0, source)
     left, right = (window - 1, 0) if window else (-1, 0)

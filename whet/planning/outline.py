@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.engines.compact_adamw import CompactAdamW
-from whet.engines.engine import narrow_weights
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
 from whet.models import attention
 from whet.models.freeze import freeze
-from whet.models.load import body_of, layers, outline, recompute_activations
+from whet.models.load import body_of, cast_weights, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
@@ -71,7 +70,7 @@ class Outline:
         self.config = body.config.get_text_config()
         self.num_weights = sum(weight.numel() for weight in self.model.parameters())  # without an adapter's
         if role.optim is not None and role.optim.weight_rounding is not None:
-            narrow_weights(self.model)
+            cast_weights(self.model, torch.bfloat16)
         freeze(self.model, role.freeze)
         if role.lora is not None:
             with torch.device("meta"):

@@ -19,7 +19,7 @@ from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError, EnvError
 from whet.models.folder import split_adapters
-from whet.models.load import load_policy
+from whet.models.load import cast_weights, load_policy
 from whet.models.vision.base import keep_pixels
 from whet.models.vision.load import vision_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
@@ -113,7 +113,8 @@ def load_model(
     )
     module.requires_grad_(False)
     if isinstance(engine, SharesModule):
-        engine.attach(module.to(device, dtype), version=version, is_own=True)  # type: ignore[arg-type]
+        cast_weights(module, dtype)
+        engine.attach(module.to(device), version=version, is_own=True)  # type: ignore[arg-type]
     else:
         engine.load(((name, weight.to(dtype)) for name, weight in module.named_parameters()), version=version)
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import EngineError, WeightSyncError
-from whet.models.load import fitting
+from whet.models.load import cast_weights, fitting
 from whet.models.lora import plain_copy
 from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
@@ -244,7 +244,7 @@ class InProcessEngine(ABC, Generic[L]):
 
     def adopt(self, module: PreTrainedModel) -> None:
         own = plain_copy(module).requires_grad_(False)
-        nn.Module.to(own, self.dtype)  # in place
+        cast_weights(own, self.dtype)
         self.attach(own, self.policy.version, is_own=True)
 
     def load(self, weights: Weights, version: int) -> None:

@@ -269,7 +269,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         return workers.settings_trained(config, role, updates, path)
 
     actor_steps = max(1, total_steps - (critic.warmup_steps if "critic" in columns.roles else 0))
-    actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze))
+    fixed = config.rollout.engine.options.get("batch_invariant") is True
+    actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze), batch_invariant=fixed)
     specs = [WorkerSpec("actor", TrainWorker, (actor,))]
     if "critic" in columns.roles:
         is_value_model = "values" in VALUE_LOSSES[critic.value_loss].columns

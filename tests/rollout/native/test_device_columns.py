@@ -92,11 +92,11 @@ def test_requests_that_are_preempted_and_that_end_unexpectedly(
 
 
 def test_a_step_is_recorded_once_for_a_size_and_again_after_a_move(model: PreTrainedModel, device: None) -> None:
-    made = suite.requests(groups=4, n=6)  # 24 rows: batches of 32 and of 16
+    made = suite.requests(groups=4, n=6)  # 24 rows: batches of 32 and of 16, and one of prompts
     engine = stepwise(model)
     first = generate(engine, made)
     recorded = graphs_of(engine).recorded
-    assert recorded == 2 and generate(engine, made) == first and graphs_of(engine).recorded == recorded
+    assert recorded == 3 and generate(engine, made) == first and graphs_of(engine).recorded == recorded
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.5)  # in place: an optimizer's step

@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from whet.devices import HOST
+from whet.models.packing import tile_tokens, tiles_of
 from whet.rollout.native import kernels
 from whet.rollout.native.paged_attention import reference
 from whet.rollout.protocol import Request, SamplingParams
@@ -44,6 +45,36 @@ def test_the_rest_of_a_context_is_not_read() -> None:
     first = torch.zeros(1, dtype=torch.int64)
     found = kernels.decode_attention(one, one, 3 * one, keys, values, tables, first, first, 1.0, 0, 0.0)
     assert torch.equal(found, 3 * one) and torch.equal(values[0, 2, 0], 3 * one[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "cap"), [(4, 2, 16, 0, 0.0), (6, 2, 24, 0, 0.0), (4, 1, 32, 7, 5.0)]
+)
+def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, cap: float) -> None:
+    """A sequence of several tiles, the end of one that began before, a single token, and padding; what no token sees
+    is no number."""
+    torch.manual_seed(0)
+    lengths, starts, rows = torch.tensor([70, 5, 1]), torch.tensor([0, 30, 47]), torch.tensor([3, 0, 1])
+    blocks, total = 24, int(lengths.sum())
+    tables = torch.randperm(blocks)[:20].view(4, 5).int()
+    keys, values = torch.full((2, kv_heads, blocks + 1, 16, dim), float("nan"))
+    row = rows.repeat_interleave(lengths)
+    positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+    for own, start in zip(tables[rows], starts.tolist(), strict=True):
+        for place in range(start):
+            for cache in (keys, values):
+                cache[:, own[place // 16], place % 16] = torch.randn(kv_heads, dim)
+    query, key, value = (torch.randn(total + 3, many, dim) for many in (heads, kv_heads, kv_heads))
+    slots = torch.full((total + 3,), blocks * 16)
+    slots[:total] = tables[row, positions // 16] * 16 + positions % 16
+    kept = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
+    given = query[:total], key[:total], value[:total]
+    expected = reference(*given, *kept, tables, row.int(), positions, dim**-0.5, window, cap)
+    tiles = tiles_of(lengths, rows, starts, tile_tokens(heads, kv_heads), 9)
+    found = kernels.tile_attention(query, key, value, keys, values, tables, slots, tiles, dim**-0.5, window, cap)
+    assert torch.allclose(found[:total], expected, atol=1e-6)
+    written = keys.permute(1, 0, 3, 2), values.transpose(0, 1)
+    assert all(torch.equal(a[:-1].nan_to_num(9.0), b[:-1].nan_to_num(9.0)) for a, b in zip(kept, written, strict=True))
 
 
 def test_the_choice_of_tokens() -> None:

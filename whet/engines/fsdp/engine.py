@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
-from whet.engines.engine import Engine, narrow_weights
+from whet.engines.engine import Engine
 from whet.engines.fsdp import checkpoint
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Spread
 from whet.engines.role import RoleSettings
 from whet.models.compiled_layers import compile_layers
-from whet.models.load import body_of
+from whet.models.load import body_of, cast_weights
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare, check_heads
 from whet.options import Count
@@ -74,7 +74,7 @@ class FSDPEngine(Engine):
             check_heads(body_of(model).config.get_text_config(), sequence_parallel_size)
             self.forward_settings = replace(forward, token_share=TokenShare(self.ranks.inner_group))
         if optim is not None and optim.weight_rounding is not None:
-            narrow_weights(model)
+            cast_weights(model, torch.bfloat16)
         if compile:
             compile_layers(model)
         self._whole = shard(

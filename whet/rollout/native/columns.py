@@ -7,24 +7,20 @@ sends a step on its way and reads its tokens later.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from whet.devices import HOST, moved
+from whet.devices import HOST, moved, runs_triton
 from whet.models.attention import Scores
 from whet.rollout.native.cache import BlockCache, PagedBatch
 from whet.rollout.native.graphs import Graphs
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.sampling import SamplingState, sample
 
-log = logging.getLogger(__name__)
 MIN_ROWS = 16
 # Batches of a graph: small ones by 16 rows, larger ones by 64, so that few graphs serve a run and few rows are padding.
 FINE_ROWS, FINE_STEP, COARSE_STEP = 64, 16, 64
@@ -123,30 +119,34 @@ class HostColumns:
 
 
 @dataclass(frozen=True)
-class DecodeBatch:
-    """The argument `paged` of a decode step: one token of each of B rows, and where their contexts lie."""
+class DeviceBatch:
+    """The argument `paged` of a pass of kernels: one token of each of B rows, or T tokens in tiles of sequences."""
 
     keys: torch.Tensor  # [layers, KV, blocks, 16, D], or of one layer
     values: torch.Tensor
     tables: torch.Tensor  # [S, W]
-    slots: torch.Tensor  # [B]
-    positions: torch.Tensor  # [B]
+    slots: (
+        torch.Tensor
+    )  # [B] rows of the tables; of tiles [T] where the key of each token goes among those of the cache
+    places: torch.Tensor  # [B] positions; of tiles [n, 4], as `packing.tiles_of` makes them
+    in_tiles: bool
 
     compiles = True
 
-    def layer(self, number: int) -> DecodeBatch:
+    def layer(self, number: int) -> DeviceBatch:
         """The same for one layer, so that what is compiled for a layer serves all."""
-        return DecodeBatch(self.keys[number], self.values[number], self.tables, self.slots, self.positions)
+        return replace(self, keys=self.keys[number], values=self.values[number])
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[B, H, D], [B, KV, D], [B, KV, D] -> [B, H, D]; remembers key and value."""
+        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
         where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
-        from whet.rollout.native.kernels import decode_attention
+        from whet.rollout.native.kernels import decode_attention, tile_attention
 
-        kept = (where.keys, where.values, where.tables, where.slots, where.positions)
-        return decode_attention(query, key, value, *kept, scores.scale, scores.window, scores.cap)
+        run = tile_attention if self.in_tiles else decode_attention
+        kept = (where.keys, where.values, where.tables, where.slots, where.places)
+        return run(query.to(where.keys.dtype), key, value, *kept, *scores)
 
 
 class DeviceColumns:
@@ -155,8 +155,8 @@ class DeviceColumns:
 
     late = 1
 
-    def __init__(self, device: torch.device, max_rows: int, width: int) -> None:
-        self.device, self.max_rows, self.graphs = device, max_rows, Graphs(device)
+    def __init__(self, device: torch.device, max_rows: int, width: int, *, fixed: bool = False) -> None:
+        self.device, self.max_rows, self.graphs, self.fixed = device, max_rows, Graphs(device), fixed
         # The last row belongs to nobody: padding reads and writes it.
         self.newest = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
@@ -212,14 +212,19 @@ class DeviceColumns:
         def step() -> tuple[torch.Tensor, torch.Tensor]:
             slots, positions, rotary, blocks, counts = inputs
             self.tables.index_put_((slots, positions // BLOCK_SIZE), blocks.int())
-            if has_kernels(self.device):
-                paged: Any = DecodeBatch(cache.keys, cache.values, self.tables, slots, positions)
+            kept = cache.keys, cache.values, self.tables
+            if self.fixed:
+                number = torch.arange(size, device=self.device)
+                tiles = torch.stack([number, torch.ones_like(number), slots, positions], 1)
+                paged: Any = DeviceBatch(*kept, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, tiles, in_tiles=True)
+            elif has_kernels(self.device):
+                paged = DeviceBatch(*kept, slots, positions, in_tiles=False)
             else:
                 paged = PagedBatch(cache, self.tables, slots.int(), positions, longest=1, context=context)
             logits = forward(self.newest[slots], rotary, paged, None, {})
             results = torch.empty(2, size, dtype=torch.int32, device=self.device)
             if is_drawn:
-                self._draw(logits, self._sampling, slots, counts, results)
+                self._draw(logits, slots, counts, results)
             return logits, results
 
         context = int(positions.max()) + 1
@@ -231,20 +236,29 @@ class DeviceColumns:
         slots, counts = moved(torch.stack([rows.slots, rows.counts]), self.device)
         results = torch.empty(2, len(slots), dtype=torch.int32, device=self.device)
         if has_kernels(self.device) and rows.sampling.is_uncut:
-            self._draw(logits, self._sampling, slots, counts, results)
+            self._draw(logits, slots, counts, results)
         else:
             seen = None if rows.generated is None else moved(rows.generated, self.device)
             tokens, log_probs = sample(logits, rows.sampling.rows(slots), counts, seen)
             self.newest.index_copy_(0, slots, tokens)
             results[0], results[1] = tokens, log_probs.float().view(torch.int32)
+            self._fix(logits, slots, results)
         return self._coming(results)
 
-    def _draw(self, logits: torch.Tensor, sampling: SamplingState, *where: torch.Tensor) -> None:
-        """Draws by the kernel: `where` are slots, counts and results."""
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, results: torch.Tensor) -> None:
+        """Draws by the kernel."""
         from whet.rollout.native.kernels import pick
 
-        slots, counts, results = where
-        pick(logits, sampling, slots, counts, self.newest, results)
+        pick(logits, self._sampling, slots, counts, self.newest, results)
+        self._fix(logits, slots, results)
+
+    def _fix(self, logits: torch.Tensor, slots: torch.Tensor, results: torch.Tensor) -> None:
+        """Computes log-probs as the trainer does."""
+        if self.fixed:
+            from whet.models.head_kernels import statistics
+
+            found = statistics(logits, results[0], 1.0, 0.0, self._sampling.temperature[slots])
+            results[1] = found[0].view(torch.int32)
 
     def _coming(self, results: torch.Tensor) -> Sampled:
         """Sends tokens and the bits of log-probs to the host."""
@@ -255,13 +269,9 @@ class DeviceColumns:
         return Sampled(here[0], here[1].view(torch.float32), ready)
 
 
-@cache
 def has_kernels(device: torch.device) -> bool:
     """True where Triton compiles for the device; says once where it does not."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        return True
-    log.warning("Triton is not there for %s: decoding uses torch's attention, which is several times slower", device)
-    return False
+    return runs_triton(device, "decoding uses torch's attention, which is several times slower")
 
 
 def batch_size(rows: int) -> int:

@@ -7,9 +7,8 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,8 +20,8 @@ from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
 from whet.models.attention import NAME, PagedContext, token_bytes
 from whet.models.compiled_layers import compile_layers
+from whet.models.fixed import fix_tiles
 from whet.models.log_probs import LogitForm
-from whet.models.positions import patches
 from whet.models.vision.load import vision_of
 from whet.options import Count
 from whet.registry import register_rollout
@@ -30,43 +29,13 @@ from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.columns import MIN_ROWS, Columns, DeviceColumns, Forward, HostColumns, padded, rectangular
 from whet.rollout.native.paged_attention import BLOCK_SIZE
+from whet.rollout.native.prefill import PREFILL_TOKENS, Prefill, Stretch, by_tokens
 from whet.rollout.native.running import Running
-from whet.rollout.native.scheduler import ScheduledRequest, Scheduler, SharedPrompt
+from whet.rollout.native.scheduler import ScheduledRequest, Scheduler
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
-from whet.types import Media
 
-PREFILL_TOKENS = 4096  # computed together; a longer prompt is computed alone
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Tokens to be computed that lie one after the other in one sequence."""
-
-    token_ids: Sequence[int]
-    start: int  # where the first one stands
-    blocks: list[int]  # of the sequence
-    prompt: SharedPrompt  # that it begins with
-
-    @property
-    def rotary(self) -> torch.Tensor:
-        """[3, n] the positions of its tokens."""
-        end, known = self.start + len(self.token_ids), self.prompt.rotary
-        places = torch.arange(self.start, end).expand(3, -1)
-        if known is None:
-            return places
-        inside = known[:, self.start : end]
-        return torch.cat([inside, places[:, inside.shape[1] :] + self.prompt.shift], 1)
-
-    @property
-    def media(self) -> Iterator[tuple[Media, slice]]:
-        """The media whose patches are among its tokens, with those of them that are."""
-        end, media = self.start + len(self.token_ids), self.prompt.request.media
-        for each, places in zip(media, patches(self.prompt.token_ids, media), strict=True):
-            first, last = bisect_left(places, self.start), bisect_left(places, end)
-            if first < last:
-                yield each, slice(first, last)
 
 
 @register_rollout("native", compiles=True)
@@ -77,6 +46,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
+    batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
+        same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
     """
 
     def __init__(
@@ -89,12 +60,18 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         kv_cache_bytes: Count | Literal["auto"] = "auto",
         compile: bool | None = None,  # noqa: A002  # the option's name
         on_new_weights: Literal["recompute", "keep"] = "recompute",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
-        self.kv_cache_bytes, self.compile_decode = kv_cache_bytes, compile
+        if compile and batch_invariant:
+            raise EngineError(
+                "rollout.engine.options.compile=true fuses what batch_invariant=true keeps apart; unset one of them"
+            )
+        self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
+        self._prompts: Prefill | None = None  # where they are computed by kernels
         self._decode: Forward = self._forward
         self._cache: BlockCache | None = None
         self._prefixes: Prefixes | None = None  # in the cache
@@ -127,7 +104,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         super().sleep()
         if self._cache is not None:
             self._cache.free()
-        self._columns, self._cache = HostColumns(), None
+        self._columns, self._prompts, self._cache = HostColumns(), None, None
 
     @property
     def _num_running(self) -> int:
@@ -139,11 +116,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
         self._form, self._tower = LogitForm.of(config), None
         self._decode = self._forward
-        if is_stepwise(module.device) and self.compile_decode is not False:
+        if self.fixed:
+            fix_tiles(module, module.device, self.dtype)
+        elif is_stepwise(module.device) and self.compile_decode is not False:
             compile_layers(module)
         elif self.compile_decode:
             self._decode = torch.compile(self._forward)
-        self._columns, self._cache = HostColumns(), None
+        self._columns, self._prompts, self._cache = HostColumns(), None, None
 
     def _take(self, request: Request) -> ScheduledRequest:
         if self._scheduler is None:
@@ -180,8 +159,10 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if not is_stepwise(module.device):
             return HostColumns()
         if not isinstance(self._columns, DeviceColumns):
-            width = blocks_for(module.config.get_text_config().max_position_embeddings)
-            self._columns = DeviceColumns(module.device, self.max_batch_size, width)
+            config = module.config.get_text_config()
+            width = blocks_for(config.max_position_embeddings)
+            self._columns = DeviceColumns(module.device, self.max_batch_size, width, fixed=self.fixed)
+            self._prompts = Prefill.of(self._columns, config)
         cache, _ = self._require_cache()
         self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
         return self._columns
@@ -249,10 +230,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _compute(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
         """Fills the blocks of the stretches.  Returns the logits after each."""
-        return [logits for batch in _by_tokens(stretches) for logits in self._compute_batch(batch)]
+        batches = by_tokens(stretches, in_parts=self._prompts is not None)
+        pairs = (pair for batch in batches for pair in zip(batch, self._compute_batch(batch), strict=True))
+        return [after for stretch, after in pairs if stretch.is_last]
 
     def _compute_batch(self, stretches: Sequence[Stretch]) -> torch.Tensor:
         device, cache = self.policy.require().device, self._require_cache()[0]
+        if self._prompts is not None:
+            return self._prompts.logits(self._forward, cache, stretches, self._seen(stretches))
         ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids])
         lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches])
         starts = torch.tensor([stretch.start for stretch in stretches])
@@ -327,15 +312,3 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 def is_stepwise(device: torch.device) -> bool:
     """True where steps are sent to the device and read later, and the cache is laid out for its kernels."""
     return device != HOST
-
-
-def _by_tokens(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    """Stretches in batches of at most PREFILL_TOKENS tokens, or one."""
-    batch: list[Stretch] = []
-    for stretch in stretches:
-        if batch and sum(len(each.token_ids) for each in [*batch, stretch]) > PREFILL_TOKENS:
-            yield batch
-            batch = []
-        batch.append(stretch)
-    if batch:
-        yield batch

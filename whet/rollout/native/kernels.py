@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.models import fixed_kernels
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.sampling import SamplingState
 
@@ -101,18 +102,9 @@ def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.conste
 
 @torch.library.custom_op("whet::decode_attention", mutates_args=("keys", "values"))
 def decode_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int,
-    cap: float,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    tables: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, scale: float, window: int, cap: float,
+) -> torch.Tensor:  # fmt: skip
     """Writes the key and value of one token a row into its block, and attends it to positions 0..its own.
 
     query [B, H, D], key and value [B, KV, D]; keys and values [KV, blocks, 16, D] of a layer, written in place; tables
@@ -143,6 +135,25 @@ def decode_attention(
 
 
 @decode_attention.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+@torch.library.custom_op("whet::tile_attention", mutates_args=("keys", "values"))
+def tile_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
+) -> torch.Tensor:  # fmt: skip
+    """`decode_attention` for tokens of which several follow each other: slots [T] is where the key of each goes among
+    those of the cache, tiles [n, 4] as `packing.tiles_of` makes them, and a sequence's row is that of tables [S, W]."""
+    kept = [each.flatten(1, 2) for each in (keys, values)]
+    for there, new in zip(kept, (key, value), strict=True):
+        there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))
+    (k, v), bound = (each.transpose(0, 1) for each in kept), tables.shape[1] * BLOCK_SIZE
+    return fixed_kernels.attention(query, k, v, tables, tiles, (scale, window, cap), BLOCK_SIZE, bound)[0]
+
+
+@tile_attention.register_fake
 def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
@@ -202,13 +213,9 @@ def _pick(
 
 
 def pick(
-    logits: torch.Tensor,
-    sampling: SamplingState,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    newest: torch.Tensor,
+    logits: torch.Tensor, sampling: SamplingState, slots: torch.Tensor, counts: torch.Tensor, newest: torch.Tensor,
     results: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """`sampling.sample` for rows without cuts and constraints; parameters and `newest` token stand at `slots` [B].
 
     logits [B, V]; counts [B] tokens sampled before; results [2, B] int32 gets the tokens, and the bits of their
