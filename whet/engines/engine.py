@@ -32,7 +32,7 @@ from whet.models.lora import adapted_layers, adapter_off, adapter_weights, finge
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
 from whet.models.vision.load import vision_of
-from whet.phases import counted
+from whet.phases import counted, span
 from whet.protocol import DataProto
 
 
@@ -101,7 +101,8 @@ class Engine(ABC):
         passes = self._passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
-                found = self.outputs(_rows(columns, rows), needs, temperature).items()
+                with span("forward"):
+                    found = self.outputs(_rows(columns, rows), needs, temperature).items()
                 coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found]
                 if self.device == HOST:  # nothing is on its way
                     _take_in(outputs, coming)
@@ -127,7 +128,8 @@ class Engine(ABC):
         self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
         with self._weights_read():
             loss = self.schedule(columns, objective, counts, metrics)
-        self.finish(objective.name, loss, metrics)
+        with span("optimizer"):
+            self.finish(objective.name, loss, metrics)
         if vision is not None:
             ranks = 1 if self.process_group is None else self.process_group.size()
             metrics.seconds("perf/media_wait_seconds", (vision.waited_seconds - before) / ranks)
@@ -151,15 +153,17 @@ class Engine(ABC):
         passes = self._passes(columns, objective.block)
         for number, rows in enumerate(passes, start=1):
             part = _rows(columns, rows)
-            outputs = self.outputs(part, objective.needs, objective.temperature)
+            with span("forward"):
+                outputs = self.outputs(part, objective.needs, objective.temperature)
             if rows:
                 loss, measured = objective.loss(outputs, self.to_device(part), counts)
                 total = total + loss.detach()
                 metrics.merge(measured)
             else:
                 loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._keep_gradients()
+            with span("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                self._keep_gradients()
             counted(number, len(passes))
         self._sum_gradients()
         return total
