@@ -41,6 +41,10 @@ PARTS: Mapping[str, tuple[float, Sequence[str]]] = {
     "Memory, planned and measured": (100.0, ("-m", "benchmarks.workers.device_memory", "FOLDER")),
     "Conformance of the engines": (130.0, (*TESTS, *SUITES, *NEED_ACCELERATOR)),
 }
+# By name alone: `python -m benchmarks.gpu vLLM`.
+BESIDE: Mapping[str, tuple[float, Sequence[str]]] = {
+    "vLLM": (300.0, ("-m", "benchmarks.workers.device_vllm", "FOLDER")),
+}
 THREADS = {"OMP_NUM_THREADS": "2"}  # of a process on the host, several of which run side by side
 NONE_HERE = "torch finds no accelerator on this machine: nothing was run, and docs/gpu.md is as it was"
 HEAD = """\
@@ -63,12 +67,17 @@ class Outcome:
     output: str
 
 
-def main() -> int:
-    """Runs all parts, writes the page, and returns the exit status."""
+def main(names: Sequence[str] = ()) -> int:
+    """Runs all parts, writes the page, and returns the exit status; with names of parts runs these, and prints them."""
     device = devices.here()
     if device == devices.HOST:
         print(NONE_HERE)
         return 0
+    if names:
+        parts = {**PARTS, **BESIDE}
+        outcomes = [run(name, parts[name][1], parts[name][0]) for name in names]
+        print(page(facts(device), outcomes))
+        return int(any(each.ended != "ok" for each in outcomes))
     outcomes, until = [], time.monotonic() + SECONDS
     for title, (seconds, arguments) in PARTS.items():
         print(f"{title} ...", flush=True)
@@ -127,4 +136,4 @@ def page(facts: str, outcomes: Sequence[Outcome]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
