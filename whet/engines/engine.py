@@ -101,8 +101,7 @@ class Engine(ABC):
         passes = self._passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
-                with span("forward"):
-                    found = self.outputs(_rows(columns, rows), needs, temperature).items()
+                found = self.outputs(_rows(columns, rows), needs, temperature).items()
                 coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found]
                 if self.device == HOST:  # nothing is on its way
                     _take_in(outputs, coming)
@@ -153,8 +152,7 @@ class Engine(ABC):
         passes = self._passes(columns, objective.block)
         for number, rows in enumerate(passes, start=1):
             part = _rows(columns, rows)
-            with span("forward"):
-                outputs = self.outputs(part, objective.needs, objective.temperature)
+            outputs = self.outputs(part, objective.needs, objective.temperature)
             if rows:
                 loss, measured = objective.loss(outputs, self.to_device(part), counts)
                 total = total + loss.detach()
@@ -228,7 +226,8 @@ class Engine(ABC):
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         """Model outputs of a micro-batch on the host; differentiable."""
         where = layout_of(part, self.forward_settings)
-        return self._outputs(where.to(self.device), needs, temperature)
+        with span("forward"):
+            return self._outputs(where.to(self.device), needs, temperature)
 
     def to_device(self, part: Columns) -> Columns:
         """Copies a micro-batch's tensors to the device, asynchronously."""
