@@ -98,7 +98,7 @@ def trained(model: Path, run_dir: Path, shape: Mapping[str, Any], engine: str, o
         "trainer.run_dir": str(run_dir),
     }
     config = load_config(TrainConfig, None, settings, given={"reward", "data"}).config
-    rows = [{"prompt": f"{number} + {number * 7 % 10} = "} for number in range(PROMPTS * STEPS)]
+    rows = [{"prompt": f"{number} + {number * 7 % 10} = ", "answer": ""} for number in range(PROMPTS * STEPS)]
     train(config, reward=_sevens, data=rows)
 
 
