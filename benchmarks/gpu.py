@@ -72,6 +72,9 @@ ALONE: Mapping[str, Part] = {
     "models": Part("sampling and update of 1.5B", 290.0, (*CARD, "sample:1.5b", "update:1.5b")),
     "seven": Part("sampling and update of 7B", 290.0, (*CARD, "sample:7b", "update:7b:checkpoints:narrow")),
     "waits": Part("where the host waits for the device", 120.0, (*CARD, "waits:0.5b")),
+    "invariant": Part(
+        "`batch_invariant` beside the usual way", 240.0, ("-m", "benchmarks.workers.card_invariant", "0.5b")
+    ),
     "start": Part("`whet train` to the end of its first step", 240.0, (*STEP, "start:cold", "start:warm")),
     "trl": Part("a GRPO step beside TRL (WHET_TRL_VENV)", 300.0, (*STEP, "step:0.5b")),
     "trl_1_5b": Part("the same with 1.5B", 300.0, (*STEP, "step:1.5b")),
@@ -80,6 +83,11 @@ ALONE: Mapping[str, Part] = {
         300.0,
         ("-m", "benchmarks.workers.card_vllm", "FOLDER", "--out", "FIGURES", "0.5b", "1.5b", "7b"),
         python="WHET_VLLM_PYTHON",
+    ),
+    "vllm_run": Part(
+        "GRPO with vLLM beside the trainer, weights by handles (WHET_VLLM_PYTHON)",
+        300.0,
+        ("-m", "benchmarks.workers.device_vllm", "FOLDER"),
     ),
 }
 THREADS = {"OMP_NUM_THREADS": "2"}  # of a process on the host, several of which run side by side

@@ -5,22 +5,48 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
 T = TypeVar("T")
 Watch = Callable[[str], AbstractContextManager[None]]
 Counter = Callable[[int, int, str], None]
 _watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
+_profilers: list[Watch] = []  # of all threads
+NOBODY = nullcontext()
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Announces the block as a phase of the run to the watchers of this thread; records nothing."""
+    """Announces the block as a phase of the run to the watchers of this thread, and to profilers; records nothing."""
     with ExitStack() as watched:
         for watch, _ in _watchers.get(threading.get_ident(), ()):
             watched.enter_context(watch(name))
+        watched.enter_context(span(name))
         yield
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Announces the block to profilers alone: a part of a phase, in any process; free where nobody profiles."""
+    return _profiled(name) if _profilers else NOBODY
+
+
+@contextmanager
+def _profiled(name: str) -> Iterator[None]:
+    with ExitStack() as profiled:
+        for watch in list(_profilers):
+            profiled.enter_context(watch(name))
+        yield
+
+
+@contextmanager
+def profiling(watch: Watch) -> Iterator[None]:
+    """Opens `watch(name)` around every phase and span of this process during this block."""
+    _profilers.append(watch)
+    try:
+        yield
+    finally:
+        _profilers.remove(watch)
 
 
 def counted(done: int, total: int, note: str = "") -> None:

@@ -25,16 +25,22 @@ Start = Callable[..., Any]
 
 @contextmanager
 def starting(
-    kind: type[Any], module: ModuleType, fake: str, found: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Any],
+    module: ModuleType,
+    fake: str,
+    found: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    other: str | None = None,
 ) -> Iterator[Start]:
     """Gives what starts engines of the model in `folder`, and closes them at the end. Their server is the script
-    `fake`, or another command; `found` looks like the server's package."""
+    `fake`, or another command; `found` looks like the server's package, `other` is its version, if not its own."""
     started: list[ServerEngine] = []
-    environment = Environment(sys.executable, found, kind.package)
+    environment = Environment(sys.executable, found, kind.package, other)
     monkeypatch.setattr("whet.rollout.servers.engine.find_environment", lambda *_: environment)
 
     def start(script: Sequence[str] = (sys.executable, fake), batch: int = 64, **options: Any) -> Any:
-        def line(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
+        def line(python: str, port: int, arguments: Mapping[str, Any], **_: Any) -> list[str]:
             return [*script, str(port)]
 
         monkeypatch.setattr(module, "command", line)

@@ -61,6 +61,6 @@ class JsonHandler(BaseHTTPRequestHandler):
 
 
 def serve(handler: type[JsonHandler]) -> None:
-    """Answers at the port that the command line names, until killed."""
+    """Answers at the port that the command line ends with, until killed."""
     ThreadingHTTPServer.daemon_threads = True
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[-1])), handler).serve_forever()

@@ -334,13 +334,14 @@ def own_bytes(engine: RolloutEngine) -> int:
     return psutil.Process().memory_info().rss
 
 
-def check_frequencies(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    """Chi-square of 2,000 first tokens, for plain sampling and for a cut one. A sharp model is sampled at a temperature
-    at which it chooses among many."""
+def check_frequencies(engine: RolloutEngine, model: PreTrainedModel, is_cut: bool = True) -> None:
+    """Chi-square of 2,000 first tokens, for plain sampling and for a cut one, where the engine has such. A sharp model
+    is sampled at a temperature at which it chooses among many."""
     prompt, draw = (5, 6, 7, 8), random.Random(3)
     logits = forward(model, prompt)[-1]
     flat = max(1.0, float(logits.max() - logits.median()) / 4)
-    for params in (SamplingParams(1, temperature=flat), SamplingParams(1, temperature=0.7 * flat, top_k=6)):
+    both = SamplingParams(1, temperature=flat), SamplingParams(1, temperature=0.7 * flat, top_k=6)
+    for params in both[: 1 + is_cut]:
         made = [Request(str(index), prompt, params, draw.getrandbits(63)) for index in range(2000)]
         counts = Counter(completion.token_ids[0] for completion in generate(engine, made))
         cut = logits / params.temperature

@@ -67,10 +67,10 @@ COUNTS: dict[str, Callable[[ServerEngine], list[int]]] = {  # tokens of each unf
 # -- models, servers, requests
 
 
-def random_model(folder: Path, arch: Arch, **options: Any) -> PreTrainedModel:
+def random_model(folder: Path, arch: Arch, *, is_bpe: bool = False, **options: Any) -> PreTrainedModel:
     """A random model of a context of 2,048 tokens, saved with a sharper choice, as new weights say nearly the same of
     every token. A Qwen2.5 gets a head of its own, the others' is tied to the embedding."""
-    alphabet = None if arch == "qwen2.5" else "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
+    alphabet = None if is_bpe or arch == "qwen2.5" else "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
     init_model(folder / "plain", arch, "nano", alphabet=alphabet, max_position_embeddings=2048, **options)
     model = load_policy(folder / "plain")
     with torch.no_grad():
@@ -148,9 +148,14 @@ def in_mid_answer(
     raise AssertionError(f"for {MIDDLE_SECONDS:g} s requests ended before anything could be done to them")
 
 
+def unfinished(engine: ServerEngine) -> int:
+    status = engine.status()
+    return status.running + status.waiting
+
+
 def drain(engine: ServerEngine) -> list[Event]:
     events: list[Event] = []
-    while (status := engine.status()).running + status.waiting:
+    while unfinished(engine):
         events += engine.poll(1.0)
     return events
 
@@ -282,7 +287,7 @@ def check_pause(engine: ServerEngine, model: PreTrainedModel) -> None:
         assert event.log_probs == pytest.approx(completion.log_probs[: len(event.token_ids)], abs=ROUNDING)
         assert event.versions == ((4, len(event.token_ids)),)
     time.sleep(0.3)
-    assert engine.poll(0.3) == [] and engine.status().running == 3
+    assert engine.poll(0.3) == [] and unfinished(engine) == 3
     engine.resume()
     found = completions(drain(engine))
     suite.assert_same([found[request.uid] for request in made], whole, ROUNDING)
@@ -327,7 +332,7 @@ def check_load(
     partial = {event.uid: event for event in in_mid_answer(engine, model, made, 25, change)}
     assert set(partial) == (set(old) if pauses else set())
     if pauses:
-        assert engine.poll(0.3) == [] and engine.status().running == 4  # a new version does not end the pause
+        assert engine.poll(0.3) == [] and unfinished(engine) == 4  # a new version does not end the pause
         engine.resume()
     found, other = completions(drain(engine)), changed(model, 0.5)
     for request in made:

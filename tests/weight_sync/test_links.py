@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from whet.errors import DeadlineError, WeightSyncError
+from whet.weight_sync import collective
 from whet.weight_sync.buckets import HEADER_BYTES, Digest, receive, send
 from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet
 from whet.weight_sync.link import SLOTS, Inlet, LinkClosedError, Outlet
@@ -59,6 +62,60 @@ def test_every_receiver_gets_every_version(way: str, receivers: int) -> None:
     for end in (outlet, *inlets):
         end.close()
         end.close()
+
+
+class Nccl:
+    """A stand-in for ProcessGroupNCCL, which notes what is asked of it; gloo carries the bytes."""
+
+    made: list[Nccl] = []  # noqa: RUF012
+
+    class Options:
+        _timeout: Any = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo._timeout = options._timeout
+        self.group, self.rank, self.calls = dist.ProcessGroupGloo(store, rank, size, gloo), rank, list[str]()
+        self.made.append(self)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        assert all(each.is_contiguous() and each.dtype == torch.uint8 for each in tensors) and options.rootRank == 0
+        self.calls.append(f"broadcast {sum(each.numel() for each in tensors)}")
+        work: dist.Work = self.group.broadcast(tensors, options)
+        return work
+
+    def barrier(self) -> dist.Work:
+        self.calls.append("barrier")
+        work: dist.Work = self.group.barrier()
+        return work
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+def test_between_accelerators_nccl_carries_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks ask for the same collectives in the same order, as NCCL wants it; it was not run on two cards."""
+    monkeypatch.setattr(collective, "spans", lambda device: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(Nccl, "made", [])
+    outlet, inlets = link("broadcast", 2)
+    with ThreadPoolExecutor(2) as threads:
+        for version in (3, 4):
+            taken = [threads.submit(take, inlet, version) for inlet in inlets]
+            said = send(weights(version).items(), version, [outlet], torch.float32)
+            for each in taken:
+                got, digest = each.result()
+                assert digest == said and all(torch.equal(got[name], w) for name, w in weights(version).items())
+    for end in (outlet, *inlets):
+        end.close()
+    first, *rest = [each.calls for each in Nccl.made]
+    assert sorted(each.rank for each in Nccl.made) == [0, 1, 2] and rest == [first, first]
+    assert first.count("barrier") == 2 and first[-1] == "abort" and first[0] == f"broadcast {HEADER_BYTES}"
+
+
+def test_accelerators_of_nvidia_are_spanned_by_nccl() -> None:
+    assert collective.spans(torch.device("cuda")) and not collective.spans(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", LINKS)

@@ -32,7 +32,7 @@ from whet.models.lora import adapted_layers, adapter_off, adapter_weights, finge
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
 from whet.models.vision.load import vision_of
-from whet.phases import counted
+from whet.phases import counted, span
 from whet.protocol import DataProto
 
 
@@ -127,7 +127,8 @@ class Engine(ABC):
         self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
         with self._weights_read():
             loss = self.schedule(columns, objective, counts, metrics)
-        self.finish(objective.name, loss, metrics)
+        with span("optimizer"):
+            self.finish(objective.name, loss, metrics)
         if vision is not None:
             ranks = 1 if self.process_group is None else self.process_group.size()
             metrics.seconds("perf/media_wait_seconds", (vision.waited_seconds - before) / ranks)
@@ -158,8 +159,9 @@ class Engine(ABC):
                 metrics.merge(measured)
             else:
                 loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._keep_gradients()
+            with span("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                self._keep_gradients()
             counted(number, len(passes))
         self._sum_gradients()
         return total
@@ -224,7 +226,8 @@ class Engine(ABC):
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         """Model outputs of a micro-batch on the host; differentiable."""
         where = layout_of(part, self.forward_settings)
-        return self._outputs(where.to(self.device), needs, temperature)
+        with span("forward"):
+            return self._outputs(where.to(self.device), needs, temperature)
 
     def to_device(self, part: Columns) -> Columns:
         """Copies a micro-batch's tensors to the device, asynchronously."""

@@ -129,7 +129,7 @@ def evaluate(
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
     """Opens an engine that samples from the model in the folder `model_path`, as `version`. One that can be lost is
     started again then."""
-    check_sampling(rollout.engine.name, {"rollout": rollout})
+    check_sampling(rollout, {"rollout": rollout})
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     dtype = torch_dtype(rollout.dtype)

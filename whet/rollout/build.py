@@ -74,11 +74,12 @@ def check_engine(config: TrainConfig) -> None:
         engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
 
 
-def check_sampling(engine: str, sections: Mapping[str, SamplingConfig]) -> None:
+def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig]) -> None:
     """Checks that an engine samples as sections of the config say.  Raises: ConfigError."""
-    kind = ROLLOUT_ENGINES[engine].load()
+    entry = ROLLOUT_ENGINES[rollout.engine.name]
+    kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
-        if isinstance(kind, ChecksAhead) and (why := kind.refused(sampling)) is not None:
+        if isinstance(kind, ChecksAhead) and (why := kind.refused(sampling, options)) is not None:
             raise ConfigError(f"{section}.{why}")
 
 

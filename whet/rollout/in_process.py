@@ -19,6 +19,7 @@ from whet.models.load import cast_weights, fitting
 from whet.models.lora import plain_copy
 from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
+from whet.phases import span
 from whet.rollout.constraints import check_rules
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Likeliest, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
@@ -196,7 +197,9 @@ class InProcessEngine(ABC, Generic[L]):
             if module.training:
                 module.eval()
                 self._restore.callback(module.train)
-            for live, reason, stop in self._step(module):
+            with span("rollout step"):
+                done = self._step(module)
+            for live, reason, stop in done:
                 completion = live.completion(self.policy.version, reason, stop)
                 self._events.append(Finished(live.request.uid, live.request.attempt, completion))
                 del self.unfinished[live.request.uid]

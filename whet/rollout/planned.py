@@ -87,8 +87,9 @@ class ChecksAhead(Protocol):
         method that starts nothing."""
         ...
 
-    def refused(self, sampling: Sampling) -> str | None:
-        """Returns why an engine would not sample so, beginning with the parameter at fault; a class method."""
+    def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
+        """Returns why an engine with these options would not sample so, beginning with the parameter at fault; a class
+        method."""
         ...
 
 

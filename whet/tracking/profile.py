@@ -2,11 +2,12 @@
 """Profiles chosen steps with torch's profiler, records memory over time, and measures what processes use by step.
 
     profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
-    profile/step_000002.main_0.trace.json.gz    the same of a process that trains (rank 0 of the pool main), no phases
+    profile/step_000002.main_0.trace.json.gz    the same of a process that trains or samples (rank 0 of the pool main)
     profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; the times of each phase
     profile/step_000002.memory.png       a plot of these
 
-On a GPU phases are also NVTX ranges.
+On a GPU the phases of the loop and their parts (forward, backward, optimizer, rollout step, weight sync) are also NVTX
+ranges, in all threads of these processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from whet import devices
-from whet.phases import phase, watching
+from whet.phases import phase, profiling, watching
 from whet.processes.background import every
 from whet.processes.template import NAMED
 
@@ -80,9 +81,6 @@ class StepProfile:
                 stack.enter_context(self._traced(step))
             if self._timeline is not None:
                 stack.enter_context(self._timeline.phase(name.removeprefix("time/")))
-                stack.enter_context(record_function(name.removeprefix("time/")))
-                if torch.cuda.is_available():
-                    stack.enter_context(torch.cuda.nvtx.range(name.removeprefix("time/")))
             yield
 
     @contextmanager
@@ -91,7 +89,7 @@ class StepProfile:
         base = self._folder / f"step_{step:06}"
         self._timeline = Timeline()
         try:
-            with self._ranks(base), recorder() as profiled, self._timeline.sampled():
+            with self._ranks(base), recorder() as profiled, profiling(in_range), self._timeline.sampled():
                 yield
             with phase("profile"):  # the table of times has a line for writing the profile
                 self._write(profiled, base, step)
@@ -106,6 +104,19 @@ class StepProfile:
         base.with_suffix(".memory.json").write_text(json.dumps(self._timeline.as_dict()), encoding="utf-8")
         self._timeline.draw(base.with_suffix(".memory.png"), step)
         log.info("step %d is in %s (chrome://tracing or ui.perfetto.dev shows it), memory beside it", step, trace)
+
+
+@contextmanager
+def in_range(name: str) -> Iterator[None]:
+    """Makes the block a range of the trace, and of NVTX on a GPU."""
+    short = name.removeprefix("time/")
+    with record_function(short), torch.cuda.nvtx.range(short) if has_nvtx() else nullcontext():
+        yield
+
+
+def has_nvtx() -> bool:
+    """Tells whether this process can mark ranges for NVIDIA's profilers."""
+    return torch.cuda.is_available()
 
 
 def recorder() -> profile:

@@ -209,7 +209,7 @@ def begin(
 ) -> Begun:
     """Reads and checks tokenizer, data, ground truths and callbacks; plans columns and steps.  Raises: WhetError."""
     sampled = {"rollout": config.rollout, "trainer.validation": config.trainer.validation}
-    check_sampling(config.rollout.engine.name, sampled)
+    check_sampling(config.rollout, sampled)
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
     tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
     workers.check_reward_model(config, tokenizer)

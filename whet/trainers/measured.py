@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from whet import devices
@@ -15,6 +15,7 @@ from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.controller.worker_group import WorkerGroup
+from whet.phases import profiling
 from whet.processes.template import short_name
 from whet.tracking import profile
 
@@ -29,7 +30,7 @@ class MeasuredWorker(Worker):
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
-        self._meter = profile.SystemMeter(name=NAME)
+        self._meter, self._recording = profile.SystemMeter(name=NAME), ExitStack()
 
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:
@@ -42,12 +43,14 @@ class MeasuredWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def start_recording(self) -> None:
         """Records every operator of this rank from now on."""
+        self._recording.enter_context(profiling(profile.in_range))
         self._recorder = profile.recorder()
         self._recorder.start()
 
     @register(Dispatch.ONE_TO_ALL)
     def stop_recording(self) -> bytes:
         """Returns what was recorded: a trace in Chrome's form, packed by gzip."""
+        self._recording.close()
         self._recorder.stop()
         with tempfile.TemporaryDirectory(prefix="whet-trace-") as folder:
             path = Path(folder, "trace.json.gz")
@@ -57,8 +60,10 @@ class MeasuredWorker(Worker):
 
 @contextmanager
 def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Path) -> Iterator[None]:
-    """Records the ranks that train, in processes of their own, during the block, in BASE.POOL_RANK.trace.json.gz."""
-    found = {} if cluster.stays_here else {cluster.pool_of(role): role for role in TRAINED_ROLES if role in roles}
+    """Records the ranks that train or sample, in processes of their own, during the block, in
+    BASE.POOL_RANK.trace.json.gz."""
+    seen = [role for role in ("rollout", *TRAINED_ROLES) if role in roles]
+    found = {} if cluster.stays_here else {cluster.pool_of(role): role for role in seen}
     groups = {pool: roles[role] for pool, role in found.items()}
     for group in groups.values():
         group.call("start_recording")

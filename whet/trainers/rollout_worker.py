@@ -18,6 +18,7 @@ from whet.engines.protocol import TrainEngine
 from whet.errors import DeadlineError, LostReplicaError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
+from whet.phases import span
 from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
@@ -109,7 +110,8 @@ class RolloutWorker(MeasuredWorker):
         events = list[Event | Lost]()
         self._queue += requests
         try:
-            self._sample(events, aborted, time.monotonic() + timeout_seconds, gathers)
+            with span("rollout"):
+                self._sample(events, aborted, time.monotonic() + timeout_seconds, gathers)
         except LostReplicaError as error:
             self._queue.clear()
             events.append(Lost(str(error)))
@@ -192,10 +194,11 @@ class RolloutWorker(MeasuredWorker):
         return isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter
 
     def _fill(self, weights: Weights, version: int) -> None:
-        if isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter:
-            self.engine.load_adapter(weights, version)
-        else:
-            self.engine.load(weights, version)
+        with span("weight sync"):
+            if isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter:
+                self.engine.load_adapter(weights, version)
+            else:
+                self.engine.load(weights, version)
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def site(self) -> Site:

@@ -31,6 +31,7 @@ from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
+from whet.phases import span
 from whet.planning.outline import Outline
 from whet.planning.speed import training_flops
 from whet.protocol import DataProto
@@ -151,7 +152,8 @@ class TrainWorker(EngineWorker):
         as making them whole may need it.  Returns their digest; None on a rank that sends to nobody; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
-            return send(weights, version, list(self._outlets.values()), vars(torch)[dtype])
+            with span("weight sync"):
+                return send(weights, version, list(self._outlets.values()), vars(torch)[dtype])
         except BaseException as error:
             self.close()  # whoever waits for this rank hears of it
             if isinstance(error, DeadlineError | LinkClosedError):

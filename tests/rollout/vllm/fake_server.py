@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server that answers as vLLM's does, without a model: token n of a response is n + 3, and its log-prob -1 / (n + 1).
 
-The first token of a prompt says what happens: see the constants.
+The first token of a prompt says what happens: see the constants. With the argument `old` it is as vLLM 0.26: without
+what whet adds to 0.32, the versions of tokens, and the reason of a stream that was aborted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ sys.path.append(str(Path(__file__).parents[3] / "whet" / "rollout" / "servers" /
 from fake_http import TOKEN_SECONDS, JsonHandler, serve
 from whet_parts import weights_in
 
+NONE = ("finish_reason", "stop_reason", "weight_versions")
 UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+IS_OLD = "old" in sys.argv
 QUICK, SLOW, STUCK, REFUSED, GARBAGE, ENDS, KILLED, TOO_FEW, CUT = range(3, 12)
 
 
@@ -32,6 +35,8 @@ class State:
     version = "default"
     is_updating = False
     calls: list[str] = []  # noqa: RUF012
+    bodies: list[Any] = []  # of requests  # noqa: RUF012
+    sampled = 0  # tokens
 
 
 class Handler(JsonHandler):
@@ -43,6 +48,13 @@ class Handler(JsonHandler):
             requests = dict(State.requests)
         if self.path == "/health":
             self.answer({})
+        elif self.path == "/metrics":
+            text = f'# HELP\nvllm:generation_tokens_total{{engine="0",model_name="m"}} {State.sampled}.0\nvllm:x 7.0\n'
+            self.answer(text)
+        elif self.path == "/bodies":
+            self.answer(State.bodies)
+        elif IS_OLD and self.path.startswith("/whet"):
+            self.answer({"error": "no such path"}, 404)
         elif self.path == "/whet/requests?count":
             self.answer({"tokens": sum(len(each["token_ids"]) for each in requests.values())})
         elif self.path == "/whet/requests":
@@ -54,6 +66,7 @@ class Handler(JsonHandler):
         """Requests, and what changes the server."""
         State.calls.append(self.path)
         if self.path == "/inference/v1/generate":
+            State.bodies.append(body)
             self.generate(body)
             return
         with State.lock:
@@ -71,7 +84,7 @@ class Handler(JsonHandler):
             elif self.path == "/start_weight_update":
                 State.is_updating = True
             elif self.path == "/update_weights":
-                names = [name for name, _ in weights_in(body["update_info"]["part"])]
+                names = [name for name, _ in weights_in(body["update_info"]["part"][0])]
                 State.calls[-1] += " " + " ".join(names)
                 if "refused" in names:
                     State.is_updating = False
@@ -108,7 +121,8 @@ class Handler(JsonHandler):
         state = {"token_ids": [], "log_probs": [], "weight_versions": [], "aborted": False}
         with State.lock:
             State.requests[name] = state
-        first, streams = params["extra_args"]["sampled"], body.get("stream", False)
+        extra, streams = params["extra_args"], body.get("stream", False)
+        first = len(body["token_ids"]) - 2 if extra is None else extra["sampled"]  # prompts have two
         if streams:
             self.begin_stream()
         while len(state["token_ids"]) < params["max_tokens"] and not state["aborted"]:
@@ -119,7 +133,7 @@ class Handler(JsonHandler):
                 self.add(state, first + len(state["token_ids"]))
             if streams:
                 token, log_prob = state["token_ids"][-1], {"logprob": state["log_probs"][-1]}
-                none = {"finish_reason": None, "stop_reason": None, "weight_versions": None}
+                none = {"finish_reason": None} if IS_OLD else dict.fromkeys(NONE)
                 self.chunk({"choices": [{"token_ids": [token], "logprobs": {"content": [log_prob]}, **none}]})
             if kind == SLOW:
                 time.sleep(TOKEN_SECONDS)
@@ -133,8 +147,11 @@ class Handler(JsonHandler):
             "stop_reason": None,
             "weight_versions": state["weight_versions"] or None,
         }
+        if IS_OLD:
+            del choice["stop_reason"], choice["weight_versions"]
         if streams:
-            self.chunk({"choices": [{**choice, "token_ids": [], "logprobs": None}]})
+            if not (IS_OLD and state["aborted"]):
+                self.chunk({"choices": [{**choice, "token_ids": [], "logprobs": None}]})
             self.chunk(None)
         else:
             self.answer({"choices": [choice]})
@@ -142,6 +159,7 @@ class Handler(JsonHandler):
     @staticmethod
     def add(state: dict[str, Any], place: int) -> None:
         """Appends the token at `place` of a response."""
+        State.sampled += 1
         state["token_ids"].append(place + 3)
         state["log_probs"].append(-1 / (place + 1))
         spans, count = state["weight_versions"], len(state["token_ids"])

@@ -823,6 +823,18 @@ def test_a_plan_has_weights_and_cache_of_its_own(train_config: Callable[..., Tra
     assert "rollout: weights" not in {item.name for item in native.items}
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_starts_beside_a_trainer_that_has_most_of_the_device(
+    start: Start, model_folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """By default vLLM wants 92 % of an accelerator to be free, though its cache has a size of its own."""
+    given = dict[str, Any]()
+    monkeypatch.setattr(VLLMEngine, "launch", lambda engine, command, arguments, *_, **more: given.update(arguments))
+    VLLMEngine(torch.float32, 8, torch.device(device), ModelConfig(path=str(model_folder)))
+    assert given.get("gpu_memory_utilization", 1) == (0.01 if device == "cuda" else 1)
+    assert given["kv_cache_memory_bytes"] == 2**30 and given["enable_sleep_mode"] == (device == "cuda")
+
+
 def test_the_command_line() -> None:
     arguments = {"enforce_eager": True, "enable_lora": False, "max_num_seqs": 8, "weight_transfer_config": {"a": "b"}}
     line = server_module.command("python", 80, arguments)

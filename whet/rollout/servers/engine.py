@@ -9,7 +9,7 @@ import queue
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, ClassVar, Literal
@@ -29,7 +29,7 @@ from whet.rollout.episode import joined
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
-from whet.rollout.servers.environment import Package, find_environment, longest
+from whet.rollout.servers.environment import Environment, Package, find_environment, longest
 from whet.rollout.servers.media import Sees, SharedMedia, check_media
 from whet.rollout.servers.parts import KeptWeights, Part, in_parts
 from whet.rollout.servers.process import Server, free_port
@@ -94,6 +94,7 @@ class ServerEngine(ServerWords):
         self._restarts = restarts  # that are left
         self._loss: LostReplicaError | None = None  # why the server is lost
         self._kept = KeptWeights(weights_dir)
+        self.options: Mapping[str, Any] = {}  # that `refused` reads
 
     def launch(
         self,
@@ -127,6 +128,11 @@ class ServerEngine(ServerWords):
         self._is_open.set()
 
     @classmethod
+    def environment_of(cls, options: Mapping[str, Any]) -> Environment:
+        """The environment of an engine with these options.  Raises: ConfigError."""
+        return find_environment(cls.package, options["python"])
+
+    @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
         """Raises: ConfigError where the server could not be started with these options."""
         server, folder = options["server"] or {}, options["weights_dir"]
@@ -135,7 +141,7 @@ class ServerEngine(ServerWords):
                 f"rollout.engine.options.weights_dir={folder} is no folder that can be written to; expected one with "
                 "room for all weights: make it, or leave it out for the host's memory"
             )
-        find_environment(cls.package, options["python"]).check_arguments(server, ())
+        cls.environment_of(options).check_arguments(server, ())
         length = server.get(cls.length_option, longest)
         if isinstance(length, int) and length < longest:
             raise ConfigError(
@@ -357,7 +363,7 @@ class ServerEngine(ServerWords):
                 f"request {uid} may need {needed} tokens, and {self.package.title} takes {self.max_length}; shorten "
                 f"prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
             )
-        if (why := self.refused(params)) is not None:
+        if (why := self.refused(params, self.options)) is not None:
             raise EngineError(f"request {uid}: {why}")
         if params.allowed_token_ids is not None or params.bad_words:
             check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
@@ -402,7 +408,7 @@ class ServerEngine(ServerWords):
 
     def _take(self, events: list[Event], timeout_seconds: float) -> None:
         """Appends the events that have come, of requests that were not replaced."""
-        with _empty_is_fine():
+        with suppress(queue.Empty):
             live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
             while True:
                 if isinstance(event, Failed) and not event.failure.timed_out:
@@ -487,11 +493,3 @@ class ServerEngine(ServerWords):
                 f"version {self._coming} of the weights did not arrive whole, and what is left of version "
                 f"{self.version} may be mixed with it; nothing is sampled until all weights of a version came"
             )
-
-
-@contextmanager
-def _empty_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except queue.Empty:
-        return

@@ -7,6 +7,7 @@ import ast
 import difflib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class Package:
     version: str
     why: str  # this version
     arguments: tuple[str, str]  # pattern of files, and of their classes, that have a field for each argument
+    oldest: tuple[int, int] | None = None  # this version and newer ones run too, without their insides; None: none do
+
+    def runs(self, version: str) -> bool:
+        """Returns whether another version runs, without its insides."""
+        numbers = [int(each) for each in re.findall(r"\d+", version)[:2]]
+        return self.oldest is not None and numbers[:1] == [self.oldest[0]] and numbers >= [*self.oldest]
 
     @property
     def variable(self) -> str:
@@ -54,11 +61,21 @@ class Package:
 
 @dataclass(frozen=True)
 class Environment:
-    """An interpreter that has an inference engine of the right version."""
+    """An interpreter that has an inference engine of a version that runs."""
 
     python: str
     folder: Path  # of the package
     package: Package
+    other: str | None = None  # its version, where it is not the package's own
+
+    @property
+    def version(self) -> str:
+        """Returns the version of the inference engine."""
+        return self.other or self.package.version
+
+    def mentions(self, pattern: str, word: str) -> bool:
+        """Returns whether a file of the package has the word."""
+        return any(word in file.read_text(encoding="utf-8") for file in self.folder.glob(pattern))
 
     def check_arguments(self, names: Iterable[str], ours: Iterable[str]) -> None:
         """Checks names of engine arguments.  Raises: ConfigError for an unknown one, or one that whet sets."""
@@ -70,7 +87,7 @@ class Environment:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"its arguments are the fields of {self.folder.name}"
-                raise ConfigError(f"{where}: {package.title} {package.version} has no engine argument {name!r}; {hint}")
+                raise ConfigError(f"{where}: {package.title} {self.version} has no engine argument {name!r}; {hint}")
 
 
 @cache
@@ -91,9 +108,12 @@ def find_environment(package: Package, python: str | None) -> Environment:
     origin, version = json.loads(run.stdout)
     if origin is None:
         raise ConfigError(f"{path} has no package {name}; expected {wanted}: {how}")
-    if version is None or not f"{version}.".startswith(f"{package.version}."):
-        raise ConfigError(f"{path} has {package.title} {version}; expected {package.version}, {package.why}: {how}")
-    return Environment(path, Path(origin).parent, package)
+    is_own = f"{version}.".startswith(f"{package.version}.")
+    if version is None or not (is_own or package.runs(version)):
+        others = "" if package.oldest is None else f", or plain from {'.'.join(map(str, package.oldest))} on"
+        expected = f"expected {package.version}, {package.why}{others}"
+        raise ConfigError(f"{path} has {package.title} {version}; {expected}: {how}")
+    return Environment(path, Path(origin).parent, package, None if is_own else version)
 
 
 @cache

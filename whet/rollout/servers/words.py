@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
@@ -41,8 +42,9 @@ class ServerWords(ABC):
 
     @classmethod
     @abstractmethod
-    def refused(cls, sampling: Sampling) -> str | None:
-        """Returns the name of a sampling parameter that the server cannot follow, its value and what to change."""
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
+        """Returns the name of a sampling parameter that a server with these options cannot follow, its value and what
+        to change."""
 
     @abstractmethod
     def prepare(self) -> None:

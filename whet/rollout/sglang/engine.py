@@ -7,7 +7,7 @@ import asyncio
 import base64
 import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Literal
@@ -222,7 +222,7 @@ class SGLangEngine(ServerEngine):
         self._stops.of(request.params.stop, self._load_tokenizer)
 
     @classmethod
-    def refused(cls, sampling: Sampling) -> str | None:
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
         return None
 
 

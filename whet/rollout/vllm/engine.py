@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,13 +22,14 @@ from whet.models.vision.tiles import SmolVision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
-from whet.rollout.protocol import Completion, Weights
+from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.engine import ServerEngine
-from whet.rollout.servers.environment import Package, where_found
+from whet.rollout.servers.environment import Environment, Package, where_found
 from whet.rollout.servers.media import config_overrides
 from whet.rollout.servers.parts import Part
 from whet.rollout.servers.weights import Adapter, adapter_folder
 from whet.rollout.servers.words import Live
+from whet.rollout.vllm.plain import INSTEAD, check_options, generated, inside, plainly_refused, seed_of, without
 from whet.rollout.vllm.server import command, environment
 from whet.rollout.vllm.translate import body_of, completion_of, likeliest_of, versions_at, versions_of
 
@@ -42,7 +45,9 @@ PACKAGE = Package(
     version="0.32",
     why="whose insides whet builds on",
     arguments=("engine/arg_utils.py", "EngineArgs"),
+    oldest=(0, 26),
 )
+log = logging.getLogger(__name__)
 
 
 @register_rollout("vllm")
@@ -66,10 +71,14 @@ class VLLMEngine(ServerEngine):
     weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
         accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    plain: uses public flags and calls of vLLM alone, as with every version but that of `make vllm`. Draws are vLLM's;
+        adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
     length_option, package, sees = "max_model_len", PACKAGE, (QwenVision, SmolVision)
+    _adapter: Adapter | None = None
+    _has_adapter = _is_adapter_known = False  # requests name it; the server has one under that name
 
     def __init__(
         self,
@@ -91,6 +100,7 @@ class VLLMEngine(ServerEngine):
         restarts: Number = 3,
         weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
+        plain: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
@@ -105,6 +115,8 @@ class VLLMEngine(ServerEngine):
             answer_seconds=answer_seconds,
             restarts=restarts,
         )
+        self.options = {"adapter": adapter, "on_new_weights": on_new_weights, "plain": plain, "python": python}
+        self.plain = found = self._plain(self.options)
         path, tokenizer = where_found(self.base, model)
         arguments = {
             "model": path,
@@ -113,44 +125,56 @@ class VLLMEngine(ServerEngine):
             "max_num_seqs": max_batch_size,
             "tensor_parallel_size": num_devices,
             "kv_cache_memory_bytes": kv_cache_bytes,
+            # the share that must be free at the start: a trainer may have most, and the cache has a size of its own
+            **({} if device == HOST else {"gpu_memory_utilization": 0.01}),
             "enforce_eager": not compile,
             "enable_sleep_mode": device != HOST,
             "trust_remote_code": model.trust_remote_code,
-            "worker_extension_cls": "whet_vllm.Extension",
-            "weight_transfer_config": {"backend": "whet"},
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
-            "logprobs_mode": "raw_logprobs",
             "max_logprobs": MOST_LIKELIEST + 1,
-            # pixel values come normalized; vLLM's own processor leaves that to the tower
-            **({} if self.vision is None else {"mm_device_do_normalize": False}),
+            **inside(found, self.vision is not None),
             **config_overrides("hf_overrides", self._outline.config),
             **(_for_adapter(model) if adapter else {}),
         }
         self.takes_adapter, self._lora = adapter, model.lora
-        self._has_adapter = self._is_adapter_known = False  # requests name it; the server has one under that name
-        self._adapter: Adapter | None = None
-        variables = environment(threads or torch.get_num_threads(), device, num_devices)
-        self.launch(command, arguments, variables, python=python, port=port, server=server)
+        self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
+        variables = environment(threads or torch.get_num_threads(), device, num_devices, found is not None)
+        self.launch(partial(command, plain=found), arguments, variables, python=python, port=port, server=server)
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
         super().check_ahead(model, longest, options)
+        if (found := cls._plain(options)) is not None:
+            log.warning("%s", without(found))
         if options["adapter"]:
             _for_adapter(model)
+
+    @classmethod
+    def _plain(cls, options: Mapping[str, Any]) -> Environment | None:
+        """The environment of an engine in plain mode; None for one that has the insides.  Raises: ConfigError."""
+        found = cls.environment_of(options)
+        if options["plain"] or found.other is not None:
+            check_options(found, options)
+            return found
+        return None
 
     def prepare(self) -> None:
         self._is_adapter_known = self._is_updating = False
         self.call("POST", "/init_weight_transfer_engine", {"init_info": {}})
 
     async def sample(self, live: Live) -> Completion:
-        request = live.rest
+        request, version = live.rest, self.version
         with ExitStack() as files:
             opened = self._media.opened(request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if request.media else []
             body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, media)
+            if self.plain:
+                body["sampling_params"] |= {"extra_args": None, "seed": seed_of(request) if self.has_seeds else None}
             if request.streams:
-                return completion_of(await self._streamed(live, body), request)
-            return completion_of(await self.server.client.answer("POST", GENERATE, body, seconds=None), request)
+                answer = await self._streamed(live, body)
+            else:
+                answer = await self.server.client.answer("POST", GENERATE, body, seconds=None)
+            return completion_of(answer, request, version if self.plain else None)
 
     async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
         """The same answer, whose tokens come as Partial meanwhile."""
@@ -168,17 +192,30 @@ class VLLMEngine(ServerEngine):
             tokens, log_probs = tokens + new, log_probs + content
         return {"choices": [{**choice, "token_ids": tokens, "logprobs": {"content": log_probs}}]}
 
+    def check(self, request: Request) -> None:
+        if self.plain and request.media:
+            why = "vLLM reads text in plain mode; change rollout.engine.name to native"
+            raise EngineError(f"request {request.uid} has images, and {why}, {INSTEAD}")
+        super().check(request)
+
     def end(self, names: list[str]) -> None:
         """Aborts requests by the id as the server names it; a plain one is answered with success, and does nothing."""
         self.call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     def hold(self, *, keep_cache: bool) -> None:
+        """Stops sampling. In plain mode requests that run are ended, and sent again behind the pause."""
+        if self.plain:
+            self.open(False)
+            self._cut()
+            keep_cache = False
         self.call("POST", f"/pause?mode=keep&clear_cache={str(not keep_cache).lower()}")
 
     def release(self) -> None:
         self.call("POST", "/resume")
 
     def so_far(self) -> Iterator[tuple[Live, Completion]]:
+        if self.plain:
+            return
         by_name = {f"generate-tokens-{live.name}": live for live in self._live.values()}
         for found in self.call("GET", "/whet/requests"):
             if (live := by_name.get(found["request_id"])) is not None and found["token_ids"]:
@@ -186,6 +223,8 @@ class VLLMEngine(ServerEngine):
                 yield live, Completion(tokens, log_probs, "abort", versions_of(found["weight_versions"]))
 
     def count(self) -> int:
+        if self.plain:  # of all requests, as it is to tell a change alone
+            return generated(self.call("GET", "/metrics"))
         tokens: int = self.call("GET", "/whet/requests?count")["tokens"]
         return tokens
 
@@ -195,8 +234,7 @@ class VLLMEngine(ServerEngine):
         self._is_updating = True
         self.call("POST", "/start_weight_update")
         for part in parts:
-            told = [{"part": each} for each in part]  # one by rank; all read the same file
-            self.call("POST", "/update_weights", {"update_info": told[0] if "path" in part[0] else told})
+            self.call("POST", "/update_weights", {"update_info": {"part": part}})
         self.call("POST", "/finish_weight_update", {"weight_version": str(version)})
         self._is_updating = self._has_adapter = False
 
@@ -235,7 +273,10 @@ class VLLMEngine(ServerEngine):
         self.unless_lost(lambda: self.call("POST", "/wake_up"))
 
     @classmethod
-    def refused(cls, sampling: Sampling) -> str | None:
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
+        with suppress(ConfigError):  # no environment is here, as where a run is planned on another machine
+            if (found := cls._plain(options)) and (why := plainly_refused(sampling, found)):
+                return why
         if not 0 < sampling.temperature < LEAST_TEMPERATURE:
             return None
         return (

@@ -65,9 +65,11 @@ def _features(media: Sequence[Shown], version: int) -> dict[str, Any]:
     return found
 
 
-def completion_of(answer: Any, request: Request) -> Completion:
-    """The completion in an answer of the server.  Raises: EngineError."""
+def completion_of(answer: Any, request: Request, version: int | None = None) -> Completion:
+    """The completion in an answer of the server, in plain mode of weights of `version`.  Raises: EngineError."""
     [choice] = answer["choices"]
+    if version is not None:
+        choice = _told_in_plain_mode(choice, request, version)
     tokens, reason = tuple(choice["token_ids"] or ()), choice["finish_reason"]
     content = (choice["logprobs"] or {}).get("content") or ()
     log_probs = tuple(each["logprob"] for each in content)
@@ -84,13 +86,26 @@ def completion_of(answer: Any, request: Request) -> Completion:
     return Completion(tokens, log_probs, REASONS[reason], versions, stop, told)
 
 
+def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
+    """The choice with what older versions leave out: a stop string, and the reason of a stream that was aborted."""
+    tokens, stops, reason = choice.get("token_ids") or (), request.params.stop, choice.get("finish_reason") or "abort"
+    spans = [{"version": version, "start": 0, "end": len(tokens)}] if tokens else []
+    stop = choice.get("stop_reason", stops[0] if stops and reason == "stop" else None)
+    return {**choice, "finish_reason": reason, "stop_reason": stop, "weight_versions": spans}
+
+
 def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
     """The likeliest tokens in the place of each token of an answer, where they are asked for; vLLM's come behind the
     sampled one."""
     if not (count := request.params.num_likeliest):
         return ()
-    pairs = [[(each["token_id"], each["logprob"]) for each in place["top_logprobs"]] for place in content]
+    pairs = [[(_token_id(each), each["logprob"]) for each in place["top_logprobs"]] for place in content]
     return tuple(tuple(sorted(place, key=lambda pair: -pair[1])[:count]) for place in pairs)
+
+
+def _token_id(told: Any) -> int:
+    """The id of a token, which versions before 0.32 write as text."""
+    return int(told["token_id"] if "token_id" in told else told["token"].removeprefix("token_id:"))
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:

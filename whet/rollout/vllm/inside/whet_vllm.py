@@ -15,28 +15,21 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+import whet_transfer
 from safetensors import safe_open
 from vllm import _custom_ops
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_input_batch, gpu_model_runner
-from whet_parts import weights_in
 
 GREEDY = 1e-5  # temperatures below are greedy, as in vLLM
 MASK = 2**64 - 1
@@ -44,7 +37,7 @@ TOWERS = ("visual.", "model.vision_model.", "model.connector.")  # names of Qwen
 FEATURE_BYTES = 2**30  # of the host's memory, for features of images and videos
 
 
-class Extension:
+class Extension(whet_transfer.Extension):
     """Base class that vLLM adds to its worker; importing this module does the rest of the work."""
 
     model_runner: Any
@@ -52,13 +45,6 @@ class Extension:
     def replace_adapter(self, name: str, path: str) -> None:
         """Puts another adapter in the place of the only one; without `load_inplace` vLLM would keep the old one."""
         self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
-
-    def abandon_update(self) -> None:
-        """Forgets an update whose weights did not all come, and those of them that wait for the rest of their layer."""
-        self._weight_update_active = False
-        for layer in LAYERWISE_INFO.values():
-            layer.loaded_weights.clear()
-            layer.load_numel = 0
 
     def num_encoded(self) -> int:
         """The number of images and videos that the tower has encoded."""
@@ -68,54 +54,26 @@ class Extension:
 # -- weights
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """An empty start: the parts of an update are all that a transfer needs."""
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """A part of an update."""
-
-    part: dict[str, Any] = field(default_factory=dict)
-
-
-class PartTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads weights under their checkpoint names, part by part."""
-
-    init_info_cls, update_info_cls = InitInfo, UpdateInfo
-    _came: set[str] | None  # names of the model that an update has filled; None where the model does not tell
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Does nothing."""
+class PartTransfer(whet_transfer.PartTransfer):
+    """Loads weights part by part, on a CPU into the live model."""
 
     def start_weight_update(self) -> None:
-        """Begins an update; an accelerator's kernels may want weights in another layout, which vLLM itself restores."""
-        self._came = set()
-        if not current_platform.is_cpu():
-            initialize_layerwise_reload(self.model)
-
-    @torch.no_grad()
-    def receive_weights(self, info: UpdateInfo) -> None:
-        """Loads the weights of a part."""
-        loaded = self.model.load_weights(weights_in(info.part))
-        self._came = None if loaded is None or self._came is None else self._came | loaded
+        """Begins an update."""
+        if current_platform.is_cpu():
+            self.came = set[str]()
+        else:
+            super().start_weight_update()
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update: puts weights into the layout that the kernels want.  Raises: ValueError where one of the
-        model's did not come."""
-        own = {name for name, weight in self.model.named_parameters() if weight.numel()}
-        if self._came is not None and (missing := sorted(own - self._came)):
-            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
+        """Ends an update.  Raises: ValueError where a weight of the model's did not come."""
         if current_platform.is_cpu():
+            self.own = {name for name, weight in self.model.named_parameters() if weight.numel()}
+            self.require_all()
             _pack_experts(self.model)
         else:
-            finalize_layerwise_reload(self.model, self.model_config)
+            super().finish_weight_update()
         FEATURES.keep_for(self.model)
-
-    def shutdown(self) -> None:
-        """Does nothing."""
 
 
 def _pack_experts(model: torch.nn.Module) -> None:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config), by the
+interface that vLLM has for such; it loads weights part by part. Nothing of whet is imported."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.platforms import current_platform
+from whet_parts import weights_in
+
+
+class Extension:
+    """Base class that vLLM adds to its worker."""
+
+    def abandon_update(self) -> None:
+        """Forgets an update whose weights did not all come, and those of them that wait for the rest of their layer."""
+        self._weight_update_active = False
+        for layer in LAYERWISE_INFO.values():
+            layer.loaded_weights.clear()
+            layer.load_numel = 0
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """An empty start: the parts of an update are all that a transfer needs."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """A part of an update; in a list each worker has its own."""
+
+    part: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
+
+
+class PartTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads weights under their checkpoint names, part by part, in the way in which vLLM reloads a model."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    own: set[str] | None = None  # names of the model's weights, one for those that share memory
+    came: set[str] | None  # of those that an update has filled; None where the model does not tell
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Does nothing."""
+
+    def start_weight_update(self) -> None:
+        """Begins an update; kernels may want weights in another layout, which vLLM itself restores."""
+        self.came = set()
+        if self.own is None:  # during an update a head is not seen to share the embedding's weight
+            self.own = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, info: UpdateInfo) -> None:
+        """Loads the weights of a part."""
+        part = info.part if isinstance(info.part, dict) else info.part[torch.distributed.get_rank()]
+        loaded = self.model.load_weights(weights_in(part))
+        self.came = None if loaded is None or self.came is None else self.came | loaded
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Ends an update: puts weights into the layout that the kernels want.  Raises: ValueError where one of the
+        model's did not come."""
+        self.require_all()
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():  # a head computes with a packed copy, also of a weight that it shares
+            for module in self.model.modules():
+                if isinstance(module, VocabParallelEmbedding):
+                    module.quant_method.process_weights_after_loading(module)
+
+    def require_all(self) -> None:
+        """Raises: ValueError where a weight of the model's did not come."""
+        if self.came is not None and (missing := sorted((self.own or set()) - self.came)):
+            raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
+
+    def shutdown(self) -> None:
+        """Does nothing."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Is of the trainer's side, which versions before 0.32 want to see here.  Raises: NotImplementedError."""
+        raise NotImplementedError
+
+
+with suppress(ValueError):  # it is registered, as in a process that was forked
+    WeightTransferEngineFactory.register_engine("whet_plain", PartTransfer)

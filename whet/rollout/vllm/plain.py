@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain mode of the engine `vllm`: public flags and calls alone, for every version of vLLM but the pinned one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from whet.errors import ConfigError
+from whet.keyed import key
+from whet.rollout.planned import Sampling
+from whet.rollout.protocol import Request
+from whet.rollout.servers.environment import Environment
+
+OFF: Mapping[str, tuple[object, ...]] = {  # values with which vLLM's processed log-probs are log_softmax(logits / T)
+    "top_p": (1,),
+    "top_k": (0,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "bad_words": ((), []),
+    "allowed_token_ids": (None,),
+}
+SCALE_OUT = ("entrypoints/**/cli_args.py", "enable_scale_out")  # versions that want the flag for /inference/v1/generate
+STOP_REASON = ("entrypoints/scale_out/token_in_token_out/protocol.py", "stop_reason")  # versions that tell the string
+GENERATED = "vllm:generation_tokens_total"
+INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=false"
+
+
+def check_options(found: Environment, options: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for an option that the plain mode does not have."""
+    for name, value, default in (("adapter", True, "false"), ("on_new_weights", "keep", "recompute")):
+        if options[name] == value:
+            raise ConfigError(
+                f"rollout.engine.options.{name}={str(value).lower()} needs additions to vLLM, and {found.python} "
+                f"with {found.version} has none; set it to {default}, {INSTEAD}"
+            )
+
+
+def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
+    """Returns the engine arguments of the plain mode, or without `found` those for whet's additions."""
+    name, backend, mode = ("vllm", "whet", "raw") if found is None else ("transfer", "whet_plain", "processed")
+    arguments = {"worker_extension_cls": f"whet_{name}.Extension", "weight_transfer_config": {"backend": backend}}
+    # pixel values come normalized; vLLM's own processor leaves that to the tower
+    images = {"mm_device_do_normalize": False} if sees and found is None else {}
+    return {**arguments, "logprobs_mode": f"{mode}_logprobs", **images}
+
+
+def without(found: Environment) -> str:
+    """Returns the warning of a run in plain mode."""
+    return (
+        f"vLLM {found.version} samples in plain mode, by its public flags and calls. It does without what needs whet's "
+        f"additions to {found.package.version}: draws of the native engine (a request has a seed of vLLM's, on a CPU "
+        "none), on_new_weights=keep, adapter=true, images, penalties, bad words, and top_p, top_k, min_p and "
+        "allowed_token_ids. Running requests are ended and sent again where weights change"
+    )
+
+
+def plainly_refused(sampling: Sampling, found: Environment) -> str | None:
+    """Returns the parameter with which the plain mode would give other log-probs, and what to change."""
+    given = {name: vars(sampling)[name] for name in OFF}
+    if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
+        return f"{name}={given[name]} changes the log-probs that vLLM gives in plain mode; leave it out, {INSTEAD}"
+    if len(sampling.stop) > 1 and not found.mentions(*STOP_REASON):
+        return (
+            f"stop has {len(sampling.stop)} strings, and vLLM {found.version} does not tell which of them ended a "
+            f"response; give one, {INSTEAD}"
+        )
+    return None
+
+
+def seed_of(request: Request) -> int:
+    """Returns the seed of a request; another one where it is sent again behind tokens that it has."""
+    return key(request.key, "vllm", len(request.sampled_ids))
+
+
+def generated(metrics: str) -> int:
+    """Returns the number of tokens that a server has sampled, from its /metrics."""
+    return sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(GENERATED))
