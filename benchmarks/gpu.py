@@ -73,7 +73,9 @@ ALONE: Mapping[str, Part] = {
     "seven": Part("sampling and update of 7B", 290.0, (*CARD, "sample:7b", "update:7b:checkpoints:narrow")),
     "waits": Part("where the host waits for the device", 120.0, (*CARD, "waits:0.5b")),
     "invariant": Part(
-        "`batch_invariant` beside the usual way", 240.0, ("-m", "benchmarks.workers.card_invariant", "0.5b")
+        "`batch_invariant` beside the usual way",
+        240.0,
+        ("-m", "benchmarks.workers.card_invariant", "0.5b", "--out", "FIGURES"),
     ),
     "start": Part("`whet train` to the end of its first step", 240.0, (*STEP, "start:cold", "start:warm")),
     "trl": Part("a GRPO step beside TRL (WHET_TRL_VENV)", 300.0, (*STEP, "step:0.5b")),

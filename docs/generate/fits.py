@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workers import card
+from docs.generate import gpu
 from whet.config import TrainConfig, load_config
 from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
 from whet.engines.role import RoleSettings
@@ -74,6 +75,7 @@ cache is freed while models train). Micro-batches and cache have no size that is
 
 A cell has the memory that each card needs with a cache of 1 GiB, the tokens of a micro-batch, and the cache that the
 card has room for; - is a run that does not fit. A card has less than its name says; counted are {cards} GiB.
+{gpus}
 
 - all weights: `model.dtype=bfloat16`, float32 master weights and AdamW's two moments in float32
 - compact: `actor.optim.weight_rounding=stochastic actor.optim.state_dtype=int8`
@@ -114,7 +116,9 @@ NOTES = """\
 def page(_: str = "") -> str:
     """The whole page."""
     cards = ", ".join(f"{CARDS[name]} of {name}" for name in SHOWN)
-    parts = [HEAD.format(cards=cards)]
+    parts = [
+        HEAD.format(cards=cards, gpus=f"Cards: <!-- gpu -->{gpu.sentence(gpu.records(), 'fits.md')}<!-- end of gpu -->")
+    ]
     for name in SHOWN:
         rows = {size: [cell(size, changes, name) for changes in COLUMNS.values()] for size in SIZES}
         parts += [f"## A card of {name} GB\n\n", table(["model", *COLUMNS], rows), "\n"]

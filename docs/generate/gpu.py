@@ -22,6 +22,7 @@ STATED = (
     "migrating.md",
     "serving.md",
     "tuning.md",
+    "fits.md",
     "planning.md",
     "install.md",
     "zh/index.md",
@@ -124,7 +125,7 @@ def sentence(found: Sequence[Mapping[str, Any]], name: str) -> str:
     rate, share, card = min(both, key=lambda each: each[2])
     page = {"..": "docs/gpu.md", "zh": "../gpu.md"}.get(name.partition("/")[0], "gpu.md")
     words = WORDS["zh" if name.startswith("zh/") else "en"]
-    return words.format(rate=round(rate, -3), share=100 * share, card=card, page=page)
+    return words.format(rate=int(round(rate, -3)), share=100 * share, card=card, page=page)
 
 
 def page(written: str, found: Sequence[Mapping[str, Any]] | None = None) -> str:
