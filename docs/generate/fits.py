@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workers import card
+from benchmarks.workers.card import PPO
+from benchmarks.workers.card_models import config_of, vocabulary
 from docs.generate import gpu
 from whet.config import TrainConfig, load_config
 from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
@@ -195,19 +196,15 @@ def measured(work: str) -> list[str]:
 def on_card(work: str) -> int:
     """The planned peak of tensors of a part of `benchmarks.workers.card`."""
     kind, size, *rest = work.split(":")
-    hidden, layers, heads, kv_heads, inner = card.SHAPES[size]
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": card.VOCABULARY}
-    config |= {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner}
-    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": True}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        config_of(size).save_pretrained(folder)
         settings = (folder, EngineConfig(), "bfloat16", None, OptimConfig(lr=1e-6), 1.0)
         role = RoleSettings(*settings, gradient_checkpointing="checkpoints" in rest)  # type: ignore[arg-type]
         model = Outline(role, on_device=True)
         if kind == "sample":
             logits = 512 * bytes_per_logit(RolloutConfig(), 2) + 64 * 2
-            return 2 * model.num_weights + 16 * 2**30 + int(logits) * card.VOCABULARY
-        taken = model.update_bytes([RowLength(0, 0, 16_384)], card.PPO.needs, accumulates=True)
+            return 2 * model.num_weights + 16 * 2**30 + int(logits) * vocabulary(size)
+        taken = model.update_bytes([RowLength(0, 0, 16_384)], PPO.needs, accumulates=True)
         return model.weight_bytes + model.moment_bytes + taken.total()
 
 
