@@ -75,7 +75,7 @@ ALONE: Mapping[str, Part] = {
     "invariant": Part(
         "`batch_invariant` beside the usual way",
         240.0,
-        ("-m", "benchmarks.workers.card_invariant", "0.5b", "--out", "FIGURES"),
+        ("-m", "benchmarks.workers.card_invariant", "invariant:0.5b", "--out", "FIGURES"),
     ),
     "start": Part("`whet train` to the end of its first step", 240.0, (*STEP, "start:cold", "start:warm")),
     "trl": Part("a GRPO step beside TRL (WHET_TRL_VENV)", 300.0, (*STEP, "step:0.5b")),

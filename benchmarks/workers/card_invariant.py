@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `batch_invariant` costs on this card, and what it gives: the same requests and updates with it and without.
 
-    python -m benchmarks.workers.card_invariant 0.5b [--out FILE]
+    python -m benchmarks.workers.card_invariant invariant:0.5b [--out FILE]
 
 Prints, and appends to FILE as lines of JSON: tokens a second of sampling and of updates, times the seconds of the plain
 way; the share of requests whose tokens and log-probs have the same bits alone and among others; and the largest gap
@@ -42,17 +42,17 @@ def measure(size: str, report: card.Report, prompts: int = 64, n: int = 8, cache
         for turn in range(1 + TURNS):  # the first compiles and records
             taken, done = card.timed(lambda s=sampler, m=made: generate(s, m))
             rates += [taken] if turn else []
-        part = f"invariant:{size}:{'fixed' if fixed else 'plain'}"
+        part, kind = f"invariant:{size}", "" if fixed else "plain_"
         gap, batch = compared(trainer, made, done)
-        report(part, gap=gap, same_alone=same_alone(sampler, made, done))
+        report(part, **{f"{kind}gap_millionths": 1e6 * gap, f"{kind}same_alone": same_alone(sampler, made, done)})
         for turn in range(1 + TURNS):
             taken, _ = card.timed(lambda t=trainer, b=batch: t.update(b, card.PPO))
             updates += [taken] if turn else []
         now = {"sample": median(rates), "update": median(updates)}
         tokens = {"sample": sum(len(each.token_ids) for each in done), "update": int(batch["attention_mask"].sum())}
         for name, taken in now.items():
-            times = {"times_plain": taken / seconds[name]} if fixed else {}
-            report(f"{part}:{name}", seconds=taken, tokens_per_second=tokens[name] / taken, **times)
+            found = {f"{kind}{name}_tokens_per_second": tokens[name] / taken}
+            report(part, **found, **({f"{name}_times_plain": taken / seconds[name]} if fixed else {}))
         seconds = now
         del trainer, sampler
         gc.collect()
@@ -115,8 +115,8 @@ def same_alone(sampler: NativeEngine, made: Sequence[Request], done: Sequence[Co
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("sizes", nargs="+")
+    parser.add_argument("parts", nargs="+", help="invariant:SIZE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    for each in options.sizes:
-        measure(each, card.Report(options.out, time.perf_counter()))
+    for each in options.parts:
+        measure(each.partition(":")[2], card.Report(options.out, time.perf_counter()))

@@ -69,6 +69,22 @@ FIGURES = (
         "update:0.5b:checkpoints", "times_without", "gradient checkpointing, times the seconds without", "1.3", TIMES
     ),
     Figure("log_probs:0.5b", "mfu", "log-probs, 0.5B, MFU", "35 %", PERCENT),
+    Figure(
+        "invariant:0.5b",
+        "sample_times_plain",
+        "sampling with `batch_invariant`, times the seconds without",
+        "2",
+        TIMES,
+    ),
+    Figure("invariant:0.5b", "update_times_plain", "an update with it, times the seconds without", "2", TIMES),
+    Figure(
+        "invariant:0.5b",
+        "gap_millionths",
+        "largest gap between log-probs of sampling and training with it, in millionths",
+        "0",
+        TIMES,
+    ),
+    Figure("invariant:0.5b", "plain_gap_millionths", "the same without it", "", TIMES),
     Figure("step:0.5b", "times_trl", "a GRPO step, 0.5B, times TRL's rate", "2", TIMES),
     Figure("step:1.5b", "times_trl", "a GRPO step, 1.5B, times TRL's rate", "2", TIMES),
     Figure("update:0.5b", "first_seconds", "first update, nearly all of it compiling", "", SECONDS),

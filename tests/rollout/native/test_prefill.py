@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import Recorder, install
 from whet.models.load import load_policy
-from whet.rollout.native import columns, graphs, prefill
+from whet.rollout.native import columns, graphs, prefill, scheduler
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.native.prefill import Stretch, by_tokens
-from whet.rollout.native.scheduler import SharedPrompt
+from whet.rollout.native.scheduler import SharedPrompt, Stretch, by_tokens
 from whet.rollout.protocol import Request, SamplingParams, generate
 
 NEAR = 5e-5
@@ -47,7 +46,7 @@ def stretch(tokens: int, start: int = 0) -> Stretch:
 
 
 def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 32)
     given = [stretch(5), stretch(70, start=3), stretch(20), stretch(1)]
     whole = [[len(each.token_ids) for each in batch] for batch in by_tokens(given, in_parts=False)]
     assert whole == [[5], [70], [20, 1]]
@@ -86,7 +85,7 @@ def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch:
     expected = [sampled(model, made), sampled(model, resumed)]
     install(monkeypatch)
     monkeypatch.setattr(prefill, "SIZES", (32, 64))
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 64)
     suite.assert_same_but_for_rounding(sampled(model, made), expected[0], NEAR)
     suite.assert_same_but_for_rounding(sampled(model, resumed), expected[1], NEAR)
 

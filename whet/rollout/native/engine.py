@@ -29,9 +29,9 @@ from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.columns import MIN_ROWS, Columns, DeviceColumns, Forward, HostColumns, padded, rectangular
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.prefill import PREFILL_TOKENS, Prefill, Stretch, by_tokens
+from whet.rollout.native.prefill import Prefill
 from whet.rollout.native.running import Running
-from whet.rollout.native.scheduler import ScheduledRequest, Scheduler
+from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 

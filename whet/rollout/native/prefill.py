@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,46 +12,12 @@ import torch.nn.functional as F
 from whet.devices import moved
 from whet.models.attention import key_value_heads
 from whet.models.packing import tile_tokens, tiles_of
-from whet.models.positions import patches
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.columns import DeviceBatch, DeviceColumns, Forward, has_kernels, rectangular
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.scheduler import SharedPrompt
-from whet.types import Media
+from whet.rollout.native.scheduler import SHARE, Stretch
 
 SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of a batch that is recorded
-PREFILL_TOKENS = SIZES[-1]  # computed together
-SHARE = 16  # a size has room for so many times fewer sequences
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Tokens to be computed that lie one after the other in one sequence."""
-
-    token_ids: Sequence[int]
-    start: int  # where the first one stands
-    blocks: list[int]  # of the sequence
-    prompt: SharedPrompt  # that it begins with
-    is_last: bool = True  # no other part of a longer one follows
-
-    @property
-    def rotary(self) -> torch.Tensor:
-        """[3, n] the positions of its tokens."""
-        end, known = self.start + len(self.token_ids), self.prompt.rotary
-        places = torch.arange(self.start, end).expand(3, -1)
-        if known is None:
-            return places
-        inside = known[:, self.start : end]
-        return torch.cat([inside, places[:, inside.shape[1] :] + self.prompt.shift], 1)
-
-    @property
-    def media(self) -> Iterator[tuple[Media, slice]]:
-        """The media whose patches are among its tokens, with those of them that are."""
-        end, media = self.start + len(self.token_ids), self.prompt.request.media
-        for each, places in zip(media, patches(self.prompt.token_ids, media), strict=True):
-            first, last = bisect_left(places, self.start), bisect_left(places, end)
-            if first < last:
-                yield each, slice(first, last)
 
 
 class Prefill:
@@ -61,8 +25,8 @@ class Prefill:
 
     def __init__(self, columns: DeviceColumns, tile: int) -> None:
         self.graphs, self.device, self.tile = columns.graphs, columns.device, tile
-        self._numbers = torch.zeros(sum(self._parts(PREFILL_TOKENS)), dtype=torch.int64, device=self.device)
-        self._tables = torch.zeros_like(columns.tables[:1]).repeat(PREFILL_TOKENS // SHARE, 1)
+        self._numbers = torch.zeros(sum(self._parts(SIZES[-1])), dtype=torch.int64, device=self.device)
+        self._tables = torch.zeros_like(columns.tables[:1]).repeat(SIZES[-1] // SHARE, 1)
 
     @classmethod
     def of(cls, columns: DeviceColumns, config: Any) -> Prefill | None:
@@ -77,7 +41,7 @@ class Prefill:
     def logits(
         self, forward: Forward, cache: BlockCache, stretches: Sequence[Stretch], seen: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Fills the blocks of at most PREFILL_TOKENS tokens.  Returns the logits after each stretch [S, V]."""
+        """Fills the blocks of at most SIZES[-1] tokens.  Returns the logits after each stretch [S, V]."""
         count, tables = len(stretches), rectangular([each.blocks for each in stretches])
         lengths = torch.tensor([len(each.token_ids) for each in stretches])
         starts, rows = torch.tensor([each.start for each in stretches]), torch.arange(count)
@@ -107,24 +71,3 @@ class Prefill:
 
         found = self.graphs.run(("prefill", size), step) if axes is None and not seen else step()
         return found[:count].clone()  # what was recorded writes its result there again
-
-
-def by_tokens(stretches: Sequence[Stretch], *, in_parts: bool) -> Iterator[list[Stretch]]:
-    """Stretches in batches of at most PREFILL_TOKENS tokens, or one; `in_parts` longer ones are cut, and a batch has
-    no more of them than a size has room for."""
-    batch, step = list[Stretch](), PREFILL_TOKENS
-    if in_parts:
-        stretches = [
-            Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))
-            for each in stretches
-            for ids in [each.token_ids]
-            for at in range(0, len(ids), step)
-        ]
-    for stretch in stretches:
-        tokens = sum(len(each.token_ids) for each in [*batch, stretch])
-        if batch and (tokens > step or (in_parts and len(batch) == step // SHARE)):
-            yield batch
-            batch = []
-        batch.append(stretch)
-    if batch:
-        yield batch

@@ -7,22 +7,26 @@ tokens, and are computed again (as vLLM's recompute preemption): first in, first
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from whet.errors import EngineError
-from whet.models.positions import next_position, rotary_positions
+from whet.models.positions import next_position, patches, rotary_positions
 from whet.rollout.in_process import LiveRequest
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.protocol import Identity, Request
+from whet.types import Media
 
 # A request starts, or goes on, only where every running one finds this many more blocks, up to those that its longest
 # response takes: without any, new work is thrown away again; with all, the worst case is reserved.
 HEADROOM_BLOCKS = 1
+PREFILL_TOKENS = 4096  # of prompts that are computed together
+SHARE = 16  # where batches have few sizes, they have room for so many times fewer sequences
 
 
 @dataclass(eq=False)
@@ -57,6 +61,36 @@ class SharedPrompt:
     def partial_block(self) -> list[int]:
         """The last, partly filled block, while there are requests to start from it."""
         return self.blocks[self.num_full :]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens to be computed that lie one after the other in one sequence."""
+
+    token_ids: Sequence[int]
+    start: int  # where the first one stands
+    blocks: list[int]  # of the sequence
+    prompt: SharedPrompt  # that it begins with
+    is_last: bool = True  # no other part of a longer one follows
+
+    @property
+    def rotary(self) -> torch.Tensor:
+        """[3, n] the positions of its tokens."""
+        end, known = self.start + len(self.token_ids), self.prompt.rotary
+        places = torch.arange(self.start, end).expand(3, -1)
+        if known is None:
+            return places
+        inside = known[:, self.start : end]
+        return torch.cat([inside, places[:, inside.shape[1] :] + self.prompt.shift], 1)
+
+    @property
+    def media(self) -> Iterator[tuple[Media, slice]]:
+        """The media whose patches are among its tokens, with those of them that are."""
+        end, media = self.start + len(self.token_ids), self.prompt.request.media
+        for each, places in zip(media, patches(self.prompt.token_ids, media), strict=True):
+            first, last = bisect_left(places, self.start), bisect_left(places, end)
+            if first < last:
+                yield each, slice(first, last)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -234,3 +268,24 @@ class Scheduler:
     def _release(self, prompt: SharedPrompt) -> None:
         self.cache.release(prompt.blocks)
         prompt.blocks, prompt.logits = [], None
+
+
+def by_tokens(stretches: Sequence[Stretch], *, in_parts: bool) -> Iterator[list[Stretch]]:
+    """Stretches in batches of at most PREFILL_TOKENS tokens, or one; `in_parts` longer ones are cut, and a batch has
+    no more of them than a size has room for."""
+    batch, step = list[Stretch](), PREFILL_TOKENS
+    if in_parts:
+        stretches = [
+            Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))
+            for each in stretches
+            for ids in [each.token_ids]
+            for at in range(0, len(ids), step)
+        ]
+    for stretch in stretches:
+        tokens = sum(len(each.token_ids) for each in [*batch, stretch])
+        if batch and (tokens > step or (in_parts and len(batch) == step // SHARE)):
+            yield batch
+            batch = []
+        batch.append(stretch)
+    if batch:
+        yield batch
