@@ -89,7 +89,7 @@ ALONE: Mapping[str, Part] = {
     "vllm_run": Part(
         "GRPO with vLLM beside the trainer, weights by handles (WHET_VLLM_PYTHON)",
         300.0,
-        ("-m", "benchmarks.workers.device_vllm", "FOLDER"),
+        ("-m", "benchmarks.workers.device_vllm", "FOLDER", "--out", "FIGURES"),
     ),
 }
 THREADS = {"OMP_NUM_THREADS": "2"}  # of a process on the host, several of which run side by side

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO with vLLM beside the trainer on one accelerator, which take turns on it, and the same with the native engine:
-`FOLDER`. Weights go to vLLM by handles of the accelerator's memory (weight_transfer=ipc), and vLLM sleeps meanwhile.
+`FOLDER [--out FILE]`. Weights go to vLLM by handles of the accelerator's memory (weight_transfer=ipc), and vLLM sleeps
+while the trainer computes.
 
 vLLM is that of $WHET_VLLM_PYTHON or .venv-vllm, else a folder of packages for this interpreter: $WHET_VLLM_SITE, or
 .dev/site-vllm. On a machine without an accelerator a smaller model takes the same way, but for handles and sleep.
@@ -8,6 +9,7 @@ vLLM is that of $WHET_VLLM_PYTHON or .venv-vllm, else a folder of packages for t
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -17,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.competitor import ROOT
+from benchmarks.workers.card_models import add
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError
@@ -30,17 +33,17 @@ STEPS = 4  # the first is not counted
 PROMPTS, N, TOKENS = 16, 8, 256
 ON_HOST = {"size": "nano", "tokens": 32, "dtype": "float32"}
 ON_DEVICE = {"size": "base", "tokens": TOKENS, "dtype": "bfloat16"}
-COLUMNS = {"gap, mean": "correction/abs_mean", "gap, most": "correction/abs_max"}
-TIMES = {"step, s": "time/step", "rollout, s": "time/rollout", "sync, s": "time/sync"}
+GAPS, TIMES = ("mean", "max"), ("step", "rollout", "sync")
 WRAPPER = """\
 #!/bin/sh
 PYTHONPATH="{site}${{PYTHONPATH:+:$PYTHONPATH}}" VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 exec "{python}" "$@"
 """
 
 
-def main(folder: Path) -> None:
-    """Prints a line for each engine: the medians of the steps but the first, the largest gap of all."""
+def main(folder: Path, out: Path | None = None) -> None:
+    """Measures each engine: the medians of the steps but the first, the largest gap of all."""
     logging.basicConfig(level=logging.WARNING)
+    folder = folder.absolute()
     python = interpreter(folder)
     found = find_environment(PACKAGE, python)
     print(f"vLLM {found.version}{' in plain mode' if found.other else ''}\n", flush=True)
@@ -49,15 +52,14 @@ def main(folder: Path) -> None:
     shared = {"python": python, "weight_transfer": "ipc", "restarts": 0, "kv_cache_bytes": 2**32}
     if shape is ON_HOST:
         shared |= {"kv_cache_bytes": 2**26, "threads": 1}
-    print(f"| engine | {' | '.join([*COLUMNS, *TIMES])} |\n|---|{'---|' * (len(COLUMNS) + len(TIMES))}")
     for engine, options in (("vllm", shared), ("native", {})):
         run_dir = folder / engine
         trained(folder / "model", run_dir, shape, engine, options)
-        numbers = [line for line in read_records(run_dir / "metrics.jsonl") if COLUMNS["gap, mean"] in line]
+        numbers = [line for line in read_records(run_dir / "metrics.jsonl") if "correction/abs_mean" in line]
         times = [line for line in read_records(run_dir / "timings.jsonl") if "time/sync" in line][1:]
-        mean, most = (max(line[name] for line in numbers) for name in COLUMNS.values())
-        seconds = [median(line.get(name, 0.0) for line in times) for name in TIMES.values()]
-        print(f"| {engine} | {mean:.2e} | {most:.2e} | {' | '.join(f'{each:.3f}' for each in seconds)} |", flush=True)
+        figures = {f"{name}_seconds": median(line.get(f"time/{name}", 0.0) for line in times) for name in TIMES}
+        gaps = {f"gap_{name}": max(line[f"correction/abs_{name}"] for line in numbers) for name in GAPS}
+        add(out, f"train:{engine}", **gaps, **{name: round(each, 3) for name, each in figures.items()})
 
 
 def interpreter(folder: Path) -> str | None:
@@ -107,4 +109,7 @@ def _sevens(solution_str: str) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    main(**vars(parser.parse_args()))
