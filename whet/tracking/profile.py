@@ -277,7 +277,7 @@ def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
     `device` now. Empty without an accelerator."""
     found = dict[str, float]()
     with suppress(RuntimeError):  # MPS does not count
-        if devices.count() and (peak := torch.accelerator.max_memory_allocated()):
+        if torch.accelerator.is_available() and (peak := torch.accelerator.max_memory_allocated()):
             found["accelerator_gib"] = peak / GIB
     if found or not (device is None or device == devices.HOST):
         with suppress(Exception):  # other people's libraries, which may not be there

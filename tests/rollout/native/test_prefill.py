@@ -16,6 +16,7 @@ from tests.rollout.standin import Recorder, install
 from whet.models.load import load_policy
 from whet.rollout.native import columns, graphs, prefill, scheduler
 from whet.rollout.native.engine import NativeEngine
+from whet.rollout.native.prefill import in_parts
 from whet.rollout.native.scheduler import SharedPrompt, Stretch, by_tokens
 from whet.rollout.protocol import Request, SamplingParams, generate
 
@@ -48,11 +49,11 @@ def stretch(tokens: int, start: int = 0) -> Stretch:
 def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 32)
     given = [stretch(5), stretch(70, start=3), stretch(20), stretch(1)]
-    whole = [[len(each.token_ids) for each in batch] for batch in by_tokens(given, in_parts=False)]
+    whole = [[len(each.token_ids) for each in batch] for batch in by_tokens(given)]
     assert whole == [[5], [70], [20, 1]]
     parts = [
         [(each.token_ids[0], len(each.token_ids), each.start, each.is_last) for each in batch]
-        for batch in by_tokens(given, in_parts=True)  # a batch of 32 tokens has room for two sequences
+        for batch in in_parts(given)  # a batch of 32 tokens has room for two sequences
     ]
     assert parts == [
         [(0, 5, 0, True)], [(3, 32, 3, False)], [(35, 32, 35, False)], [(67, 6, 67, True), (0, 20, 0, True)],

@@ -29,11 +29,12 @@ from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.columns import MIN_ROWS, Columns, DeviceColumns, Forward, HostColumns, padded, rectangular
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.prefill import Prefill
+from whet.rollout.native.prefill import Prefill, in_parts
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.types import Media
 
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
 
@@ -156,8 +157,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _columns_on(self, module: PreTrainedModel) -> Columns:
         """The columns of slots, on the device of the module, for addresses as they are now."""
-        if not is_stepwise(module.device):
-            return HostColumns()
+        return self._device_columns(module) if is_stepwise(module.device) else HostColumns()
+
+    def _device_columns(self, module: PreTrainedModel) -> Columns:
         if not isinstance(self._columns, DeviceColumns):
             config = module.config.get_text_config()
             width = blocks_for(config.max_position_embeddings)
@@ -230,7 +232,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _compute(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
         """Fills the blocks of the stretches.  Returns the logits after each."""
-        batches = by_tokens(stretches, in_parts=self._prompts is not None)
+        batches = by_tokens(stretches) if self._prompts is None else in_parts(stretches)
         pairs = (pair for batch in batches for pair in zip(batch, self._compute_batch(batch), strict=True))
         return [after for stretch, after in pairs if stretch.is_last]
 
@@ -259,8 +261,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
         """Arguments of the model's forward for the media of stretches, each encoded once for a version of the tower."""
         parts = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
+        return self._encoded(parts) if parts else {}
+
+    def _encoded(self, parts: Sequence[tuple[Media, slice]]) -> Mapping[str, Any]:
         module = self.policy.require()
-        vision = vision_of(module) if parts else None
+        vision = vision_of(module)
         if vision is None:
             return {}
         if self._tower is None or self._tower[0] != self.policy.version:
@@ -299,14 +304,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _require_cache(self) -> tuple[BlockCache, Prefixes]:
         if self._cache is None or self._prefixes is None:
-            module = self.policy.require()
-            config, budget = module.config.get_text_config(), self._budget(module)
-            by_head = is_stepwise(module.device)
-            self._cache = BlockCache(
-                config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head
-            )
+            self._cache = self._new_cache(self.policy.require())
             self._prefixes = Prefixes(self._cache)
         return self._cache, self._prefixes
+
+    def _new_cache(self, module: PreTrainedModel) -> BlockCache:
+        config, budget, by_head = module.config.get_text_config(), self._budget(module), is_stepwise(module.device)
+        return BlockCache(config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head)
 
 
 def is_stepwise(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from whet.devices import moved
 from whet.models.attention import key_value_heads
 from whet.models.packing import tile_tokens, tiles_of
+from whet.rollout.native import scheduler
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.columns import DeviceBatch, DeviceColumns, Forward, has_kernels, rectangular
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.scheduler import SHARE, Stretch
+from whet.rollout.native.scheduler import Stretch, by_tokens
 
 SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of a batch that is recorded
+SHARE = 16  # it has room for so many times fewer stretches
 
 
 class Prefill:
@@ -71,3 +73,15 @@ class Prefill:
 
         found = self.graphs.run(("prefill", size), step) if axes is None and not seen else step()
         return found[:count].clone()  # what was recorded writes its result there again
+
+
+def in_parts(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    """Batches of stretches that a size has room for, of which longer ones are cut."""
+    step = scheduler.PREFILL_TOKENS
+    parts = [
+        Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))
+        for each in stretches
+        for ids in [each.token_ids]
+        for at in range(0, len(ids), step)
+    ]
+    return by_tokens(parts, step // SHARE)

@@ -7,6 +7,7 @@ tokens, and are computed again (as vLLM's recompute preemption): first in, first
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,6 @@ from whet.types import Media
 # response takes: without any, new work is thrown away again; with all, the worst case is reserved.
 HEADROOM_BLOCKS = 1
 PREFILL_TOKENS = 4096  # of prompts that are computed together
-SHARE = 16  # where batches have few sizes, they have room for so many times fewer sequences
 
 
 @dataclass(eq=False)
@@ -270,22 +270,14 @@ class Scheduler:
         prompt.blocks, prompt.logits = [], None
 
 
-def by_tokens(stretches: Sequence[Stretch], *, in_parts: bool) -> Iterator[list[Stretch]]:
-    """Stretches in batches of at most PREFILL_TOKENS tokens, or one; `in_parts` longer ones are cut, and a batch has
-    no more of them than a size has room for."""
-    batch, step = list[Stretch](), PREFILL_TOKENS
-    if in_parts:
-        stretches = [
-            Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))
-            for each in stretches
-            for ids in [each.token_ids]
-            for at in range(0, len(ids), step)
-        ]
+def by_tokens(stretches: Sequence[Stretch], most: float = math.inf) -> Iterator[list[Stretch]]:
+    """Stretches in batches of at most PREFILL_TOKENS tokens, or one, and of at most `most` of them."""
+    batch, tokens = list[Stretch](), 0
     for stretch in stretches:
-        tokens = sum(len(each.token_ids) for each in [*batch, stretch])
-        if batch and (tokens > step or (in_parts and len(batch) == step // SHARE)):
+        tokens += len(stretch.token_ids)
+        if batch and (tokens > PREFILL_TOKENS or len(batch) == most):
             yield batch
-            batch = []
+            batch, tokens = [], len(stretch.token_ids)
         batch.append(stretch)
     if batch:
         yield batch
