@@ -146,7 +146,7 @@ def test_a_device_that_only_a_program_below_uses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(profile, "by_driver", {device: (0.4, 3 * 2**30), None: (0.5, 4 * 2**30)}.__getitem__)
     assert profile.accelerator_use(device) == {"accelerator_gib": 3.0, "accelerator_use": 0.4}
     assert os.getpid() in profile._processes("rank")["rank"]
-    monkeypatch.setattr(devices, "count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 2**30)  # it has tensors itself
     assert profile.accelerator_use(device) == {"accelerator_gib": 1.0, "accelerator_use": 0.4}
     assert profile.accelerator_use() == {"accelerator_gib": 1.0, "accelerator_use": 0.5}

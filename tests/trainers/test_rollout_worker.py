@@ -24,7 +24,7 @@ from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import WeightSyncError, WorkerError
-from whet.models.load import load_policy
+from whet.models.load import cast_weights, load_policy
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Finished, Request, generate
@@ -93,7 +93,7 @@ def check(config: TrainConfig, actor: WorkerGroup, rollout: WorkerGroup, model_f
         with torch.no_grad():
             for name, weight in own.named_parameters():
                 weight.copy_(actor.whole()[0][name])
-        own = own.to(dtype)  # type: ignore[arg-type]
+        cast_weights(own, dtype)
         expected = log_probs(own, batch())
         assert bool(expected.any())
         for found in rollout.log_probs(batch()):

@@ -102,7 +102,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
-    """What keeps a model from it, in words."""
+    """Names what keeps a model from it; empty where nothing does."""
     config, kind = model.config.get_text_config(), type(model).__name__
     if os.environ.get("TRITON_INTERPRET") != "1" and not runs_triton(device, f"{KEY} cannot be"):
         return f"needs an accelerator for which Triton compiles, and the model is on {device}"

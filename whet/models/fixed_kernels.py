@@ -99,7 +99,7 @@ def _product(
     x, weight, bias, out, rows, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x weight^T + bias, summed in one order over the depth."""
+    """Computes a tile of x weight^T + bias, summed in one order over the depth."""
     group = tl.program_id(0) // (GROUP * tl.cdiv(COLUMNS, N))  # tiles of rows that share what they read of the weight
     number = tl.program_id(0) % (GROUP * tl.cdiv(COLUMNS, N))
     together = tl.minimum(tl.cdiv(rows, M) - group * GROUP, GROUP)

@@ -270,7 +270,10 @@ def test_the_servers_arguments(start: Start, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(VLLMEngine, "launch", launch)
     start()
-    assert given["logprobs_mode"] == "processed_logprobs" and given["worker_extension_cls"] == "whet_transfer.Extension"
+    assert (
+        given["logprobs_mode"] == "processed_logprobs"
+        and given["worker_extension_cls"] == "whet_transfer.PlainExtension"
+    )
     assert given["weight_transfer_config"] == {"backend": "whet_plain"}
 
 

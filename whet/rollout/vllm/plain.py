@@ -40,8 +40,9 @@ def check_options(found: Environment, options: Mapping[str, Any]) -> None:
 
 def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
     """Returns the engine arguments of the plain mode, or without `found` those for whet's additions."""
-    name, backend, mode = ("vllm", "whet", "raw") if found is None else ("transfer", "whet_plain", "processed")
-    arguments = {"worker_extension_cls": f"whet_{name}.Extension", "weight_transfer_config": {"backend": backend}}
+    additions = "whet_vllm.Extension", "whet", "raw"
+    name, backend, mode = additions if found is None else ("whet_transfer.PlainExtension", "whet_plain", "processed")
+    arguments = {"worker_extension_cls": name, "weight_transfer_config": {"backend": backend}}
     # pixel values come normalized; vLLM's own processor leaves that to the tower
     images = {"mm_device_do_normalize": False} if sees and found is None else {}
     return {**arguments, "logprobs_mode": f"{mode}_logprobs", **images}

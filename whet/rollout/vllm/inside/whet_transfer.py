@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from whet_parts import weights_in
 
 
-class Extension:
+class PlainExtension:
     """Base class that vLLM adds to its worker."""
 
     def abandon_update(self) -> None:
@@ -45,7 +45,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     part: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
 
 
-class PartTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads weights under their checkpoint names, part by part, in the way in which vLLM reloads a model."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
@@ -95,4 +95,4 @@ class PartTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 with suppress(ValueError):  # it is registered, as in a process that was forked
-    WeightTransferEngineFactory.register_engine("whet_plain", PartTransfer)
+    WeightTransferEngineFactory.register_engine("whet_plain", PlainTransfer)

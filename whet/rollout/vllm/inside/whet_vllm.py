@@ -37,7 +37,7 @@ TOWERS = ("visual.", "model.vision_model.", "model.connector.")  # names of Qwen
 FEATURE_BYTES = 2**30  # of the host's memory, for features of images and videos
 
 
-class Extension(whet_transfer.Extension):
+class Extension(whet_transfer.PlainExtension):
     """Base class that vLLM adds to its worker; importing this module does the rest of the work."""
 
     model_runner: Any
@@ -54,7 +54,7 @@ class Extension(whet_transfer.Extension):
 # -- weights
 
 
-class PartTransfer(whet_transfer.PartTransfer):
+class PartTransfer(whet_transfer.PlainTransfer):
     """Loads weights part by part, on a CPU into the live model."""
 
     def start_weight_update(self) -> None:
