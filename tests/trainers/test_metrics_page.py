@@ -21,7 +21,6 @@ from torch import Tensor
 
 import whet
 from tests.algorithms.conftest import _make_batch
-from whet import devices
 from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
@@ -169,7 +168,7 @@ def of_verdicts() -> set[str]:
 def of_accelerators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The metrics of a machine with an accelerator, whose tensors took 3 GiB, busy for 40 %."""
     with monkeypatch.context() as patch:
-        patch.setattr(devices, "count", lambda: 1)
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
         patch.setattr(torch.accelerator, "max_memory_allocated", lambda: 3 * 2**30)
         patch.setattr(profile, "by_driver", lambda device: (0.4, 4 * 2**30))
         measured = SystemMeter().measure()
