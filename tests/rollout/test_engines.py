@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +180,20 @@ def test_different_sampling_in_one_batch(model: PreTrainedModel) -> None:
     assert [c.token_ids for c in generate(native, mixed)] == [c.token_ids for part in alone for c in part]
 
 
+def test_an_engine_that_nobody_holds_gives_its_cache_back_at_once(model: PreTrainedModel) -> None:
+    """Without a pass of the garbage collector, which does not see how large a cache is."""
+    native = NativeEngine()
+    native.attach(model, 0)
+    generate(native, [Request("a", (1, 2, 3), SamplingParams(2), 0)])
+    cache = weakref.ref(native._require_cache()[0])
+    gc.disable()
+    try:
+        del native
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
 def test_equal_prompts_are_computed_once(model: PreTrainedModel) -> None:
     native = NativeEngine()
     native.attach(model, 0)
@@ -189,7 +205,6 @@ def test_equal_prompts_are_computed_once(model: PreTrainedModel) -> None:
         return plain(ids, *rest)  # type: ignore[arg-type]
 
     native._forward = counted  # type: ignore[method-assign]
-    native._decode = counted
     prompt = tuple(range(3, 36))
     generate(native, [Request(str(key), prompt, SamplingParams(1), key) for key in range(20)])
     assert seen == [48]  # 33 tokens, padded to a multiple of 16, once for 20 requests; one token needs no decode step

@@ -73,7 +73,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
         self._prompts: Prefill | None = None  # where they are computed by kernels
-        self._decode: Forward = self._forward
+        self._compiled: Forward | None = None  # the decode step
         self._cache: BlockCache | None = None
         self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
@@ -116,13 +116,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if config._attn_implementation != NAME:
             raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
         self._form, self._tower = LogitForm.of(config), None
-        self._decode = self._forward
+        self._compiled = None
         if self.fixed:
             fix_tiles(module, module.device, self.dtype)
         elif is_stepwise(module.device) and self.compile_decode is not False:
             compile_layers(module)
         elif self.compile_decode:
-            self._decode = torch.compile(self._forward)
+            self._compiled = torch.compile(self._forward)
         self._columns, self._prompts, self._cache = HostColumns(), None, None
 
     def _take(self, request: Request) -> ScheduledRequest:
@@ -148,7 +148,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
                 self._read()
                 running.remove(preempted)
             if len(running):
-                running.decode(self._decode, scheduler.cache)
+                running.decode(self._compiled or self._forward, scheduler.cache)
         self._finish(running)
         done, self._ended = self._ended, []
         if len(done) == len(self.unfinished):
