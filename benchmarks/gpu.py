@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -131,26 +132,29 @@ def main(names: Sequence[str]) -> int:
 
 
 def run(name: str, part: Part, clock: Callable[[], float] = time.monotonic) -> Outcome:
-    """One part in a process of its own, ended when its time is over; its figures are those that it wrote until then."""
+    """One part in a process of its own, which ends when its time does; the figures that it wrote until then stay."""
     if part.python and part.python not in os.environ:
         return Outcome(name, 0.0, f"not run: {part.python} names no Python with its packages", "")
     with tempfile.TemporaryDirectory(prefix="whet-gpu-") as folder:
         file, start = Path(folder) / "figures.jsonl", clock()
         given = [each.replace("FOLDER", folder).replace("FIGURES", str(file)) for each in part.arguments]
+        process = subprocess.Popen(
+            [os.environ.get(part.python) or sys.executable, *given],
+            cwd=ROOT,
+            env={**THREADS, **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [os.environ.get(part.python) or sys.executable, *given],
-                cwd=ROOT,
-                env={**THREADS, **os.environ},
-                capture_output=True,
-                text=True,
-                timeout=part.seconds,
-                check=False,
-            )
-            ended, output = "ok" if done.returncode == 0 else f"failed with {done.returncode}", done.stdout
-            output += done.stderr if done.returncode else ""
-        except subprocess.TimeoutExpired as error:
-            ended, output = "cut off", (error.stdout or b"").decode(errors="replace")
+            output, told = process.communicate(timeout=part.seconds)
+            ended = "ok" if process.returncode == 0 else f"failed with {process.returncode}"
+            output += told if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with its servers and runs, which would keep the card
+            ended, (output, _) = "cut off", process.communicate()
         seconds, figures = clock() - start, dict[str, dict[str, Any]]()
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             found = json.loads(line)

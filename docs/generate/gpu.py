@@ -132,16 +132,13 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sentence(found: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The sentence for the page of this name, by the fastest card that has both figures."""
-    both: list[tuple[float, float, str]] = []
-    for each in found:
-        trained = next((x["mfu"] for x in found if x["part"] == "update:0.5b" and x["card"] == each["card"]), None)
-        if each["part"] == "sample:0.5b" and trained is not None:
-            both.append((each["tokens_per_second"], trained, card_name(each["card"])))
-    rate, share, card = min(both, key=lambda each: each[2])
+    """The sentence for the page of this name, about the first of the cards, by name, that has both figures."""
+    rates = {each["card"]: each["tokens_per_second"] for each in found if each["part"] == "sample:0.5b"}
+    shares = {each["card"]: 100 * each["mfu"] for each in found if each["part"] == "update:0.5b"}
+    card = min(rates.keys() & shares.keys())
     page = {"..": "docs/gpu.md", "zh": "../gpu.md"}.get(name.partition("/")[0], "gpu.md")
     words = WORDS["zh" if name.startswith("zh/") else "en"]
-    return words.format(rate=int(round(rate, -3)), share=100 * share, card=card, page=page)
+    return words.format(rate=int(round(rates[card], -3)), share=shares[card], card=card_name(card), page=page)
 
 
 def page(written: str, found: Sequence[Mapping[str, Any]] | None = None) -> str:

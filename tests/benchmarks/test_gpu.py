@@ -45,14 +45,23 @@ print('FOLDER', flush=True)
 """
 
 
+def state_of(pid: str) -> str:
+    """The letter of a process's state; empty where it is gone."""
+    file = Path("/proc", pid, "stat")
+    return file.read_text().rpartition(")")[2].split()[0] if file.exists() else ""
+
+
 def test_parts_are_run_and_cut_off_and_keep_what_they_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     well = gpu.run("one", Part("", 60.0, ("-c", WRITES), figure="one"))
     assert (well.ended, well.output, well.figures["sample"]) == ("ok", "FOLDER\n", {"rate": 2.0, "turns": 1})
     assert well.figures["one"]["seconds"] == round(well.seconds, 1)
     failed = gpu.run("two", Part("", 60.0, ("-c", "import sys; print('said'); sys.exit('why')"), figure="two"))
     assert (failed.ended, failed.output, failed.figures) == ("failed with 1", "said\nwhy\n", {})
-    cut = gpu.run("three", Part("", 4.0, ("-c", f"{WRITES}\nimport time; time.sleep(60)"), figure="three"))
-    assert (cut.ended, cut.output, cut.seconds < 30) == ("cut off", "FOLDER\n", True)
+    slow = WRITES + "import subprocess as s, time; print(s.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    cut = gpu.run("three", Part("", 4.0, ("-c", slow), figure="three"))
+    first, below = cut.output.splitlines()
+    assert (cut.ended, first, cut.seconds < 30) == ("cut off", "FOLDER", True)
+    assert state_of(below) in ("", "Z")  # its own processes end with it
     assert cut.figures == {"sample": {"rate": 2.0, "turns": 1}}
     monkeypatch.delenv("WHET_ELSEWHERE", raising=False)
     assert gpu.run("four", Part("", 9.0, ("-c", "1"), python="WHET_ELSEWHERE")).ended.startswith("not run")

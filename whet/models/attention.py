@@ -58,7 +58,7 @@ def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
-    """True for what FlashAttention takes: bfloat16, heads of at most 256 numbers, no cap on scores."""
+    """True where FlashAttention takes a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
     return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
 

@@ -49,7 +49,7 @@ class FixedRMSNorm(RMSNorm):
 
 
 class FixedEmbedding(nn.Embedding):
-    """An embedding whose rows are rounded, as those of a copy in bfloat16 are."""
+    """An embedding whose rows are rounded to bfloat16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """[...] -> [..., H] float32."""
@@ -102,7 +102,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
-    """Names what keeps a model from it; empty where nothing does."""
+    """Names the property that keeps a model from it; empty where none does."""
     config, kind = model.config.get_text_config(), type(model).__name__
     if os.environ.get("TRITON_INTERPRET") != "1" and not runs_triton(device, f"{KEY} cannot be"):
         return f"needs an accelerator for which Triton compiles, and the model is on {device}"

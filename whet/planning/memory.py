@@ -178,7 +178,7 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
-    """Bytes on an accelerator in passes of a role, by formulas: those beside activations, and those of a token."""
+    """Bytes on an accelerator in passes of a role, by formulas: beside activations, and of a token's activations."""
     model, spread, trains = setup.outlines[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
@@ -200,8 +200,8 @@ def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
 
 
 def cache_room(setup: Setup) -> CacheRoom | None:
-    """The room for the cache of keys and values beside what its process has on an accelerator; None on a host, and for
-    a cache of a size that is set. By formulas, as a traced plan takes too long for the start of a run."""
+    """The room for the cache of keys and values beside the other tensors of its process on an accelerator; None on a
+    host, and for a cache of a size that is set. By formulas, as a traced plan takes too long for the start of a run."""
     config = setup.config
     if not isinstance(config, TrainConfig) or setup.device is None:
         return None

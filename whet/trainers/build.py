@@ -293,7 +293,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """The workers, with what their accelerators have room for: tokens of a micro-batch, the rollout's cache."""
+    """The workers, with sizes that fit their accelerators: the tokens of a micro-batch, the rollout's cache."""
     plan = replace(plan, device=free_accelerator(plan.config.cluster))
     for spec in specs:
         if spec.cls is RolloutWorker:

@@ -23,7 +23,7 @@ SHARE = 16  # it has room for so many times fewer stretches
 
 
 class Prefill:
-    """Computes batches of stretches from columns that stay where they are; `graphs` are those of the decode steps."""
+    """Computes batches of stretches from columns that stay where they are; `graphs` hold the decode steps too."""
 
     def __init__(self, columns: DeviceColumns, tile: int) -> None:
         self.graphs, self.device, self.tile = columns.graphs, columns.device, tile

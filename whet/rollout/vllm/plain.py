@@ -39,7 +39,7 @@ def check_options(found: Environment, options: Mapping[str, Any]) -> None:
 
 
 def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
-    """Returns the engine arguments of the plain mode, or without `found` those for whet's additions."""
+    """Returns the engine arguments of the plain mode; without `found`, of whet's additions."""
     additions = "whet_vllm.Extension", "whet", "raw"
     name, backend, mode = additions if found is None else ("whet_transfer.PlainExtension", "whet_plain", "processed")
     arguments = {"worker_extension_cls": name, "weight_transfer_config": {"backend": backend}}
@@ -59,7 +59,7 @@ def without(found: Environment) -> str:
 
 
 def plainly_refused(sampling: Sampling, found: Environment) -> str | None:
-    """Returns the parameter with which the plain mode would give other log-probs, and what to change."""
+    """Returns the parameter with which the plain mode would give other log-probs, and the change to make."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
         return f"{name}={given[name]} changes the log-probs that vLLM gives in plain mode; leave it out, {INSTEAD}"
