@@ -22,6 +22,7 @@ from whet.trainers.build import train
 # A training and a rollout engine: the process that loads this file writes the names of its ranges beside it.
 STANDIN = """
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 import torch
@@ -41,7 +42,9 @@ class Trains(SingleEngine):
     pass
 
 class Samples(NativeEngine):
-    pass
+    def _step(self, module):
+        time.sleep(0.1)  # a batch takes longer than its update: each step of the run has some of the sampling
+        return super()._step(module)
 """
 APART = {"train": {"processes": 2, "roles": ["actor"]}, "sample": {"roles": ["rollout"]}}
 
