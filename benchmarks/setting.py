@@ -45,7 +45,7 @@ class Scale:
 FULL = Scale(
     size="tiny",
     num_layers=4,
-    rounds=7,
+    rounds=9,
     warm_up=2,
     is_thorough=True,
     rollout={

@@ -14,7 +14,7 @@ from whet.compiled import compiler
 from whet.models import linear
 from whet.models.linear import FastLinear, product, product_of_columns
 
-SHAPES = [(16, 1, 1), (17, 7, 5), (33, 130, 16), (64, 256, 70), (100, 193, 96), (97, 400, 31)]  # rows, depth, columns
+SHAPES = [(16, 1, 1), (17, 7, 5), (33, 130, 16), (64, 256, 70), (100, 193, 96), (97, 400, 31), (1537, 200, 337)]  # rows, depth, columns
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +79,11 @@ def test_values_and_gradients(rows: int, depth: int, columns: int, bias: bool) -
         close(own.bias.grad, other.bias.grad, rows)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rows", [100, 1300])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_equal_bits_alone_and_among_others_whatever_the_threads(threads: int) -> None:
-    """100 rows of 300 numbers with 700 columns are enough for several threads."""
-    x, weight = drawn(100, 300), drawn(700, 300)
+def test_a_row_has_equal_bits_alone_and_among_others_whatever_the_threads(threads: int, rows: int) -> None:
+    """100 rows are shared out by columns, 1,300 by rows, 384 of them at least for a thread."""
+    x, weight = drawn(rows, 300), drawn(700, 300)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -128,7 +128,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
     if not _has_kernel(x, weight):
         return reference(x, weight, eps, dtype)
     x, weight = x.contiguous(), weight.contiguous()
-    out, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    out, scale = torch.empty_like(x, dtype=dtype), torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
     _kernel("whet_rms_norm")(*_narrow(x, weight, out), *_at(x, weight, out, scale), *_sizes(x), eps)
     return out, scale
 
@@ -186,7 +186,7 @@ class _RMSNorm(torch.autograd.Function):
 def _has_kernel(*tensors: torch.Tensor) -> bool:
     """True where the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
     for each in tensors:
-        if each.dtype not in KERNEL_DTYPES or each.device.type != "cpu" or isinstance(each, FakeTensor):
+        if each.dtype not in KERNEL_DTYPES or not each.is_cpu or isinstance(each, FakeTensor):
             return False
     return not torch.compiler.is_compiling() and library(_SOURCE) is not None
 
@@ -210,7 +210,7 @@ def _kernel(name: str) -> ctypes._NamedFuncPointer:  # type: ignore[name-defined
 
 
 def _narrow(*tensors: torch.Tensor) -> list[int]:
-    return [int(each.dtype == torch.bfloat16) for each in tensors]
+    return [each.dtype is torch.bfloat16 for each in tensors]
 
 
 def _at(*tensors: torch.Tensor) -> list[int]:

@@ -22,7 +22,10 @@ constexpr int64_t ROWS = 6, PARTS = 2;     // 12 registers of sums, of 16; PARTS
 constexpr int64_t COLUMNS = PARTS * WIDTH;
 constexpr int64_t BLOCK = 192;             // of the depth, summed by itself: errors grow with the length of a sum
 constexpr int64_t CHUNK = 96;              // rows that a thread takes at a time
+constexpr int64_t TALL = 192;              // columns of x that a thread takes at a time
 constexpr int64_t FEW = 1 << 18;           // products that one thread does sooner than two
+constexpr int64_t MANY = 4 * CHUNK;        // rows of a thread from which on it packs all columns of its own
+constexpr int64_t HELD = 1 << 16;          // numbers of packed columns that stay near the processor beside the rows
 using part = float __attribute__((vector_size(4 * WIDTH)));
 
 inline part load(const float* from) {
@@ -126,6 +129,34 @@ void add_tile(const float* x, const float* packed, float* out, int64_t depth, in
     for (int64_t c = 0; c < columns; ++c) out[r * stride + c] = is_first ? found[r][c] : out[r * stride + c] + found[r][c];
 }
 
+// Up to COLUMNS columns of a factor from column c on, as [depth, COLUMNS].
+void pack_at(const float* factor, bool is_transposed, int64_t c, int64_t depth, int64_t columns, float* to) {
+  const int64_t width = std::min(COLUMNS, columns - c);
+  if (is_transposed)
+    pack_transposed(factor + c * depth, depth, width, depth, to);
+  else
+    pack(factor + c, columns, width, depth, to);
+}
+
+// Rows `begin` to `end` of x with the packed columns from c on.
+void tiles(const float* x, const float* packed, const float* bias, float* out, int64_t begin, int64_t end,
+           int64_t depth, int64_t columns, int64_t c) {
+  const int64_t width = std::min(COLUMNS, columns - c);
+  const float* added = bias == nullptr ? nullptr : bias + c;
+  for (int64_t row = begin; row < end; row += ROWS) {
+    const float* from = x + row * depth;
+    float* to = out + row * columns + c;
+    switch (end - row) {
+      case 1: tile<1>(from, packed, added, to, depth, columns, width); break;
+      case 2: tile<2>(from, packed, added, to, depth, columns, width); break;
+      case 3: tile<3>(from, packed, added, to, depth, columns, width); break;
+      case 4: tile<4>(from, packed, added, to, depth, columns, width); break;
+      case 5: tile<5>(from, packed, added, to, depth, columns, width); break;
+      default: tile<ROWS>(from, packed, added, to, depth, columns, width);
+    }
+  }
+}
+
 }  // namespace
 
 // out [rows, columns] = x [rows, depth] factor [depth, columns] + bias [columns], which may be null. All are contiguous;
@@ -133,31 +164,32 @@ void add_tile(const float* x, const float* packed, float* out, int64_t depth, in
 extern "C" void whet_product(const float* x, const float* factor, int is_transposed, const float* bias, float* out,
                              int64_t rows, int64_t depth, int64_t columns) {
   const int64_t panels = (columns + COLUMNS - 1) / COLUMNS, chunks = (rows + CHUNK - 1) / CHUNK;
+  // Threads share out columns where rows are few: each column is packed once. Else rows: each is read for many columns.
+  const bool by_rows = rows >= MANY * omp_get_max_threads();
+  const int64_t group = by_rows ? std::clamp(HELD / (depth * COLUMNS), int64_t{1}, panels) : 1;
 #pragma omp parallel if (rows * depth * columns > FEW)
   {
-    std::vector<float> packed(depth * COLUMNS);
-    int64_t held = -1;  // the panel that is packed
+    std::vector<float> packed(depth * COLUMNS * group);
+    if (by_rows) {
+      const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), tall = (rows + ROWS - 1) / ROWS;
+      const int64_t from = tall * thread / threads * ROWS, to = std::min(rows, tall * (thread + 1) / threads * ROWS);
+      for (int64_t first = 0; first < panels; first += group) {
+        const int64_t last = std::min(panels, first + group);
+        for (int64_t p = first; p < last; ++p)
+          pack_at(factor, is_transposed, p * COLUMNS, depth, columns, packed.data() + (p - first) * depth * COLUMNS);
+        for (int64_t begin = from; begin < to; begin += CHUNK)
+          for (int64_t p = first; p < last; ++p)
+            tiles(x, packed.data() + (p - first) * depth * COLUMNS, bias, out, begin, std::min(to, begin + CHUNK), depth,
+                  columns, p * COLUMNS);
+      }
+    } else {
+      int64_t held = -1;  // the panel that is packed
 #pragma omp for schedule(static) nowait
-    for (int64_t unit = 0; unit < panels * chunks; ++unit) {
-      const int64_t panel = unit / chunks, c = panel * COLUMNS, width = std::min(COLUMNS, columns - c);
-      if (panel != held && is_transposed)
-        pack_transposed(factor + c * depth, depth, width, depth, packed.data());
-      else if (panel != held)
-        pack(factor + c, columns, width, depth, packed.data());
-      held = panel;
-      const float* added = bias == nullptr ? nullptr : bias + c;
-      const int64_t last = std::min(rows, (unit % chunks + 1) * CHUNK);
-      for (int64_t row = unit % chunks * CHUNK; row < last; row += ROWS) {
-        const float* from = x + row * depth;
-        float* to = out + row * columns + c;
-        switch (last - row) {
-          case 1: tile<1>(from, packed.data(), added, to, depth, columns, width); break;
-          case 2: tile<2>(from, packed.data(), added, to, depth, columns, width); break;
-          case 3: tile<3>(from, packed.data(), added, to, depth, columns, width); break;
-          case 4: tile<4>(from, packed.data(), added, to, depth, columns, width); break;
-          case 5: tile<5>(from, packed.data(), added, to, depth, columns, width); break;
-          default: tile<ROWS>(from, packed.data(), added, to, depth, columns, width);
-        }
+      for (int64_t unit = 0; unit < panels * chunks; ++unit) {
+        const int64_t panel = unit / chunks, begin = unit % chunks * CHUNK;
+        if (panel != held) pack_at(factor, is_transposed, panel * COLUMNS, depth, columns, packed.data());
+        held = panel;
+        tiles(x, packed.data(), bias, out, begin, std::min(rows, begin + CHUNK), depth, columns, panel * COLUMNS);
       }
     }
   }
@@ -167,7 +199,7 @@ extern "C" void whet_product(const float* x, const float* factor, int is_transpo
 extern "C" void whet_product_of_columns(const float* x, const float* factor, float* out, int64_t rows, int64_t depth,
                                         int64_t columns) {
   const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
-  const int64_t threads = omp_get_max_threads(), wanted = threads * parts(rows, CHUNK * threads);
+  const int64_t threads = omp_get_max_threads(), wanted = threads * parts(rows, TALL * threads);
   const int64_t block = block_of(depth), size = parts(parts(rows, wanted), ROWS) * ROWS, chunks = parts(rows, size);
 #pragma omp parallel if (rows * depth * columns > FEW)
   {

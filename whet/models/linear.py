@@ -76,7 +76,8 @@ def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         x.dtype == weight.dtype == torch.float32
         and type(x) in PLAIN
         and type(weight) in PLAIN
-        and x.device.type == weight.device.type == "cpu"
+        and x.is_cpu
+        and weight.is_cpu
         and x.numel() >= MIN_ROWS * weight.shape[1]
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, takewhile
@@ -198,16 +198,21 @@ class Collector:
     ) -> list[list[Trajectory]]:
         """n trajectories of each prompt in order, not scored yet; `on_done` gets each as soon as it is finished.
         Raises: DeadlineError; what the engine raises."""
-        episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
-        done, total, until = dict[str, Trajectory](), len(episodes), time.monotonic() + self.deadline_seconds
-        speed = self.driver.speed()
+        episodes, done = self.episodes(prompts, n, params, step=step, purpose=purpose), dict[str, Trajectory]()
 
-        def finish(trajectory: Trajectory) -> None:
+        def note(trajectory: Trajectory) -> None:
             done[trajectory.uid] = trajectory
             on_done(trajectory)
 
+        self._run(episodes, note, done)
+        found = [done[episode.uid] for episode in episodes]
+        return [found[start : start + n] for start in range(0, len(found), n)]
+
+    def _run(self, episodes: Sequence[Episode], note: Callable[[Trajectory], None], done: Sized) -> None:
+        """Runs episodes until all are `done`, within the deadline."""
+        total, until, speed = len(episodes), time.monotonic() + self.deadline_seconds, self.driver.speed()
         try:
-            self.driver.add(episodes, finish)
+            self.driver.add(episodes, note)
             while len(done) < total:
                 self.driver.turn(POLL_SECONDS)
                 counted(len(done), total, speed())
@@ -216,17 +221,11 @@ class Collector:
         except BaseException:
             self.driver.drop()
             raise
-        return by_prompt([done[episode.uid] for episode in episodes], n)
 
     def close(self) -> None:
         """Ends the environments' processes."""
         for host in self.environments.values():
             host.shutdown()
-
-
-def by_prompt(trajectories: Sequence[Trajectory], n: int) -> list[list[Trajectory]]:
-    """Splits trajectories into those of each prompt."""
-    return [list(trajectories[start : start + n]) for start in range(0, len(trajectories), n)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from whet.errors import DataError, WorkerError
 from whet.metrics import Metrics
 from whet.phases import counted, watching
-from whet.rollout.collect import Collector, by_prompt
-from whet.rollout.conductor import PURPOSE, Command, Conductor, Run, ScoreGroup
+from whet.rollout.collect import Collector
+from whet.rollout.conductor import Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode
 from whet.rollout.groups import HandOut, Stream
 from whet.rollout.protocol import SamplingParams, late
@@ -57,7 +57,7 @@ class BackgroundCollector(Collector):
         self._promises: set[Future[Any]] = set()
         self._error: BaseException | None = None
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
 
     @property
     def has_started(self) -> bool:
@@ -93,34 +93,6 @@ class BackgroundCollector(Collector):
             self._calls.put(called)
         return future
 
-    def collect(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        *,
-        step: int,
-        purpose: str = PURPOSE,
-        on_done: Callable[[Trajectory], None] = lambda _: None,
-    ) -> list[list[Trajectory]]:
-        """n trajectories of each prompt in order, sampled beside the others; the thread calls `on_done` with each.
-        Raises: DeadlineError; what the engine raises."""
-        episodes = self.episodes(prompts, n, params, step=step, purpose=purpose)
-        done, whole = dict[str, Trajectory](), self.promise()
-
-        def note(trajectory: Trajectory) -> None:
-            done[trajectory.uid] = trajectory
-            on_done(trajectory)
-            if len(done) == len(episodes):
-                whole.set_result(by_prompt([done[episode.uid] for episode in episodes], n))
-
-        if not episodes:
-            return []
-        begun = self.call(lambda: self.driver.add(episodes, note))
-        self.wait(begun, lambda: (0, len(episodes)))
-        collected: list[list[Trajectory]] = self.wait(whole, lambda: (len(done), len(episodes)))
-        return collected
-
     def wait(
         self, future: Future[T], progress: Callable[[], tuple[int, int]], *, between: Callable[[], None] = lambda: None
     ) -> T:
@@ -150,7 +122,21 @@ class BackgroundCollector(Collector):
                 log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
         super().close()
 
-    def _run(self) -> None:
+    def _run(self, episodes: Sequence[Episode], note: Callable[[Trajectory], None], done: Sized) -> None:
+        """Runs episodes beside the others; the thread notes their ends."""
+        total, whole = len(episodes), self.promise()
+
+        def noted(trajectory: Trajectory) -> None:
+            note(trajectory)
+            if len(done) == total:
+                whole.set_result(None)
+
+        if episodes:
+            self.wait(self.call(lambda: self.driver.add(episodes, noted)), lambda: (0, total))
+            self.wait(whole, lambda: (len(done), total))
+
+    def _go(self) -> None:
+        """The thread: calls and turns of the driver, until the collector is closed."""
         try:
             while not self._is_closing:
                 self._timed(self._serve)

@@ -51,7 +51,7 @@ class Server:
         until = time.monotonic() + seconds
         while True:
             self.check()
-            with suppress(OSError, EOFError, HttpError):
+            with suppress(OSError, HttpError):
                 self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
                 return
             if time.monotonic() > until:
@@ -68,7 +68,7 @@ class Server:
         until = time.monotonic() + EXAMINE_SECONDS
         while time.monotonic() < until:  # a server that lost a worker refuses at once, and ends seconds later
             self.check()
-            with suppress(OSError, EOFError, HttpError):
+            with suppress(OSError, HttpError):
                 self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
                 return
             time.sleep(TICK_SECONDS)

@@ -53,7 +53,7 @@ class ServerWords(ABC):
     @abstractmethod
     async def sample(self, live: Live) -> Completion:
         """Sends a request and waits for its completion, in the client's thread. Where it streams, its tokens may come
-        before (`stream`).  Raises: EngineError, OSError, EOFError."""
+        before (`stream`).  Raises: EngineError, OSError."""
 
     @abstractmethod
     def end(self, names: list[str]) -> None:
