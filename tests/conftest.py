@@ -93,21 +93,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects() -> Iterator[None]:
-    """Hides what is imported by now from the garbage collector for all runs of a file: each collects before its loop,
-    and would search torch, transformers and all tests again."""
-    unfreeze, num_runs = gc.unfreeze, 0
-
-    def count() -> None:
-        nonlocal num_runs
-        num_runs += 1
-
+    """Hides what is there before a file from the garbage collector, which would search torch, transformers and all
+    tests again: before the loop of each run, and for what the file leaves behind. Runs hide nothing of their own."""
+    freeze, unfreeze = gc.freeze, gc.unfreeze
     gc.freeze()
-    gc.unfreeze = count
+    gc.freeze = gc.unfreeze = lambda: None
     yield
-    gc.unfreeze = unfreeze
-    gc.unfreeze()
-    if num_runs:
-        gc.collect()
+    gc.freeze, gc.unfreeze = freeze, unfreeze
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

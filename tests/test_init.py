@@ -136,6 +136,7 @@ def test_a_reward_of_unknown_form_is_named_by_its_argument(model_folder: Path, t
 ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_python_prints_the_lines_of_the_command(
     command: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], additions: Any

@@ -48,12 +48,19 @@ def first_word(docstring: str) -> str:
     return "" if found is None else found.group(1).lower()
 
 
-def definitions() -> Iterator[tuple[str, Definition | ast.Module, bool]]:
+@cache
+def definitions() -> list[tuple[str, Definition | ast.Module, bool]]:
     """Place, node, and whether the name is public, of every module, class and function of whet."""
-    for file in sorted((ROOT / "whet").rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        yield f"{file.relative_to(ROOT)}:1", tree, True
-        yield from _inside(tree, file, is_public=True)
+    found: list[tuple[str, Definition | ast.Module, bool]] = []
+    for file, tree in modules().items():
+        found += [(f"{file.relative_to(ROOT)}:1", tree, True), *_inside(tree, file, is_public=True)]
+    return found
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    """The files of whet, parsed."""
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "whet").rglob("*.py"))}
 
 
 def _inside(parent: ast.AST, file: Path, *, is_public: bool) -> Iterator[tuple[str, Definition, bool]]:
@@ -75,9 +82,14 @@ def implemented(node: ast.ClassDef) -> set[str]:
     """The methods that a class above this one documents, or a protocol of several methods that the class has all of."""
     above = [each for base in node.bases for each in classes().get(name_of(base), [])]
     own = set(methods(node))
-    protocols = [methods(each) for found in classes().values() for each in found if is_protocol(each)]
-    met = [protocol for protocol in protocols if len(protocol) > 1 and protocol.keys() <= own]
+    met = [protocol for protocol in protocols() if len(protocol) > 1 and protocol.keys() <= own]
     return {name for each in [*map(methods, above), *met] for name, is_documented in each.items() if is_documented}
+
+
+@cache
+def protocols() -> list[dict[str, bool]]:
+    """The methods of each protocol."""
+    return [methods(each) for found in classes().values() for each in found if is_protocol(each)]
 
 
 @cache
@@ -97,8 +109,8 @@ def methods(node: ast.ClassDef) -> dict[str, bool]:
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes of whet by name."""
     found: dict[str, list[ast.ClassDef]] = {}
-    for file in (ROOT / "whet").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for tree in modules().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found

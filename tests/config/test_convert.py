@@ -109,6 +109,7 @@ def test_a_recipe_passes_a_dry_run(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, model_folder: Path) -> None:
     """Advantages, loss and gradient of one batch, by the loop's own parts and by the framework's formulas."""

@@ -23,6 +23,7 @@ def given(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_can_be_used_as_it_is(name: str, given: list[str]) -> None:
     if "backend: ray" in (SHIPPED / f"{name}.yaml").read_text():

@@ -25,7 +25,17 @@ ONLY_SHOWN = {
     "data.schema.json",
 }  # for a cloud, a scheduler, an editor
 LONG = {  # many commands
-    *("checkpoints.md", "data.md", "environments.md", "migrating.md", "planning.md", "plotting.md", "quickstart.md"),
+    *(
+        "adding-a-model.md",
+        "checkpoints.md",
+        "config.md",
+        "data.md",
+        "environments.md",
+        "migrating.md",
+        "planning.md",
+        "plotting.md",
+        "quickstart.md",
+    ),
     *("rewards.md", "troubleshooting.md"),
 }
 SLOW = [page for page in FOLLOWED if any(block.kind == "slow" for block in blocks(page))]

@@ -79,6 +79,7 @@ def test_a_sound_environment_passes(name: str, capfd: pytest.CaptureFixture[str]
     assert findings["after the end"].what == "raises"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(f"whet_environments.{game}", marks=SLOW) for game in GAMES), "calculator", "single_turn"],

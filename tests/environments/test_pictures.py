@@ -168,6 +168,7 @@ def test_a_copy_of_a_drawn_game_goes_on_alike(kind: type[Any]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "plain"), [(NumberGameScreen, NumberGame), (TreeGameScreen, TreeGame)])
 def test_answers_are_those_of_the_text_game(kind: type[Any], plain: type[Any]) -> None:
     for encoding in ("compact", "words"):

@@ -87,6 +87,7 @@ def test_every_line_is_the_engines_own_answer_in_the_order_of_the_prompts(
     assert done.num_tokens == sum(line["tokens"] for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_cut_off_anywhere_it_ends_with_the_same_bytes(config: MakeConfig, engine: str) -> None:
     output = generate(config(**{"rollout.engine.name": engine})).output

@@ -94,6 +94,7 @@ def test_gradients_are_those_of_plain_transformers(folder: Path) -> None:
         assert (own.grad - other.grad).norm() < 1e-5 * norm, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [NativeEngine, HFEngine])
 def test_rollouts_conform(make: Callable[[], RolloutEngine], model: PreTrainedModel) -> None:
     engine = make()
@@ -133,6 +134,7 @@ def test_an_adapter_on_off_and_merged(folder: Path, model: PreTrainedModel) -> N
         torch.testing.assert_close(plain(ids).logits, moved, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout", ["native", "hf"])
 def test_an_rl_step_and_what_it_exports(
     rollout: str,

@@ -14,7 +14,15 @@ from whet.compiled import compiler
 from whet.models import linear
 from whet.models.linear import FastLinear, product, product_of_columns
 
-SHAPES = [(16, 1, 1), (17, 7, 5), (33, 130, 16), (64, 256, 70), (100, 193, 96), (97, 400, 31), (1537, 200, 337)]  # rows, depth, columns
+SHAPES = [
+    (16, 1, 1),
+    (17, 7, 5),
+    (33, 130, 16),
+    (64, 256, 70),
+    (100, 193, 96),
+    (97, 400, 31),
+    (1537, 200, 337),
+]  # rows, depth, columns
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_start(
     assert "lower trainer.save_limit" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -174,6 +174,7 @@ def test_closing_while_calls_wait(later: str) -> None:
         pending.result(timeout=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["compute_score", "later"])
 def test_a_function_that_grows_is_killed_and_named(hoards: str, name: str) -> None:
     with make_pool(f"{hoards}:{name}", 2, memory_limit_mb=300) as pool:

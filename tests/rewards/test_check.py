@@ -101,6 +101,7 @@ def test_a_row_as_published_has_its_answer_behind_the_mark() -> None:
     assert CheckedPrompt("?", "1 + 2 = 3\n#### 3").answer == CheckedPrompt("?", 3).answer == "3"
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     rows = tmp_path / "rows.jsonl"

@@ -487,6 +487,7 @@ def test_nonsense_is_asked_for_again_and_then_a_failure(tmp_path: Path) -> None:
     assert isinstance(bad, Failure) and "its reply cannot be read: 'I like it'" in bad.message
 
 
+@pytest.mark.slow
 def test_a_reply_that_was_cut_off_has_no_verdict(tmp_path: Path) -> None:
     cut = Reply("I repeat what the response says:\nScore: 10", finish_reason="length")
     with judging([cut, "Score: 2"]) as judge:
@@ -511,6 +512,7 @@ def test_one_response_that_the_judge_chokes_on_harms_no_other() -> None:
     assert all(isinstance(outcome, RewardResult) for outcome in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("combine", "expected", "requests"), [("mean", 0.5, 2), ("third", 1.0, 3)])
 def test_a_second_judge(combine: str, expected: float, requests: int) -> None:
     def differs(body: dict[str, Any]) -> Reply:

@@ -111,6 +111,7 @@ def test_yr_scores_mathematics_and_programs() -> None:
     assert [each.reward for each in outcomes if isinstance(each, RewardResult)] == [1.0, 1.0, 0.0, 1.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"requests_per_minute": 1200}, {"tokens_per_minute": 2.4e6}])
 @pytest.mark.parametrize("name", ["each", "wait"])
 def test_limits_hold_for_all_processes_together(tmp_path: Path, name: str, limit: Mapping[str, float]) -> None:

@@ -530,6 +530,7 @@ def _wrong(answers, draws, others):
     return count
 
 
+@pytest.mark.slow
 @needs_data
 def test_published_answers_are_right_in_many_forms_and_near_misses_wrong():
     some = _answers()[5::25]

@@ -78,6 +78,7 @@ def written(unit: str) -> list[str]:
     return [*found, rf"5\,\mathrm{{{unit}}}", rf"5\ \text{{{unit}}}", rf"5 \mbox{{ {unit}}}"]
 
 
+@pytest.mark.slow
 def test_a_unit_is_the_same_or_another_in_every_form() -> None:
     pairs = [(one, other, 0) for one, other in map(str.split, OTHER_UNITS.split(", "))]
     pairs += [(*pair.split("="), 1) for pair in SAME_UNITS.split(", ")]  # type: ignore[misc]

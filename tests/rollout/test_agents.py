@@ -299,6 +299,7 @@ def test_observations_without_room(play: Any) -> None:
     assert "have 30 tokens, more than data.max_prompt_length=20" in replaced.failure.message
 
 
+@pytest.mark.slow
 def test_openings_without_room(play: Any) -> None:
     """A prompt of 4 tokens is held to its limit by the data; 12 is the limit of the others, a token a character."""
     fails = {"limits": Limits(fails_at=frozenset({"overflow"}), max_context_tokens=12, max_turns=1)}

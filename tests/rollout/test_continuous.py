@@ -463,10 +463,11 @@ def test_a_checkpoint_has_every_group_that_was_not_trained_on(tokenizer: PreTrai
         resumed.on_weights(1)
         second = resumed.start(2, step=2).result().groups
         assert uids(second) == ["0:2", "0:3"]
-        runs = [turn.versions for group in second for each in group.trajectories for turn in each.turns]
-        assert ((0, 1), (7, 1)) in runs, f"a response that went on under other weights has runs of both: {runs}"
         resumed.on_weights(2)
-        assert uids(resumed.start(2, step=3).result().groups) == ["0:4", "0:5"]
+        third = resumed.start(2, step=3).result().groups
+        assert uids(third) == ["0:4", "0:5"]
+        runs = [turn.versions for group in second + third for each in group.trajectories for turn in each.turns]
+        assert ((0, 1), (7, 1)) in runs, f"a response that went on under other weights has runs of both: {runs}"
         assert not [each.uid for each in engine.requests if each.uid.startswith("rollout:1:0:0:")], "sampled twice"
 
 

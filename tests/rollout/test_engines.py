@@ -121,6 +121,7 @@ def test_the_likeliest_tokens(engine: RolloutEngine, model: PreTrainedModel, par
     suite.check_likeliest(engine, model, suite.requests(**params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [8, 12])
 @pytest.mark.parametrize("params", [{}, SAMPLING[5]], ids=["plain", "penalties"])
 def test_preemption_changes_nothing(

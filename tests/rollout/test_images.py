@@ -141,6 +141,7 @@ def test_a_request_goes_on_from_its_tokens(folder: Path, model: PreTrainedModel)
         assert end.token_ids == whole.token_ids[4:]
 
 
+@pytest.mark.slow
 def test_preempted_requests_with_images(folder: Path, model: PreTrainedModel) -> None:
     """A cache that holds only some of them."""
     params = SamplingParams(64, temperature=1.0)

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 from whet.models.load import load_policy, load_tokenizer
 from whet.serving.texts import TokenTexts
 
+pytestmark = pytest.mark.slow
+
 
 def user(text: str) -> list[Any]:
     """The messages of a user who said this."""
@@ -79,7 +81,6 @@ def test_chat(client: openai.OpenAI) -> None:
     assert unseeded[0].choices != unseeded[1].choices
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["qwen25_folder", "model_folder"])
 def test_tokens_and_log_probs_are_the_models_own(folder: str, start: Start, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(folder)
@@ -315,7 +316,6 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         ask(model="m", messages=USER, extra_body={"temprature": 1})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_option", [True, False], ids=["option", "variable"])
 def test_an_api_key(start: Start, qwen25_folder: Path, is_option: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_option:
@@ -338,7 +338,6 @@ def test_an_api_key(start: Start, qwen25_folder: Path, is_option: bool, monkeypa
         assert http.get("/v1/models", headers={"authorization": b"Bearer s\xe9cret"}).status_code == 401
 
 
-@pytest.mark.slow
 def test_it_listens_on_this_machine_alone(echo: Running) -> None:
     port = int(echo.address.rpartition(":")[2])
     with pytest.raises(OSError):  # an address of this machine too
@@ -346,7 +345,6 @@ def test_it_listens_on_this_machine_alone(echo: Running) -> None:
     assert echo.address == f"http://127.0.0.1:{port}" and not any("anyone who reaches" in line for line in echo.lines)
 
 
-@pytest.mark.slow
 def test_it_listens_on_every_network_when_told(start: Start, qwen25_folder: Path) -> None:
     server = start(qwen25_folder, "--name", "m", "--engine", ECHO, "--host", "0.0.0.0")
     server.wait_for(r"anyone who reaches 0\.0\.0\.0:\d+ may use this server; set --api-key KEY")
@@ -354,7 +352,6 @@ def test_it_listens_on_every_network_when_told(start: Start, qwen25_folder: Path
     assert httpx.get(f"http://127.0.0.2:{port}/health").json() == {"status": "ok"}
 
 
-@pytest.mark.slow
 def test_any_engine(start: Start, qwen25_folder: Path) -> None:
     client = start(qwen25_folder, "--name", "m", "--engine", "hf").client()
     options: dict[str, Any] = {"model": "m", "prompt": "one", "seed": 1, "max_tokens": 12}
@@ -362,7 +359,6 @@ def test_any_engine(start: Start, qwen25_folder: Path) -> None:
     assert "".join(parts) == client.completions.create(**options).choices[0].text and len(parts) > 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_in_order(start: Start, number: int, qwen25_folder: Path) -> None:
     server, text = start(qwen25_folder, "--name", "m", "--engine", ECHO), "slow one two three four five"

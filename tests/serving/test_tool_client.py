@@ -17,6 +17,8 @@ from test_tools import ADD, CALLS, MARKS
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -26,7 +28,7 @@ TOOL: dict[str, Any] = {
 }
 # What a chat template of the format has in the place of <tool_call>; unset: this.
 SIGNS = {"qwen3_coder": "<tool_call><function=", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("hermes", "llama3_json", "qwen3_coder", "gpt-oss")]
+FORMATS = ("mistral", "hermes", "llama3_json", "qwen3_coder", "gpt-oss")
 
 
 def folder_of(parser: str, path: Path) -> Path:
@@ -43,7 +45,7 @@ def folder_of(parser: str, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["mistral", *SLOW])
+@pytest.fixture(scope="module", params=FORMATS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
     folder = folder_of(request.param, tmp_path_factory.mktemp("models") / "model")
     with started(folder, "--name", "m", "--engine", ECHO) as running:
@@ -104,7 +106,6 @@ def test_text_has_no_ends_and_malformed_calls_stay_text(served: tuple[str, Runni
     assert not unasked.message.tool_calls and unasked.finish_reason == "stop"
 
 
-@pytest.mark.slow
 def test_a_parser_of_the_users_own(start: Start, qwen25_folder: Path, tmp_path: Path) -> None:
     parser = tmp_path / "mine.py"
     source = Path(__file__).parents[2] / "examples" / "extending" / "tool_parser.py"

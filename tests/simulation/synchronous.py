@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.actors import END, Letters, Prompts, log_probs_of, observation, outcome_of, runs_of, token_at
 from whet.environments.protocol import Answer, Observation
-from whet.rollout.collect import Driver, by_prompt
+from whet.rollout.collect import Driver
 from whet.rollout.protocol import Completion, Event, Finished, Request, SamplingParams, Status
 from whet.rollout.stream import Rollouts
 from whet.types import Failure, Group, Outcome, Outcomes, Prompt, Trajectory
@@ -87,7 +87,8 @@ class Collector:
         self.driver.add(episodes, lambda trajectory: done.update({trajectory.uid: trajectory}))
         while not self.driver.is_idle:
             self.driver.turn(0.0)
-        return by_prompt([done[episode.uid] for episode in episodes], n)
+        found = [done[episode.uid] for episode in episodes]
+        return [found[start : start + n] for start in range(0, len(found), n)]
 
 
 class Synchronous(Rollouts):

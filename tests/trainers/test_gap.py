@@ -76,6 +76,7 @@ def sevens(solution_str: str, data_source: str) -> dict[str, float]:
     return {"score": float(solution_str.count("7")), "accuracy": 0.0}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_paid_for_something_else_says_so(
     train_config: Callable[..., TrainConfig],
     additions: list[dict[str, str]],

@@ -98,6 +98,7 @@ def test_three_in_a_row_stop_a_run_that_was_resumed_between_them(
         train(train_config({"trainer.total_steps": 9}), reward=sevens, data=additions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "gdpo"])
 def test_a_step_whose_groups_are_all_dropped_trains_on_nothing(
     estimator: str, train_config: MakeConfig, additions: Rows, caplog: pytest.LogCaptureFixture

@@ -83,6 +83,7 @@ def test_what_is_sampled_from_is_the_merged_model(
     assert max(gaps) < (1e-5 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_adapter_and_resumes_to_the_same_bits(
     train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -447,6 +447,7 @@ def take_steps(estimator: str, loss: str, train_config: MakeConfig, additions: R
     assert 0 < record["actor/grad_norm"] < 1e4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_shipped_estimator_takes_steps(
     estimator: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
@@ -454,6 +455,7 @@ def test_every_shipped_estimator_takes_steps(
     take_steps(estimator, "ppo_clip", train_config, additions, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_shipped_loss_takes_steps(loss: str, train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     take_steps("rloo", loss, train_config, additions, tmp_path)
@@ -652,6 +654,7 @@ def steps_of(run: Run, folder: Path) -> tuple[torch.Tensor, list[list[str]]]:
     return weights(folder, run.total_steps), sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

@@ -47,6 +47,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     assert {path.name: path.read_bytes() for path in (other / "rollouts").iterdir()} == rollouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_in_a_rollout_saves_the_step_before_at_once(
     number: signal.Signals, straight: Path, train_config: MakeConfig, additions: Rows

@@ -127,6 +127,7 @@ def test_it_learns_the_preference(reward_config: MakeConfig, rows: list[dict[str
     assert last["reward_model/margin"] > 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -205,6 +206,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
 LORA = {"model.lora.rank": 4, "optim.lr": 1e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["single", "fsdp"])
 def test_an_adapter_and_the_whole_head_are_trained(
     engine: str, reward_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path

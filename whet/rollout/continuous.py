@@ -24,7 +24,7 @@ from whet.rollout.collect import Collector
 from whet.rollout.conductor import Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode
 from whet.rollout.groups import HandOut, Stream
-from whet.rollout.protocol import SamplingParams, late
+from whet.rollout.protocol import late
 from whet.rollout.stream import Rollouts, Sampled, Taken, count_failures, count_judges, with_outcomes
 from whet.types import Outcomes, Prompt, Trajectory
 

@@ -224,6 +224,7 @@ def answers(host: EnvironmentHost) -> None:
     host.close("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "kind", "said"),
     [

@@ -60,6 +60,8 @@ from whet.rollout.vllm.translate import versions_at
 from whet.trainers.build import setup, train
 from whet.types import Media
 
+pytestmark = pytest.mark.slow
+
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 
 
@@ -214,7 +216,6 @@ def test_a_deadline(start: Start) -> None:
     assert engine.status().running == 0
 
 
-@pytest.mark.slow
 def test_pause_and_new_weights(start: Start) -> None:
     engine = start()
     engine.submit(request(fake.SLOW, 60))
@@ -230,7 +231,6 @@ def test_pause_and_new_weights(start: Start) -> None:
     assert isinstance(done, Finished) and done.completion.versions == ((0, before), (3, 60 - before))
 
 
-@pytest.mark.slow
 def test_a_request_streams_its_tokens(start: Start) -> None:
     """Each once, with the weights that sampled it, also over new weights and a pause."""
     engine = start()
@@ -264,7 +264,6 @@ def test_versions_of_streamed_tokens() -> None:
 HANDLINGS = ("recompute", "keep", "wait", "abort")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("handling", HANDLINGS)
 def test_what_running_requests_do_when_weights_change(start: Start, handling: str, streams: bool) -> None:
@@ -304,7 +303,6 @@ def test_what_running_requests_do_when_weights_change(start: Start, handling: st
     assert ("/abort_requests" in engine.call("GET", "/calls")) == (handling == "abort")
 
 
-@pytest.mark.slow
 def test_requests_that_were_sent_again(start: Start) -> None:
     """A pause and an abort behind a change of weights have the tokens of both parts, also before any new one came."""
     engine = start(on_new_weights="abort")
@@ -337,7 +335,6 @@ def test_requests_that_are_whole_are_not_sent_again() -> None:
         assert end_of(Completion(token_ids, (0.0,) * len(token_ids), "abort", ()), made) == reason
 
 
-@pytest.mark.slow
 def test_refused_weights_keep_requests_that_were_ended_for_them(start: Start) -> None:
     engine = start(on_new_weights="abort")
     for uid in ("goes on", "ends"):
@@ -352,7 +349,6 @@ def test_refused_weights_keep_requests_that_were_ended_for_them(start: Start) ->
     assert done.completion.token_ids == tuple(range(3, 33)) and [each for each, _ in done.completion.versions] == [0, 3]
 
 
-@pytest.mark.slow
 def test_requests_without_tokens_are_not_waited_for(start: Start) -> None:
     engine = start(on_new_weights="wait", answer_seconds=1.0, restarts=0)
     engine.submit(request(fake.STUCK))
@@ -417,7 +413,6 @@ def test_weights_in_parts(start: Start) -> None:
     assert generate(engine, [request(fake.QUICK)])[0].versions == ((1, 5),)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("weight_transfer", ["file", "ipc"])
 def test_a_server_that_is_lost_while_weights_arrive(start: Start, weight_transfer: str) -> None:
@@ -474,7 +469,6 @@ def test_names_that_do_not_fit_into_the_file_write_over_no_weight() -> None:
         assert torch.equal(load_file(path)["layers.99.weight"], torch.ones(2))
 
 
-@pytest.mark.slow
 def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:
     """The error names what to set, and a folder is limited too."""
     script = (
@@ -497,7 +491,6 @@ def test_a_folder_for_weights_that_is_of_no_use(tmp_path: Path) -> None:
         VLLMEngine.check_ahead(ModelConfig(), 8, options)
 
 
-@pytest.mark.slow
 def test_kept_and_cleared_caches_are_asked_for(start: Start) -> None:
     for keeps in (False, True):
         engine = start(on_new_weights="keep" if keeps else "recompute")
@@ -524,7 +517,6 @@ def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
     assert not list(Path("/dev/shm").glob("whet-adapter-*"))
 
 
-@pytest.mark.slow
 def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) -> None:
     engine = start()
     with pytest.raises(WeightSyncError, match=r"version 2 of the weights does not fit .*no such weight"):
@@ -537,7 +529,6 @@ def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) 
     assert isinstance(done, Finished) and done.completion.versions == ((3, 5),)
 
 
-@pytest.mark.slow
 def test_a_check_acts_again_where_a_request_ended_too_early(start: Start, model_folder: Path) -> None:
     engine, acts = start(), list[float]()
 
@@ -591,7 +582,6 @@ def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> N
         engine.load([("a", torch.ones(2))], version=3)
 
 
-@pytest.mark.slow
 def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
     engine = start(answer_seconds=1.0, restarts=0)
     generate(engine, [request(fake.QUICK)])
@@ -607,7 +597,6 @@ def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
     engine.server.process.kill()
 
 
-@pytest.mark.slow
 def test_a_server_whose_requests_get_no_tokens_is_heard_of(start: Start) -> None:
     engine = start(answer_seconds=1.0)
     engine.submit(request(fake.STUCK))
@@ -615,7 +604,6 @@ def test_a_server_whose_requests_get_no_tokens_is_heard_of(start: Start) -> None
         engine.poll(10.0)
 
 
-@pytest.mark.slow
 def test_slow_and_paused_requests_are_not_taken_for_hung_ones(start: Start) -> None:
     engine = start(answer_seconds=0.5)
     engine.submit(request(fake.SLOW, 80))
@@ -634,7 +622,6 @@ def test_a_request_whose_connection_is_cut_is_sent_again(start: Start) -> None:
     assert completion.token_ids == (3, 4, 5, 6, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, adapter: bool) -> None:
     engine = start(restarts=2, adapter=adapter, batch=1)
@@ -683,7 +670,6 @@ def test_closing_ends_the_server_and_its_log(start: Start) -> None:
     engine.close()
 
 
-@pytest.mark.slow
 def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
