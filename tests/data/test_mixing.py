@@ -12,8 +12,7 @@ from whet.config import TrainConfig, load_config
 from whet.config.mix import mean_shares, shares_at
 from whet.config.schema import DataConfig
 from whet.data.load import EntryCounts, Loaded
-from whet.data.mixing import MixedLoader
-from whet.data.samplers import make_loader
+from whet.data.samplers import MixedLoader, make_loader
 from whet.errors import ConfigError, DataError
 from whet.types import Prompt
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from whet.devices import HOST
-from whet.rollout.native import columns, engine, graphs, prefill
+from whet.rollout.native import columns, engine, prefill
 from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
 from whet.rollout.native.paged_attention import reference
 from whet.rollout.sampling import SamplingState, sample
@@ -81,7 +81,7 @@ def pick(
     results[0], results[1] = tokens, log_probs.float().view(torch.int32)
 
 
-class Recorder(graphs.Graphs):
+class Recorder(columns.Graphs):
     """Replays a step with what it captured when it was recorded: columns that are not where they were go unseen."""
 
     def __init__(self, device: torch.device) -> None:

@@ -14,9 +14,8 @@ from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, Worker
 from whet.errors import RewardError
 from whet.trainers.build import build, build_scorer
-from whet.trainers.modes import Modes
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import RolloutWorker
+from whet.trainers.rollout_worker import Modes, RolloutWorker
 from whet.trainers.workers import TrainWorker
 
 MakeConfig = Callable[..., TrainConfig]

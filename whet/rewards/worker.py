@@ -7,24 +7,28 @@ Scored.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from whet.errors import RewardError, WhetError, describe
-from whet.processes.template import Caller, Serve
+from whet.processes.template import Caller, Serve, serve_tasks
 from whet.processes.user_code import pin
 from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
 from whet.rewards.peers import stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome
+
+BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another call held the event loop
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     concurrency = spec.concurrency if function.is_concurrent else 1
     caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getppid())))
     if concurrency > 1:
-        from whet.rewards.tasks import serve_concurrently  # loads asyncio
-
-        serve_concurrently(caller, function, spec.timeout_seconds)
+        _serve_concurrently(caller, function, spec.timeout_seconds)
         return
     while True:
         number, content = caller.receive()
@@ -124,3 +126,44 @@ def _outcomes(function: RewardFunction, content: bytes) -> list[Outcome] | Outco
 def unreadable(error: Exception) -> Failure:
     """The outcome of an item whose class this process cannot import, or whose pickle raises."""
     return failure(f"the item cannot be read in the reward process: {describe(error)}")
+
+
+def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float) -> None:
+    """Scores the item of each call in a task of its own within `seconds`, until the caller closes the connection."""
+
+    async def reply(number: int, content: bytes) -> None:
+        start = time.perf_counter()
+        outcome = await _score_in_time(function, content, seconds)
+        with suppress(ConnectionError):
+            caller.send(number, pickle.dumps(Scored(outcome, time.perf_counter() - start)))
+
+    try:
+        function.run(serve_tasks(caller, reply))
+    finally:
+        function.close()
+
+
+async def _score_in_time(function: RewardFunction, content: bytes, seconds: float) -> Outcome | None:
+    """Scores one item and cancels it at its deadline. None: it is late, but the event loop was blocked at the deadline,
+    so the delay may be that of another item."""
+    loop = asyncio.get_running_loop()
+    try:
+        (item,) = pickle.loads(content)
+    except Exception as error:  # an object whose class this process cannot import
+        return unreadable(error)
+    deadline = loop.time() + seconds
+    cancelled_at = loop.time()
+    try:
+        async with asyncio.timeout_at(deadline) as scope:
+            try:
+                outcome = await function.score_one(item)
+            except asyncio.CancelledError:
+                cancelled_at = loop.time()
+                raise
+    except (TimeoutError, asyncio.CancelledError) as error:
+        outcome = failure(describe(error))
+    if not scope.expired():
+        return outcome if loop.time() <= deadline else None
+    if cancelled_at - deadline > BLOCKED_SHARE * seconds:
+        return None
+    return failure(f"timed out after {seconds:g} s", timed_out=True)

@@ -18,6 +18,7 @@ from functools import partial, reduce
 from itertools import count
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -31,7 +32,6 @@ from whet.guard import RefusedError, check_client, read_body
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
 from whet.serving.bodies import ApiError, Asked, BodyReader, ChatBody, unsupported
-from whet.serving.counters import Counters
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
@@ -46,7 +46,36 @@ BUSY_SECONDS = 2.0  # without a word from the engine's thread, which /health tel
 READING_THREADS = max(2, min(8, os.cpu_count() or 1))
 LONG_BYTES = 2**16  # a body over this may take seconds to render and encode; such ones leave one thread to the others
 REFUSED = {401: "invalid_api_key", 403: "foreign_host", 413: "body_too_large"}  # codes, by status
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
+
+
+class Counters:
+    """The numbers of a server since its start, for Prometheus, and those of its engine."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        named: Any = {"namespace": "whet", "registry": self._registry}
+        times = {**named, "buckets": BOUNDS}
+        by_status = "Requests by path and HTTP status; 499: the client left."
+        self.requests = Counter("requests", by_status, ["path", "status"], **named)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **named)
+        self.completion_tokens = Counter("completion_tokens", "Sampled tokens that were sent.", **named)
+        streamed = "Time to the first token of requests that stream."
+        self.first_token = Histogram("time_to_first_token_seconds", streamed, **times)
+        self.whole_request = Histogram("request_seconds", "Time of whole requests that were answered.", **times)
+        self._status = {
+            "running": Gauge("samples_running", "Samples that are being decoded.", **named),
+            "waiting": Gauge("samples_waiting", "Samples that wait in the engine.", **named),
+            "oldest_seconds": Gauge("oldest_sample_seconds", "Age of the oldest sample.", **named),
+            "version": Gauge("weights_version", "Version of the weights; of a run its checkpoint's step.", **named),
+        }
+
+    def page(self, status: Status) -> bytes:
+        """The page of /metrics."""
+        for name, gauge in self._status.items():
+            gauge.set(getattr(status, name))
+        return generate_latest(self._registry)
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,10 @@ from whet.trainers.correction import Chosen, Correction
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
-from whet.trainers.modes import Modes
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.reward_worker import ROLE as REWARD, PlacedRewards, RewardWorker
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import Direct, RolloutWorker
+from whet.trainers.rollout_worker import Direct, Modes, RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import Shaper

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that samples."""
+"""The worker that samples, and the switch of all workers between training and sampling (hybrid mode)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.local_workers import LocalWorkers
 from whet.controller.worker import Placement
+from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import TrainEngine
-from whet.errors import DeadlineError, LostReplicaError
+from whet.errors import DeadlineError, LostReplicaError, WhetError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.phases import span
@@ -70,6 +71,35 @@ class Direct:
         except Exception as error:
             described = self._here.describe(error, self._worker.role, method)
             raise described from described.__cause__
+
+
+class Modes:
+    """Switches the workers of all processes from training, in which they begin, to sampling and back."""
+
+    def __init__(self, rollout: WorkerGroup) -> None:
+        self._rollout, self._samples = rollout, False
+
+    @contextmanager
+    def rollout_mode(self) -> Iterator[None]:
+        """Opens a block in which trained models and their optimizers are off the device; one inside it changes nothing.
+        After it the rollout's cache and own weights are off the device."""
+        if self._samples:
+            yield
+            return
+        self._rollout.rollout_mode()
+        self._samples = True
+        try:
+            yield
+        except WhetError:  # ends the run, and the workers may be closed
+            raise
+        except BaseException:
+            self._back()
+            raise
+        self._back()
+
+    def _back(self) -> None:
+        self._rollout.trainer_mode()
+        self._samples = False
 
 
 class RolloutWorker(MeasuredWorker):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import Recorder, install
 from whet.models.load import load_policy
-from whet.rollout.native import columns, graphs, prefill, scheduler
+from whet.rollout.native import columns, prefill, scheduler
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.prefill import in_parts
 from whet.rollout.native.scheduler import SharedPrompt, Stretch, by_tokens
@@ -72,7 +72,7 @@ def test_a_batch_is_replayed_with_other_prompts(model: PreTrainedModel, monkeypa
     assert isinstance(made_of, Recorder) and [kind for kind in made_of._steps if kind[0] == "prefill"] == [
         ("prefill", 256)
     ]
-    monkeypatch.setattr(columns, "Graphs", graphs.Graphs)  # on a host these record nothing
+    monkeypatch.setattr(columns, "Graphs", columns.Graphs)  # on a host these record nothing
     assert recorded == [sampled(model, made) for made in work]
 
 

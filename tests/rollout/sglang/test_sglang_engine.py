@@ -22,7 +22,7 @@ from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, W
 from whet.models.load import load_policy, load_tokenizer
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
 from whet.rollout.servers.environment import find_environment
-from whet.rollout.sglang import engine as engine_module, server as server_module
+from whet.rollout.sglang import engine as engine_module
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
 from whet.rollout.sglang.translate import body_of
 from whet.trainers.build import begin
@@ -244,7 +244,7 @@ def test_sampling_is_checked_before_anything_starts(train_config: Callable[[dict
 
 
 def test_the_command_line() -> None:
-    line = server_module.command(
+    line = engine_module.command(
         "python", 80, {"skip_server_warmup": True, "trust_remote_code": False, "dtype": "float32"}
     )
     assert line[1:3] == ["-m", "whet_sglang"] and line[-3:] == ["--skip-server-warmup", "--dtype", "float32"]

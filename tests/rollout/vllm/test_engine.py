@@ -54,7 +54,7 @@ from whet.rollout.servers.parts import in_parts
 from whet.rollout.servers.process import free_port
 from whet.rollout.servers.weights import weights_file
 from whet.rollout.servers.words import end_of
-from whet.rollout.vllm import engine as engine_module, server as server_module
+from whet.rollout.vllm import engine as engine_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.translate import versions_at
 from whet.trainers.build import setup, train
@@ -675,7 +675,7 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
     script.write_text(
         "import os, sys, time\n"
         "from whet.rollout.servers.process import Server\n"
-        "from whet.rollout.vllm.server import environment\n"
+        "from whet.rollout.vllm.engine import environment\n"
         "from whet.devices import HOST\n"
         f"line = [sys.executable, {FAKE!r}, sys.argv[1]]\n"
         "server = Server('vLLM', line, environment(1, HOST, 1), int(sys.argv[1]))\n"
@@ -823,7 +823,7 @@ def test_a_server_starts_beside_a_trainer_that_has_most_of_the_device(
 
 def test_the_command_line() -> None:
     arguments = {"enforce_eager": True, "enable_lora": False, "max_num_seqs": 8, "weight_transfer_config": {"a": "b"}}
-    line = server_module.command("python", 80, arguments)
+    line = engine_module.command("python", 80, arguments)
     flags = ["--enforce-eager", "--no-enable-lora", "--max-num-seqs", "8", "--weight-transfer-config", '{"a": "b"}']
     assert line[:3] == ["python", "-m", "vllm.entrypoints.launchers.api_server.entry"] and line[-6:] == flags
 
@@ -831,8 +831,8 @@ def test_the_command_line() -> None:
 def test_variables_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    found = server_module.environment(2, torch.device("cuda", 1), 1)
+    found = engine_module.environment(2, torch.device("cuda", 1), 1)
     assert "MASTER_PORT" not in found and found["CUDA_VISIBLE_DEVICES"] == "6" and found["OMP_NUM_THREADS"] == "2"
-    assert server_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert engine_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert server_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert engine_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "1,2"

@@ -26,7 +26,7 @@ from whet.rollout.build import check_engine, check_sampling
 from whet.rollout.protocol import Event, Finished, Partial, SamplingParams, generate
 from whet.rollout.servers import engine as servers_engine
 from whet.rollout.servers.environment import Environment, find_environment
-from whet.rollout.vllm import engine as engine_module, server as server_module
+from whet.rollout.vllm import engine as engine_module
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.plain import generated
 from whet.rollout.vllm.translate import completion_of
@@ -251,11 +251,11 @@ def test_the_command_line(package: Path, is_new: bool) -> None:
         (package / "entrypoints/launchers/api_server").mkdir(parents=True)
         (package / "entrypoints/launchers/api_server/entry.py").touch()
     found = Environment("python", package, PACKAGE, "0.26.0")
-    line = server_module.command("python", 80, {"logprobs_mode": "processed_logprobs"}, plain=found)
+    line = engine_module.command("python", 80, {"logprobs_mode": "processed_logprobs"}, plain=found)
     entry = "vllm.entrypoints.launchers.api_server.entry" if is_new else "vllm.entrypoints.openai.api_server"
     assert line[2] == entry and ("--enable-scale-out" in line) == is_new and "--middleware" not in line
     assert line[-2:] == ["--logprobs-mode", "processed_logprobs"]
-    variables = server_module.environment(1, CPU, 1, is_plain=True)
+    variables = engine_module.environment(1, CPU, 1, is_plain=True)
     assert "VLLM_USE_V2_MODEL_RUNNER" not in variables and variables["VLLM_SERVER_DEV_MODE"] == "1"
 
 

@@ -2,14 +2,14 @@
 """Columns of the slots that a device reads: newest tokens, block tables, parameters.
 
 All that differs between the host and an accelerator stands here: `HostColumns` computes at once, `DeviceColumns`
-sends a step on its way and reads its tokens later.
+sends a step on its way, replays it where it was recorded (`Graphs`), and reads its tokens later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from whet.devices import HOST, moved, runs_triton
 from whet.models.attention import Scores
 from whet.rollout.native.cache import BlockCache, PagedBatch
-from whet.rollout.native.graphs import Graphs
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.sampling import SamplingState, sample
 
@@ -25,6 +24,7 @@ MIN_ROWS = 16
 # Batches of a graph: small ones by 16 rows, larger ones by 64, so that few graphs serve a run and few rows are padding.
 FINE_ROWS, FINE_STEP, COARSE_STEP = 64, 16, 64
 
+T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mapping[str, Any]], torch.Tensor]
 
 
@@ -147,6 +147,44 @@ class DeviceBatch:
         run = tile_attention if self.in_tiles else decode_attention
         kept = (where.keys, where.values, where.tables, where.slots, where.places)
         return run(query.to(where.keys.dtype), key, value, *kept, *scores)
+
+
+class Graphs:
+    """CUDA graphs by kind of step, such as its batch size, which share their memory: a result holds until the next run.
+
+    A graph reads and writes the addresses that it was recorded with. Whoever moves weights, cache or columns calls
+    `forget`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._records = device.type == "cuda"
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: object = None
+
+    def run(self, kind: Hashable, step: Callable[[], T]) -> T:
+        """Runs `step`, or replays what it did when it was recorded as this kind."""
+        if not self._records:
+            return step()
+        if kind not in self._graphs:
+            result = step()  # compiles what is not compiled yet, which cannot be recorded
+            self._record(kind, step)
+            return result
+        graph, found = self._graphs[kind]
+        graph.replay()
+        return cast(T, found)
+
+    def _record(self, kind: Hashable, step: Callable[[], object]) -> None:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy and allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            result = step()
+        self._graphs[kind] = graph, result
+
+    def forget(self) -> None:
+        """Drops all graphs, and frees their memory."""
+        self._graphs.clear()
+        self._pool = None
 
 
 class DeviceColumns:

