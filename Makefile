@@ -1,4 +1,4 @@
-# Every target creates .venv if it is missing, or older than pyproject.toml or constraints.txt.
+# Every target that runs whet, its tests or its pages creates .venv if it is missing, or older than pyproject.toml or constraints.txt.
 # A machine without a GPU can save a large download: make quickstart PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
 .PHONY: quickstart test test-all test-long peers adapters verifiers vllm sglang bubblewrap chromium debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
-quickstart: $(INSTALLED) ## a small model learns arithmetic, in three minutes
+quickstart: $(INSTALLED) ## a small model learns arithmetic, in one to six minutes
 	$(BIN)/whet quickstart
 
 test: $(READY) ## the CPU suite, in three processes of one thread each

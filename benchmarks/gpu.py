@@ -93,6 +93,7 @@ ALONE: Mapping[str, Part] = {
         ("-m", "benchmarks.workers.device_vllm", "FOLDER", "--out", "FIGURES"),
     ),
 }
+OWN = {"WHET_VLLM_PYTHON": str(ROOT / ".venv-vllm" / "bin" / "python")}  # of `make vllm`
 THREADS = {"OMP_NUM_THREADS": "2"}  # of a process on the host, several of which run side by side
 NONE_HERE = "torch finds no accelerator on this machine: nothing was run, and docs/gpu.md is as it was"
 
@@ -133,13 +134,14 @@ def main(names: Sequence[str]) -> int:
 
 def run(name: str, part: Part, clock: Callable[[], float] = time.monotonic) -> Outcome:
     """One part in a process of its own, which ends when its time does; the figures that it wrote until then stay."""
-    if part.python and part.python not in os.environ:
-        return Outcome(name, 0.0, f"not run: {part.python} names no Python with its packages", "")
+    python = os.environ.get(part.python) or OWN.get(part.python, sys.executable)
+    if not Path(python).exists():
+        return Outcome(name, 0.0, f"not run: {python} is not there; {part.python} names a Python with its packages", "")
     with tempfile.TemporaryDirectory(prefix="whet-gpu-") as folder:
         file, start = Path(folder) / "figures.jsonl", clock()
         given = [each.replace("FOLDER", folder).replace("FIGURES", str(file)) for each in part.arguments]
         process = subprocess.Popen(
-            [os.environ.get(part.python) or sys.executable, *given],
+            [python, *given],
             cwd=ROOT,
             env={**THREADS, **os.environ},
             stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import trl_environment
 from benchmarks.workers.card_models import PROMPTS, SAMPLES, add, folder_of, longest, rows_of, score
 from whet.models.init import init_model
 
@@ -89,7 +90,8 @@ def whet_run(size: str, model: Path, folder: Path, steps: int, caches: Path) -> 
 
 def trl_steps(size: str, model: Path, folder: Path, steps: int) -> tuple[str, list[float]]:
     """How TRL sampled, and the seconds of its steps."""
-    python = Path(os.environ["WHET_TRL_VENV"]) / "bin" / "python"
+    if (python := trl_environment.find()) is None:
+        raise RuntimeError("no environment with TRL is here: make .venv-trl/.ready, or name one as WHET_TRL_VENV")
     words = [str(python), "-m", "benchmarks.workers.card_trl", size, str(model), str(folder), str(steps)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

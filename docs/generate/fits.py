@@ -117,9 +117,7 @@ NOTES = """\
 def page(_: str = "") -> str:
     """The whole page."""
     cards = ", ".join(f"{CARDS[name]} of {name}" for name in SHOWN)
-    parts = [
-        HEAD.format(cards=cards, gpus=f"Cards: <!-- gpu -->{gpu.sentence(gpu.records(), 'fits.md')}<!-- end of gpu -->")
-    ]
+    parts = [HEAD.format(cards=cards, gpus=f"<!-- gpu -->{gpu.sentence(gpu.records(), 'fits.md')}<!-- end of gpu -->")]
     for name in SHOWN:
         rows = {size: [cell(size, changes, name) for changes in COLUMNS.values()] for size in SIZES}
         parts += [f"## A card of {name} GB\n\n", table(["model", *COLUMNS], rows), "\n"]

@@ -32,11 +32,11 @@ TABLE = re.compile(r"(<!-- figures -->\n).*?(<!-- end of figures -->)", re.DOTAL
 SENTENCE = re.compile(r"(<!-- gpu -->).*?(<!-- end of gpu -->)", re.DOTALL)
 WORDS = {
     "en": (
-        "One GPU samples {rate:,} tokens/s and trains at {share:.0f} % of its arithmetic with 0.5B on an {card} "
-        "([measured]({page})); nothing was run on several GPUs."
+        "With 0.5B (random weights) one {card} samples {rate:,} tokens/s and trains at {share:.0f} % of its peak "
+        "FLOP/s ([measured]({page})); nothing was run on several GPUs."
     ),
     "zh": (
-        "在一块 {card} 上，0.5B 模型的采样速度为 {rate:,} token/s，训练用到其算力的 {share:.0f} %"  # noqa: RUF001
+        "在一块 {card} 上，0.5B 模型（随机权重）的采样速度为 {rate:,} token/s，训练达到其峰值 FLOP/s 的 {share:.0f} %"  # noqa: RUF001
         "（[测量结果]({page})，英文）；多块 GPU 上还没有运行过。"  # noqa: RUF001
     ),
 }

@@ -240,7 +240,7 @@ def check_command(words: list[str], block: Block) -> None:
             pyproject = (ROOT / "pyproject.toml").read_text()
             for extra in re.findall(r"\.\[([\w,]+)\]", " ".join(rest)):
                 assert all(re.search(rf"^{name} = \[", pyproject, re.MULTILINE) for name in extra.split(",")), extra
-        case ["python", "-m", "venv", _]:
+        case ["python" | "python3", "-m", "venv", _]:
             pass
         case _:
             raise AssertionError(f"{block.place}: {shlex.join(words)} cannot be checked; mark the block skip")
