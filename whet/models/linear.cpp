@@ -221,9 +221,15 @@ extern "C" void whet_product_of_columns(const float* x, const float* factor, flo
         for (int64_t c = 0; c < columns; c += COLUMNS) {
           const int64_t width = std::min(COLUMNS, columns - c);
           pack(factor + first * columns + c, columns, width, count, packed.data());
-          for (int64_t row = begin; row < end; row += ROWS)
+          // The next columns of the factor come while these are multiplied.
+          const int64_t lines = c + 2 * COLUMNS <= columns ? count : 0, share = (lines * ROWS + end - begin - 1) / (end - begin);
+          for (int64_t row = begin; row < end; row += ROWS) {
+            const int64_t line = (row - begin) / ROWS * share;
+            for (int64_t i = line; i < std::min(lines, line + share); ++i)
+              __builtin_prefetch(factor + (first + i) * columns + c + COLUMNS);
             add_tile(own.data() + (row - begin) * block, packed.data(), out + row * columns + c, count, columns,
                      std::min(ROWS, end - row), width, first == 0);
+          }
         }
       }
     }
