@@ -134,9 +134,9 @@ def main(names: Sequence[str]) -> int:
 
 def run(name: str, part: Part, clock: Callable[[], float] = time.monotonic) -> Outcome:
     """One part in a process of its own, which ends when its time does; the figures that it wrote until then stay."""
-    python = os.environ.get(part.python) or OWN.get(part.python, sys.executable)
-    if not Path(python).exists():
-        return Outcome(name, 0.0, f"not run: {python} is not there; {part.python} names a Python with its packages", "")
+    python = os.environ.get(part.python) or OWN.get(part.python) if part.python else sys.executable
+    if python is None or not Path(python).is_file():
+        return Outcome(name, 0.0, f"not run: {part.python} names no Python with its packages", "")
     with tempfile.TemporaryDirectory(prefix="whet-gpu-") as folder:
         file, start = Path(folder) / "figures.jsonl", clock()
         given = [each.replace("FOLDER", folder).replace("FIGURES", str(file)) for each in part.arguments]

@@ -93,8 +93,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects() -> Iterator[None]:
-    """Hides what is there before a file from the garbage collector, which would search torch, transformers and all
-    tests again: before the loop of each run, and for what the file leaves behind. Runs hide nothing of their own."""
+    """Hides objects that are older than a file of tests from the garbage collector: a collection, before the loop of a
+    run or behind the file, searches the objects of the file, and not torch and transformers. Runs hide nothing."""
     freeze, unfreeze = gc.freeze, gc.unfreeze
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None

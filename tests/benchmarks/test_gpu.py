@@ -51,7 +51,6 @@ def state_of(pid: str) -> str:
     return file.read_text().rpartition(")")[2].split()[0] if file.exists() else ""
 
 
-@pytest.mark.slow
 def test_parts_are_run_and_cut_off_and_keep_what_they_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     well = gpu.run("one", Part("", 60.0, ("-c", WRITES), figure="one"))
     assert (well.ended, well.output, well.figures["sample"]) == ("ok", "FOLDER\n", {"rate": 2.0, "turns": 1})

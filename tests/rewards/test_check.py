@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -64,18 +65,19 @@ def test_shorten() -> None:
     assert shorten("a\nb") == "a\\nb" and shorten("x" * 100) == f"{'x' * 60}... (100 characters)"
 
 
-# math-verify itself takes four times as long for twice as many nested boxes, which is found on some machines.
-OWN = [each for each in REWARDS if each.alias_of is None and each.name != "math_verify"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "entry", [each for each in OWN if REQUIRED not in each.options.values()], ids=lambda entry: entry.name
+    "entry",
+    [entry for entry in REWARDS if entry.alias_of is None and REQUIRED not in entry.options.values()],
+    ids=lambda entry: entry.name,
 )
 def test_no_shipped_function_is_caught(entry: Entry, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["check-reward", entry.name, *(["--option", "sandbox=unisolated"] if entry.name == "code" else [])])
-    assert ended.value.code in (0, None), capsys.readouterr().out
+    printed = capsys.readouterr().out
+    # The library math-verify takes four times as long for twice as many nested boxes, which may be its only finding.
+    is_slow = entry.name == "math_verify" and re.findall(r"^findings +(\d+)$", printed, re.MULTILINE) == ["1"]
+    assert ended.value.code in (0, None) or (is_slow and printed.startswith("slow")), printed
 
 
 ON_ROWS = [

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers choose the order of prompts: a function returns the order of an epoch, a class (`Sampler`) is adaptive.
+"""Samplers choose the order of prompts: a function returns the order of an epoch, a class (`Sampler`) is adaptive;
+`data.mix` sets the share of each domain in a batch.
 
 Parameters before `*` may be `prompts`, `epoch` (functions only), `seed` and `total_draws` (the number of prompts that
 the run draws); those after it are options. The same arguments must give the same rows, so that a run can resume.

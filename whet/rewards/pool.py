@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; and a weighted sum
-of several score functions."""
+"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; a weighted sum of
+several score functions; and rows of several domains, each scored in the pool of its own."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from functools import partial, reduce
 from itertools import count
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -54,6 +54,7 @@ class Counters:
     """The numbers of a server since its start, for Prometheus, and those of its engine."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # one more series for each, with the time of its making
         self._registry = CollectorRegistry()
         named: Any = {"namespace": "whet", "registry": self._registry}
         times = {**named, "buckets": BOUNDS}

@@ -42,7 +42,6 @@ MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
 POLL_SECONDS = 0.002  # between two looks at answers that are on their way
-LOST = (OSError,)  # connections that broke
 SENDS = 3  # of a request whose connection broke while the server is well
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 OnNewWeights = Literal["recompute", "keep", "wait", "abort"]
@@ -378,7 +377,7 @@ class ServerEngine(ServerWords):
         except TimeoutError:
             why = f"its deadline of {request.deadline_seconds:g} s was over"
             event = Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))
-        except (EngineError, *LOST, *UNREADABLE) as error:
+        except (EngineError, OSError, *UNREADABLE) as error:
             event = Failed(request.uid, request.attempt, Failure("engine", f"{type(error).__name__}: {error}"))
         self._ended.put((live, event))
 
@@ -400,7 +399,7 @@ class ServerEngine(ServerWords):
         for _ in range(SENDS - 1):
             try:
                 return await self.sample(live)
-            except LOST as error:
+            except OSError as error:  # of the connection
                 if isinstance(error, TimeoutError) or live.request.streams:
                     raise
                 live.name = f"{live.name}-again"
@@ -472,7 +471,7 @@ class ServerEngine(ServerWords):
         except HttpError as error:
             self.server.examine(str(error))  # a server without its worker refuses everything
             raise
-        except LOST as error:
+        except OSError as error:
             raise self.server.failure(f"closed the connection ({error}) at {path}") from error
 
     def _look(self) -> None:

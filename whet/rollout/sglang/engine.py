@@ -128,8 +128,8 @@ class SGLangEngine(ServerEngine):
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
         self._load_tokenizer, self._stops = cache(load), LastStops()
         self._never = () if self.vision is None else self.vision.forbidden
-        variables = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
-        self.launch(command, arguments, variables, python=python, port=port, server=server)
+        given = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
+        self.launch(command, arguments, given, python=python, port=port, server=server)
 
     def prepare(self) -> None:
         self._is_updating = False

@@ -153,8 +153,8 @@ class VLLMEngine(ServerEngine):
         }
         self.takes_adapter, self._lora = adapter, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
-        variables = environment(threads or torch.get_num_threads(), device, num_devices, found is not None)
-        self.launch(partial(command, plain=found), arguments, variables, python=python, port=port, server=server)
+        given = environment(threads or torch.get_num_threads(), device, num_devices, found is not None)
+        self.launch(partial(command, plain=found), arguments, given, python=python, port=port, server=server)
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
