@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # A word that installs; then the rest of its command, which a backslash may lead over the end of a line.
 COMMAND = re.compile(
     r"\b(?:pip3?|pipx|uv|poetry|pdm|conda|mamba)[ \t]+(?:install|add|run|pip|tool|download|wheel)\b"
-    r"(?P<rest>(?:\\\n|[^;&|\n])*)"
+    r"(?P<rest>(?:\\\n|[^;&|\n`])*)"
 )
 BY_NAME = re.compile(r"""(?:^|[\s'"`(])(?P<name>whet(?:[-_.][a-z-]+)?)(?=[\[<>=!~@'"`),.:\s]|$)""", re.IGNORECASE)
 HISTORY = {"LOG.md", "CHANGELOG.md"}
