@@ -91,7 +91,7 @@ def runs_triton(device: torch.device, otherwise: str) -> bool:
     if device.type == "cuda" and find_spec("triton") is not None:
         return True
     if device != HOST:
-        log.warning("Triton is not there for %s: %s", device, otherwise)
+        log.warning("no Triton on %s: %s", device, otherwise)
     return False
 
 

@@ -24,11 +24,13 @@ A failed rollout is none of these: it is data, in `Trajectory.failure`.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from whet.version import DISTRIBUTION
 
@@ -37,7 +39,43 @@ CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject
 
 
 class WhetError(Exception):
-    """The root of every error that whet raises on purpose."""
+    """The root of every error that whet raises on purpose: four facts as data, made into words by `__str__` alone.
+
+    key: the config key, file and row, option, function or worker that is wrong. found: the value there, None where it
+    is not set, or a fact in words. expected: the values that are valid. change: the correction. Tests and callers read
+    these fields; the words may change with every version. `others` are further errors that were found with this one."""
+
+    def __init__(self, key: str, found: object = "", expected: str = "", change: str = "") -> None:
+        super().__init__(key, found, expected, change)  # as arguments, which a pickle keeps
+        self.key, self.found, self.expected, self.change = key, found, expected, change
+        self.others: tuple[WhetError, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for each error: `key=7; expected ...; change`, or `key: a fact; expected ...; change`."""
+        if self.found is None:
+            start = f"{self.key} is not set"
+        elif isinstance(self.found, str):
+            start = ": ".join(filter(None, (self.key, self.found)))
+        else:
+            start = f"{self.key}={self.found}"
+        parts = (start, self.expected and f"expected {self.expected}", self.change)
+        return "\n".join(("; ".join(filter(None, parts)), *map(str, self.others)))
+
+    def at(self, place: str) -> Self:
+        """Returns the same error with a place before its key: the file of a row, the argument of a function."""
+        moved = copy.copy(self)
+        moved.key = ": ".join(filter(None, (place, self.key)))
+        moved.others = tuple(other.at(place) for other in self.others)
+        moved.args = (moved.key, *self.args[1:])
+        return moved.with_traceback(self.__traceback__)
+
+    @classmethod
+    def joined(cls, errors: Iterable[WhetError]) -> Self:
+        """Returns one error of this class for one or more errors: the fields of the first, then `others`."""
+        first, *rest = [each for error in errors for each in (error, *error.others)]
+        joined = cls(first.key, first.found, first.expected, first.change)
+        joined.others = tuple(rest)
+        return joined
 
 
 class ConfigError(WhetError, ValueError):
@@ -125,10 +163,8 @@ def exit_error(error: SystemExit) -> WhetError:
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     file, line = last_line(error)
     name = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_name} at "
-    return WhetError(
-        f"{name}{file}:{line} called sys.exit({error.code!r}) while the command was running; expected code that "
-        "returns or raises another exception: remove the call"
-    )
+    called = f"called sys.exit({error.code!r}) while the command was running"
+    return WhetError(f"{name}{file}:{line}", called, "code that returns or raises another exception", "remove the call")
 
 
 def describe(error: BaseException) -> str:
