@@ -51,7 +51,7 @@ class WhetError(Exception):
         self.others: tuple[WhetError, ...] = ()
 
     def __str__(self) -> str:
-        """One line for each error: `key=7; expected ...; change`, or `key: a fact; expected ...; change`."""
+        """Returns one line for each error: `key=7; expected ...; change`, or `key: a fact; expected ...; change`."""
         if self.found is None:
             start = f"{self.key} is not set"
         elif isinstance(self.found, str):
