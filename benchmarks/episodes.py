@@ -22,7 +22,7 @@ from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import Limits
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Event, Finished, Request, RolloutEngine, SamplingParams, generate
-from whet.rollout.stream import Rollouts
+from whet.rollout.rollouts import Rollouts
 from whet.types import Prompt
 
 TITLE = "Episodes of many turns"

@@ -33,7 +33,9 @@ from benchmarks.revision import SAME, WORKING_TREE, CommandError, Revision, chec
 RENAMED_KEYS: dict[str, str] = {"rollout.name": "rollout.engine.name"}  # config key or section
 RENAMED_NAMES: dict[str, str] = {}  # metric, field of a rollout, or weight
 # Differences on purpose: a pattern of RUN/KIND/NAME (kind: metrics, rollouts, tokens or weights), and the reason.
-EXPECTED: dict[str, str] = {}
+EXPECTED: dict[str, str] = {
+    "async/metrics/rollout/*_groups": "counted at a moment of the sampling thread",
+}
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 STEP_KINDS = ("rollouts", "tokens", "metrics")  # the order in which a step writes them
@@ -55,6 +57,26 @@ def slowly(solution_str, ground_truth, **_):
     time.sleep(0.01)
     return float(solution_str.strip() == ground_truth)
 '''
+# The loop of a run that samples ahead. Which weights sample a token depends on when they come: here they come when
+# nothing is left to sample, whatever the machine does besides.
+RESTFUL = """
+import time
+
+from whet.trainers import rl
+
+plain = rl.sample
+
+
+def sample(run, step, metrics):
+    batch = plain(run, step, metrics)
+    time.sleep(3.0)
+    return batch
+
+
+def fit(run):
+    rl.sample = sample
+    rl.fit(run)
+"""
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,21 @@ def runs(task: Task) -> dict[str, Run]:
             ),
             is_killed=True,
             is_quick=True,
+        ),
+        "async": Run(
+            (
+                *("train", "quickstart_async", *rl, "rollout.max_staleness=1.5", "trainer.total_steps=6"),
+                *("trainer.save_freq=1", f"trainer.loop={folder}/restful.py:fit"),
+            ),
+            is_killed=True,
+        ),
+        "vision": Run(
+            (
+                *("train", "vlm_quickstart", f"model.path={folder}/sees", "trainer.total_steps=3"),
+                *("data.val_max_prompts=16", "data.train_batch_size=8", "rollout.n=4", "trainer.val_freq=3"),
+                *(f"reward.function={task.reward('even_length')}", "trainer.log_rollouts=1", "trainer.log_tokens=1"),
+                *("trainer.logger=[jsonl]", *SAME),
+            )
         ),
         "gsm8k": Run(
             (
@@ -257,7 +294,9 @@ def _lines(kind: str, path: Path, file: str) -> Iterator[tuple[Place, str]]:
         record: dict[str, Any] = json.loads(line, parse_float=_number, parse_int=_number, parse_constant=_number)
         step = float(record["step"].removeprefix(NUMBER) if kind == "metrics" else path.stem.rpartition("_")[2])
         for name, value in record.items():
-            yield Place(step, order, kind, file, number, name), json.dumps(value, sort_keys=True)
+            # each side has a folder of its own, which the paths of media begin with
+            told = json.dumps(value, sort_keys=True).replace(str(path.parents[1]), "RUN")
+            yield Place(step, order, kind, file, number, name), told
 
 
 def _number(text: str) -> str:
@@ -281,10 +320,13 @@ def _short(value: str) -> str:
 
 
 def prepare(revision: Revision, folder: Path) -> None:
-    """Makes the start models: `random`; `adds`, which knows a little; `calls`, which asks the calculator."""
+    """Makes the start models: `random`; `adds`, which knows a little; `calls`, which asks the calculator; `sees`."""
     write_additions(folder)
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "restful.py").write_text(RESTFUL)
     revision.whet(["init-model", str(folder / "random"), "--size", "nano"], folder / "log_random")
+    seeing = ("--size", "nano", "--arch", "qwen2.5_vl", "--patch-size", "8")
+    revision.whet(["init-model", str(folder / "sees"), *seeing], folder / "log_sees")
 
     def warm(name: str, examples: str, *words: str) -> None:
         own, run_dir = folder / f"log_{name}", folder / f"run_{name}"

@@ -23,7 +23,7 @@ from whet.rewards.judge import client as client_module
 from whet.rewards.judge.client import Cache, Client, JudgeReply, Settings
 from whet.rewards.judge.rubrics import RUBRICS, Rubric, load_rubric
 from whet.rewards.pool import RewardPool
-from whet.rollout.stream import count_judges
+from whet.rollout.rollouts import count_judges
 from whet.types import Failure, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,7 +20,7 @@ from whet.registry import ADV_ESTIMATORS
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import Limits
-from whet.rollout.groups import Filter, by_player
+from whet.rollout.flow import Filter, by_player
 from whet.rollout.protocol import SamplingParams
 from whet.trainers.measure import measure_groups
 from whet.types import Group, Trajectory

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -27,12 +27,12 @@ from whet.errors import DeadlineError, EngineError
 from whet.metrics import Metrics
 from whet.phases import phase
 from whet.rewards.pool import RewardPool
+from whet.rollout.background import SWITCH_SECONDS, Background
 from whet.rollout.collect import Collector
-from whet.rollout.continuous import SWITCH_SECONDS, BackgroundCollector, ContinuousRollouts
-from whet.rollout.groups import Admitted, Filter, HandOut, Start, Stream
+from whet.rollout.flow import Admitted, Command, Filter, Flow, HandOut, Run
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
-from whet.rollout.stream import Rollouts
-from whet.types import Failure, Prompt, RewardResult, Trajectory
+from whet.rollout.rollouts import Rollouts
+from whet.types import Failure, Group, Prompt, RewardResult, Trajectory
 
 # ---- the machine
 
@@ -45,58 +45,77 @@ def scored(prompt: Prompt, accuracy: float = 1.0) -> Trajectory:
     return Trajectory(f"{prompt.uid}:0", prompt, (), 0, reward=1.0, accuracy=accuracy)
 
 
-class Bench:
-    """A stream of groups of one trajectory each, and the prompts that it started."""
+class Numbered:
+    """Prompts from a row on."""
 
-    def __init__(self, k: float, batch_size: int = 4, **options: Any) -> None:
-        self.stream = Stream(1, batch_size, k, **options)
-        self.source, self.running = iter(prompts(1000)), list[Prompt]()
+    def __init__(self, first: int = 0) -> None:
+        self.taken = first
+
+    def take(self, n: int) -> list[Prompt]:
+        self.taken += n
+        return [Prompt(f"0:{index}", index, (), (1, 2), "test", None) for index in range(self.taken - n, self.taken)]
+
+    def observe(self, groups: Sequence[Group]) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+
+def no_episodes(prompts: Sequence[Prompt], step: int) -> list[Any]:
+    return [(prompt, step) for prompt in prompts]
+
+
+class Bench:
+    """A flow of groups of one trajectory each, and the prompts that it started."""
+
+    def __init__(self, k: float, batch_size: int = 4, first: int = 0, **options: Any) -> None:
+        self.flow = Flow(1, batch_size, Numbered(first), no_episodes, k, **options)
+        self.running = list[Prompt]()
         self.handed_out = list[HandOut]()
         self.admitted = dict[str, tuple[int, int]]()  # version, and step of the draws, by prompt
 
-    def carry_out(self, commands: list[Start | HandOut]) -> None:
+    def carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, HandOut):
                 self.handed_out.append(command)
-                continue
-            started = [next(self.source) for _ in range(command.count)]
-            self.stream.started(started, command.step)
-            self.running += started
-            self.admitted |= {each.uid: (self.stream.version, command.step) for each in started}
+            elif isinstance(command, Run):
+                for prompt, step in command.episodes:  # type: ignore[attr-defined]
+                    self.running.append(prompt)
+                    self.admitted[prompt.uid] = (self.flow.version, step)
 
     def score(self, prompt: Prompt, accuracy: float = 1.0) -> None:
         self.running.remove(prompt)
-        self.carry_out(self.stream.on_scored(scored(prompt, accuracy)))
+        self.carry_out(self.flow.on_scored([scored(prompt, accuracy)]))
 
 
 @pytest.mark.parametrize(("k", "outstanding"), [(0.5, 6), (1, 8), (1.5, 10), (2, 12), (0.1, 4)])
 def test_so_many_groups_are_outstanding_and_no_more(k: float, outstanding: int) -> None:
     bench = Bench(k)
-    bench.carry_out(bench.stream.on_version(0))
-    assert len(bench.running) == bench.stream.outstanding == outstanding
+    bench.carry_out(bench.flow.on_version(0))
+    assert len(bench.running) == bench.flow.outstanding == outstanding
     assert [step for _, step in bench.admitted.values()] == [1 + place // 4 for place in range(outstanding)]
     for prompt in list(bench.running):
         bench.score(prompt)
-    assert bench.stream.ready == outstanding and not bench.running
-    bench.carry_out(bench.stream.ask(1))
+    assert bench.flow.ready == outstanding and not bench.running
+    bench.carry_out(bench.flow.ask(1))
     assert [group.prompt.index for group in bench.handed_out[0].kept] == [0, 1, 2, 3]
     assert not bench.running, "groups that are being trained on are outstanding"
-    bench.carry_out(bench.stream.on_version(1))
+    bench.carry_out(bench.flow.on_version(1))
     assert len(bench.running) == 4
 
 
 def test_without_staleness_prompts_are_started_when_a_step_asks() -> None:
     bench = Bench(0)
-    bench.carry_out(bench.stream.on_version(0))
+    bench.carry_out(bench.flow.on_version(0))
     assert not bench.running
-    bench.carry_out(bench.stream.ask(1))
+    bench.carry_out(bench.flow.ask(1))
     assert len(bench.running) == 4
 
 
 def test_a_slow_group_is_waited_for_and_keeps_its_place() -> None:
     bench = Bench(1)
-    bench.carry_out(bench.stream.on_version(0))
-    bench.carry_out(bench.stream.ask(1))
+    bench.carry_out(bench.flow.on_version(0))
+    bench.carry_out(bench.flow.ask(1))
     slow, *others = list(bench.running)
     for prompt in others:
         bench.score(prompt)
@@ -107,14 +126,14 @@ def test_a_slow_group_is_waited_for_and_keeps_its_place() -> None:
 
 def test_nothing_is_started_for_steps_behind_the_last() -> None:
     bench = Bench(2, last_step=2)
-    bench.carry_out(bench.stream.on_version(0))
+    bench.carry_out(bench.flow.on_version(0))
     assert len(bench.running) == 8
 
 
 def test_a_filter_that_drops_everything_ends_a_step_after_its_refills() -> None:
     bench = Bench(1, group_filter=Filter(lambda values: sum(values) > 0, {}, max_refills=2))
-    bench.carry_out(bench.stream.on_version(0))
-    bench.carry_out(bench.stream.ask(1))
+    bench.carry_out(bench.flow.on_version(0))
+    bench.carry_out(bench.flow.ask(1))
     while bench.running:
         bench.score(bench.running[0], accuracy=0.0)
     [handed_out] = bench.handed_out
@@ -129,9 +148,9 @@ def test_a_step_takes_as_many_prompts_as_without_staleness_where_the_filter_drop
     """Every second group of four is dropped. Two of four are left where none is sampled in their place, and with
     twice as many prompts all four; no prompt is started for a step behind the last."""
     bench = Bench(k, group_filter=Filter(lambda values: sum(values) > 0, {}, max_refills=max_refills), last_step=3)
-    bench.carry_out(bench.stream.on_version(0))
+    bench.carry_out(bench.flow.on_version(0))
     for step in (1, 2, 3):
-        bench.carry_out(bench.stream.ask(step))
+        bench.carry_out(bench.flow.ask(step))
         while bench.running:
             bench.score(bench.running[0], accuracy=float(bench.running[0].index % 2))
         handed_out = bench.handed_out[step - 1]
@@ -141,8 +160,8 @@ def test_a_step_takes_as_many_prompts_as_without_staleness_where_the_filter_drop
             first, count = (4 * (step - 1), 4) if not max_refills else (8 * (step - 1), 8)
             assert taken == [*range(first, first + count)]
         assert len(handed_out.kept) == (2 if not max_refills else 4 if k else 3)
-        bench.carry_out(bench.stream.on_version(step))
-    assert next(bench.source).index == sum(len(each.kept) + len(each.dropped) for each in bench.handed_out)
+        bench.carry_out(bench.flow.on_version(step))
+    assert bench.flow.source.taken == sum(len(each.kept) + len(each.dropped) for each in bench.handed_out)
 
 
 @pytest.mark.parametrize("k", [0.5, 1, 1.5, 2.25, 4])
@@ -153,7 +172,7 @@ def test_no_group_is_older_than_allowed_whatever_the_order_of_events(k: float, h
         draw = random.Random(seed)
         group_filter = Filter(lambda values: sum(values) > 0, {}, max_refills=1) if has_filter else None
         bench = Bench(k, group_filter=group_filter)
-        bench.carry_out(bench.stream.on_version(0))
+        bench.carry_out(bench.flow.on_version(0))
         version, asked = 0, 0
         while version < 12:
             event = draw.choice(["score", "score", "score", "train"])
@@ -161,11 +180,11 @@ def test_no_group_is_older_than_allowed_whatever_the_order_of_events(k: float, h
                 bench.score(draw.choice(bench.running), float(draw.random() < 0.5))
             elif asked == version:
                 asked = version + 1
-                bench.carry_out(bench.stream.ask(asked))
+                bench.carry_out(bench.flow.ask(asked))
             elif len(bench.handed_out) == asked:
                 version = asked
-                bench.carry_out(bench.stream.on_version(version))
-            assert bench.stream.outstanding <= 4 + int(4 * k)
+                bench.carry_out(bench.flow.on_version(version))
+            assert bench.flow.outstanding <= 4 + int(4 * k)
         trained = [group.prompt.index for each in bench.handed_out for group in each.kept]
         assert trained == sorted(trained)
         for each in bench.handed_out:
@@ -176,7 +195,7 @@ def test_no_group_is_older_than_allowed_whatever_the_order_of_events(k: float, h
 
 
 def test_another_thread_may_ask_how_full_a_stream_is() -> None:
-    of, done = Stream(2, 64, 4), threading.Event()
+    of, done = Flow(2, 64, Numbered(), no_episodes, 4), threading.Event()
 
     def asks() -> Iterator[int]:
         while not done.is_set():
@@ -186,7 +205,7 @@ def test_another_thread_may_ask_how_full_a_stream_is() -> None:
         asked = pool.submit(lambda: max(asks()))
         until = time.monotonic() + 1.0
         for index in itertools.count():
-            of.started([Prompt(f"0:{index}", index, (), (1, 2), "test", None)], 1)
+            of.queue[f"0:{index}"] = Admitted(Prompt(f"0:{index}", index, (), (1, 2), "test", None), 1)
             if len(of.queue) > 300:
                 of.queue.clear()
                 if time.monotonic() > until:
@@ -197,23 +216,22 @@ def test_another_thread_may_ask_how_full_a_stream_is() -> None:
 
 def test_a_stream_can_be_pickled() -> None:
     bench = Bench(1)
-    bench.carry_out(bench.stream.on_version(0))
-    bench.stream = pickle.loads(pickle.dumps(bench.stream))
+    bench.carry_out(bench.flow.on_version(0))
+    bench.flow = pickle.loads(pickle.dumps(bench.flow))
     for prompt in list(bench.running):
         bench.score(prompt)
-    assert bench.stream.ready == 8
+    assert bench.flow.ready == 8
 
 
 def test_groups_of_a_checkpoint_come_first_and_in_their_order() -> None:
-    bench = Bench(1)
+    bench = Bench(1, first=5)
     before = [Admitted(prompt, 3, {0: scored(prompt)}, True) for prompt in prompts(5)]
     before[1] = Admitted(before[1].prompt, 3)
-    bench.stream.restart(2, before)
+    bench.flow.restart(2, before)
     bench.running.append(before[1].prompt)
-    bench.source = iter(prompts(1000)[5:])
-    bench.carry_out(bench.stream.on_version(2))
+    bench.carry_out(bench.flow.on_version(2))
     assert len(bench.running) == 1 + 3
-    bench.carry_out(bench.stream.ask(3))
+    bench.carry_out(bench.flow.ask(3))
     assert not bench.handed_out
     bench.score(before[1].prompt)
     assert [group.prompt.index for group in bench.handed_out[0].kept] == [0, 1, 2, 3]
@@ -263,19 +281,20 @@ def continuous(
     scorer: Any = None,
     loader: Any = None,
     **options: Any,
-) -> Iterator[ContinuousRollouts]:
+) -> Iterator[Rollouts]:
     pool = scorer or RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
-    collector = BackgroundCollector(
+    collector = Collector(
         engine or Slow(tokenizer, *answers),
         tokenizer,
         apply_chat_template=False,
         seed=1,
         deadline_seconds=deadline_seconds,
+        turns=Background,
     )
     rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
     loader = loader or PromptLoader(rows, seed=0, shuffle=False)
     params = SamplingParams(8)
-    made = ContinuousRollouts(
+    made = Rollouts(
         loader, collector, pool, tokenizer, n=n, params=params, batch_size=2, max_staleness=k, last_step=9, **options
     )
     with closing(made):
@@ -285,10 +304,10 @@ def continuous(
         yield made
 
 
-def wait_for_all(of: ContinuousRollouts) -> None:
+def wait_for_all(of: Rollouts) -> None:
     """Returns when every group that was begun is scored, however busy the machine is."""
     until = time.monotonic() + 60
-    while any(each.is_kept is None for each in list(of.stream.queue.values())):
+    while any(each.is_kept is None for each in list(of.flow.queue.values())):
         assert time.monotonic() < until, "groups are not scored"
         time.sleep(0.01)
 
@@ -302,7 +321,7 @@ def test_the_next_step_is_sampled_while_one_trains(tokenizer: PreTrainedTokenize
         taken = of.start(2, step=1).result()
         assert uids(taken.groups) == ["0:0", "0:1"]
         wait_for_all(of)
-        assert of.stream.ready == 2 and of.stream.outstanding == 4
+        assert of.flow.ready == 2 and of.flow.outstanding == 4
         assert isinstance(of.collector.engine, Slow)
         of.collector.engine.version = 1
         of.on_weights(1)
@@ -384,6 +403,8 @@ class Late:
 
 
 class LateScorer:
+    scores_alone = False
+
     def __init__(self) -> None:
         self.pool = RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
 
@@ -479,7 +500,7 @@ def sampled_ahead(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         wait_for_all(of)
         engine.version = 1
         of.on_weights(1)
-        of.collector.call(lambda: None).result(60.0)  # the thread has begun those of the new weights
+        of.turns.call(lambda: None).result(60.0)  # the thread has begun those of the new weights
         wait_for_all(of)
         state: dict[str, Any] = json.loads(json.dumps(of.state()))
     assert [entry["uid"] for entry in state["stream"]] == ["0:2", "0:3", "0:4", "0:5", "1:0", "1:1"]

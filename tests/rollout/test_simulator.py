@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.test_continuous import Numbered, no_episodes
 from whet.environments.protocol import Observation
 from whet.rollout.episode import Close, Command, Episode, Limits, Reset, Rules, Sample, Score, Step
-from whet.rollout.groups import Filter, HandOut, Start, Stream
+from whet.rollout.flow import Filter, Flow, HandOut, Run
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Group, Media, Message, Prompt, Trajectory, Turn
 
@@ -218,37 +219,43 @@ def mixed(values: Sequence[float]) -> bool:
     return 0 < sum(values) < len(values)
 
 
-def run_stream(seed: int, shuffled: bool, max_refills: int) -> tuple[HandOut, list[list[str]]]:
-    draw, source, rounds = random.Random(seed), iter(prompts(100)), list[list[str]]()
+class Watched(Numbered):
+    """Prompts, and the uids of groups that were observed together."""
 
-    def observe(groups: Sequence[Group]) -> None:
-        rounds.append([group.prompt.uid for group in groups])
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = list[list[str]]()
 
-    stream = Stream(3, 6, 0, Filter(mixed, {}, max_refills=max_refills), observe)
-    [command] = stream.ask(1)
-    while isinstance(command, Start):
-        assert command.step == 1
-        started = [next(source) for _ in range(command.count)]
-        stream.started(started, command.step)
-        coming = [scored(prompt, sample, seed) for prompt in started for sample in range(3)]
+    def observe(self, groups: Sequence[Group]) -> None:
+        self.rounds.append([group.prompt.uid for group in groups])
+
+
+def run_flow(seed: int, shuffled: bool, max_refills: int) -> tuple[HandOut, list[list[str]]]:
+    draw, source = random.Random(seed), Watched()
+    flow = Flow(3, 6, source, no_episodes, 0, Filter(mixed, {}, max_refills=max_refills))
+    [command] = flow.ask(1)
+    while isinstance(command, Run):
+        started: list[Any] = list(command.episodes)
+        assert {step for _, step in started} == {1}
+        coming = [scored(prompt, sample, seed) for prompt, _ in started for sample in range(3)]
         if shuffled:
             draw.shuffle(coming)
             coming += coming[:2]  # heard twice
             coming = coming[-2:] + coming[:-2]
         for trajectory in coming:
-            if commands := stream.on_scored(trajectory):
+            if commands := flow.on_scored([trajectory]):
                 [command] = commands
                 break
     assert isinstance(command, HandOut)
-    return command, rounds
+    return command, source.rounds
 
 
 @pytest.mark.parametrize("max_refills", [0, 3])
 def test_groups_come_in_the_order_of_their_admission_whatever_the_order_of_scores(max_refills: int) -> None:
     sizes = set()
     for seed in range(60):
-        expected, rounds = run_stream(seed, shuffled=False, max_refills=max_refills)
-        assert run_stream(seed, shuffled=True, max_refills=max_refills) == (expected, rounds)
+        expected, rounds = run_flow(seed, shuffled=False, max_refills=max_refills)
+        assert run_flow(seed, shuffled=True, max_refills=max_refills) == (expected, rounds)
         kept = [group.prompt.index for group in expected.kept]
         everything = sorted(group.prompt.index for group in [*expected.kept, *expected.dropped])
         assert kept == sorted(kept) and everything == list(range(sum(map(len, rounds))))
@@ -259,10 +266,11 @@ def test_groups_come_in_the_order_of_their_admission_whatever_the_order_of_score
 
 
 def test_a_round_in_which_all_fail_is_not_refilled() -> None:
-    stream = Stream(1, 1, 0, Filter(mixed, {}))
-    [prompt] = prompts(1)
-    assert stream.ask(1) == [Start(1, 1)]
-    stream.started([prompt], 1)
+    flow = Flow(1, 1, Numbered(), no_episodes, 0, Filter(mixed, {}))
+    [run] = flow.ask(1)
+    assert isinstance(run, Run)
+    [(prompt, step)] = run.episodes  # type: ignore[misc]
+    assert step == 1
     failed = replace(scored(prompt, 0, 0), failure=Failure("environment", "gone"))
-    [handed_out] = stream.on_scored(failed)
+    [handed_out] = flow.on_scored([failed])
     assert isinstance(handed_out, HandOut) and handed_out.kept == [] and len(handed_out.dropped) == 1

@@ -24,7 +24,7 @@ from tests.simulation.actors import (
 )
 from tests.simulation.synchronous import synchronous_steps
 from whet.keyed import key
-from whet.rollout.groups import HandOut
+from whet.rollout.flow import HandOut
 from whet.rollout.protocol import Request
 from whet.rollout.router import Load
 from whet.types import Trajectory
@@ -65,7 +65,7 @@ def require(number: int, condition: object, message: str) -> None:
 
 def _places(world: World) -> list[str]:
     """The uids of all prompts that are somewhere."""
-    stream = world.conductor.stream
+    stream = world.flow
     handed_out = [each for each in stream.untrained if each.step > world.version]
     somewhere = [*stream.queue, *world.trained, *world.dropped]
     return somewhere + [group.prompt.uid for each in handed_out for group in (*each.kept, *each.dropped)]
@@ -91,7 +91,7 @@ def so_it_is_after_a_restore(world: World, saved: Saved | None = None) -> None:
 @holds(3, "restore")
 def finished_untrained_groups_survive_a_restore(world: World, saved: Saved) -> None:
     """Each group that was complete when the checkpoint was written is complete again, with equal trajectories."""
-    queue = world.conductor.stream.queue
+    queue = world.flow.queue
     for uid, group in saved.complete.items():
         require(3, uid in queue and queue[uid].is_kept, f"group {uid} was complete, and is not behind a restore")
         require(3, queue[uid].group.trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
@@ -114,7 +114,7 @@ def each_stamp_equals_the_weights_that_made_the_token(world: World, trajectory: 
 
 def _step(world: World, trajectory: Trajectory) -> int:
     """The step that names the draws of a trajectory."""
-    return world.conductor.stream.queue[trajectory.prompt.uid].step
+    return world.flow.queue[trajectory.prompt.uid].step
 
 
 @holds(5, "hand_out")
@@ -211,7 +211,7 @@ def permits_are_what_runs(world: World) -> None:
 def outstanding_groups_stay_within_the_bound(world: World) -> None:
     """B + floor(k B) groups: admitted, not dropped, and not part of the weights that sample."""
     most = world.plan.batch_size + math.floor(world.plan.staleness * world.plan.batch_size)
-    stream = world.conductor.stream
+    stream = world.flow
     live = sum(each.is_kept is not False for each in stream.queue.values())
     found = live + sum(len(each.kept) for each in stream.untrained)
     require(11, found <= most, f"{found} groups are outstanding, {most} allowed")
@@ -228,7 +228,7 @@ def whole_groups_are_handed_out(world: World, handed_out: HandOut) -> None:
         require(12, is_scored, f"group {group.prompt.uid} is not scored")
         require(12, all(each.prompt.uid == group.prompt.uid for each in group.trajectories), "a group of two prompts")
     kept, size = len(handed_out.kept), world.plan.batch_size
-    taken, group_filter = kept + len(handed_out.dropped), world.conductor.stream.group_filter
+    taken, group_filter = kept + len(handed_out.dropped), world.flow.group_filter
     most = size if group_filter is None else size * (1 + group_filter.max_refills)
     require(12, taken <= most, f"step {handed_out.step} took {taken} groups, {most} allowed")
     is_exhausted = taken == most or (world.plan.staleness == 0 and group_filter is not None)
@@ -247,7 +247,7 @@ def trained_order_is_the_order_of_admission(world: World, handed_out: HandOut) -
     for group in handed_out.dropped:
         values = [each.accuracy or 0.0 for each in group.trajectories if each.failure is None]
         require(13, world.plan.filters and not mixed(values), f"group {group.prompt.uid} was dropped without a reason")
-    older = [each for each in world.conductor.stream.queue.values() if each.prompt.index < max(order, default=-1)]
+    older = [each for each in world.flow.queue.values() if each.prompt.index < max(order, default=-1)]
     require(13, not older, f"step {handed_out.step} overtakes {[each.prompt.uid for each in older]}")
 
 
@@ -261,7 +261,7 @@ def the_run_makes_progress(world: World) -> None:
 @holds(14, "end")
 def the_last_step_ends_the_run(world: World) -> None:
     """No prompt was started for a step behind the last, and all steps were trained."""
-    steps = [each.step for each in world.conductor.stream.queue.values()]
+    steps = [each.step for each in world.flow.queue.values()]
     require(14, max(steps, default=0) <= world.plan.steps, f"prompts are started for steps {steps}")
     require(14, sorted(world.batches) == list(range(1, world.plan.steps + 1)), f"trained {sorted(world.batches)}")
 

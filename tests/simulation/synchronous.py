@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.actors import END, Letters, Prompts, log_probs_of, observation, outcome_of, runs_of, token_at
 from whet.environments.protocol import Answer, Observation
-from whet.rollout.collect import Driver
+from whet.rollout.collect import Driver, Turns
+from whet.rollout.episode import Episode
 from whet.rollout.protocol import Completion, Event, Finished, Request, SamplingParams, Status
-from whet.rollout.stream import Rollouts
+from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group, Outcome, Outcomes, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -71,33 +72,26 @@ class EnvironmentsAtOnce:
 
 
 class Collector:
-    """Runs episodes to their end."""
+    """The episodes of a schedule."""
 
     def __init__(self, plan: Plan, engine: AtOnce) -> None:
         self.plan = plan
         self.driver = Driver(engine, {"": EnvironmentsAtOnce()}, {"": 1e9})  # type: ignore[arg-type]
+        self.turns = Turns(self.driver, 60.0)
 
-    def collect(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str, on_done: Any
-    ) -> list[list[Trajectory]]:
+    def episodes(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int) -> list[Episode]:
         from tests.simulation.world import episodes_of
 
-        done = dict[str, Trajectory]()
-        episodes = episodes_of(self.plan, prompts, step)
-        self.driver.add(episodes, lambda trajectory: done.update({trajectory.uid: trajectory}))
-        while not self.driver.is_idle:
-            self.driver.turn(0.0)
-        found = [done[episode.uid] for episode in episodes]
-        return [found[start : start + n] for start in range(0, len(found), n)]
+        return episodes_of(self.plan, prompts, step)
 
 
 class Synchronous(Rollouts):
     """whet's rollouts, with the scores of the simulation."""
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> Outcomes:
+    def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
         scored: Future[list[Outcome]] = Future()
         scored.set_result([outcome_of(each) for each in trajectories if each.failure is None])
-        return scored
+        return [scored]
 
 
 def synchronous_steps(plan: Plan) -> list[tuple[list[Group], int]]:

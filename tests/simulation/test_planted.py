@@ -14,14 +14,13 @@ from tests.simulation import actors
 from tests.simulation.invariants import ALL, InvariantError, named
 from tests.simulation.plan import Plan
 from tests.simulation.world import World
-from whet.rollout import episode, router as routing
+from whet.rollout import episode, router as routing, snapshot as saving
 from whet.rollout.collect import Driver
-from whet.rollout.conductor import Conductor
 from whet.rollout.episode import Command, Step
-from whet.rollout.groups import Stream
+from whet.rollout.flow import Flow
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
 from whet.rollout.router import Flight, Router
-from whet.types import Group, Trajectory
+from whet.types import Group
 
 SEEDS = 400
 Patch = tuple[Any, str, Any]
@@ -40,37 +39,37 @@ def bug(number: int) -> Callable[[Callable[[], list[Patch]]], Callable[[], list[
 
 @bug(1)
 def a_full_queue_drops_the_oldest() -> list[Patch]:
-    plain = Stream.on_scored
+    plain = Flow.on_scored
 
-    def on_scored(self: Stream, trajectory: Trajectory) -> Any:
-        commands = plain(self, trajectory)
+    def on_scored(self: Flow, trajectories: Any) -> Any:
+        commands = plain(self, trajectories)
         if self.ready > self.batch_size:
             del self.queue[next(uid for uid, each in self.queue.items() if each.is_kept)]
         return commands
 
-    return [(Stream, "on_scored", on_scored)]
+    return [(Flow, "on_scored", on_scored)]
 
 
 @bug(2)
 def only_the_cursor_is_saved() -> list[Patch]:
-    return [(Conductor, "snapshot", lambda self, running: [])]
+    return [(saving, "snapshot", lambda flow, running: [])]
 
 
 @bug(2)
 def what_is_being_trained_on_is_not_saved() -> list[Patch]:
-    plain = Conductor.snapshot
+    plain = saving.snapshot
 
-    def snapshot(self: Conductor, running: Any) -> Any:
-        handed_out = {group.prompt.uid for each in self.stream.untrained for group in each.kept}
-        return [entry for entry in plain(self, running) if entry["uid"] not in handed_out]
+    def snapshot(flow: Flow, running: Any) -> Any:
+        handed_out = {group.prompt.uid for each in flow.untrained for group in each.kept}
+        return [entry for entry in plain(flow, running) if entry["uid"] not in handed_out]
 
-    return [(Conductor, "snapshot", snapshot)]
+    return [(saving, "snapshot", snapshot)]
 
 
 @bug(3)
 def the_buffer_is_not_saved() -> list[Patch]:
-    plain = Conductor.snapshot
-    return [(Conductor, "snapshot", lambda self, running: [e for e in plain(self, running) if not e["is_kept"]])]
+    plain = saving.snapshot
+    return [(saving, "snapshot", lambda flow, running: [e for e in plain(flow, running) if not e["is_kept"]])]
 
 
 @bug(4)
@@ -93,13 +92,13 @@ def _stamped(completion: Completion, version: int) -> Completion:
 
 @bug(5)
 def first_come_first_served() -> list[Patch]:
-    plain = Stream._hand_out
+    plain = Flow._hand_out
 
-    def hand_out(self: Stream) -> Any:
+    def hand_out(self: Flow) -> Any:
         self.queue = dict(sorted(self.queue.items(), key=lambda each: each[1].is_kept is None))
         return plain(self)
 
-    return [(Stream, "_hand_out", hand_out)]
+    return [(Flow, "_hand_out", hand_out)]
 
 
 @bug(5)
@@ -234,9 +233,9 @@ def an_event_of_another_replica_is_heard() -> list[Patch]:
 
 @bug(11)
 def there_is_no_back_pressure() -> list[Patch]:
-    plain = Stream._start
+    plain = Flow._start
 
-    def start(self: Stream) -> Any:
+    def start(self: Flow) -> Any:
         untrained, self.untrained = self.untrained, []
         version = self.version
         self.version = untrained[-1].step if untrained else version
@@ -244,61 +243,61 @@ def there_is_no_back_pressure() -> list[Patch]:
         self.untrained, self.version = untrained, version
         return commands
 
-    return [(Stream, "_start", start)]
+    return [(Flow, "_start", start)]
 
 
 @bug(11)
 def restored_groups_are_not_counted() -> list[Patch]:
-    plain, live = Stream.restart, Stream._live
+    plain, live = Flow.restart, Flow._live
 
-    def restart(self: Stream, version: int, queue: Any) -> None:
+    def restart(self: Flow, version: int, queue: Any) -> None:
         plain(self, version, queue)
         self.restored = set(self.queue)  # type: ignore[attr-defined]
 
-    def counted(self: Stream) -> int:
+    def counted(self: Flow) -> int:
         return live.fget(self) - len(self.restored & set(self.queue))  # type: ignore[attr-defined]
 
-    return [(Stream, "restart", restart), (Stream, "_live", property(counted))]
+    return [(Flow, "restart", restart), (Flow, "_live", property(counted))]
 
 
 @bug(12)
 def a_group_is_short() -> list[Patch]:
-    plain = Stream._hand_out
+    plain = Flow._hand_out
 
-    def hand_out(self: Stream) -> Any:
+    def hand_out(self: Flow) -> Any:
         commands = plain(self)
         for command in commands:
             command.kept[:] = [Group(each.prompt, each.trajectories[:-1]) for each in command.kept]
         return commands
 
-    return [(Stream, "_hand_out", hand_out)]
+    return [(Flow, "_hand_out", hand_out)]
 
 
 @bug(12)
 def a_step_takes_all_that_were_sampled_ahead_for_later_ones() -> list[Patch]:
-    plain = Stream._hand_out
+    plain = Flow._hand_out
     takes_all = property(lambda self: plain_most.fget(self) + int(self.max_staleness * self.batch_size))
-    plain_most = Stream._most_read
+    plain_most = Flow._most_read
 
-    def hand_out(self: Stream) -> Any:
+    def hand_out(self: Flow) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Stream, "_most_read", takes_all)
+            patch.setattr(Flow, "_most_read", takes_all)
             return plain(self)
 
-    return [(Stream, "_hand_out", hand_out)]
+    return [(Flow, "_hand_out", hand_out)]
 
 
 @bug(13)
 def stale_groups_are_discarded() -> list[Patch]:
-    plain = Stream._hand_out
+    plain = Flow._hand_out
 
-    def hand_out(self: Stream) -> Any:
+    def hand_out(self: Flow) -> Any:
         for each in self.queue.values():
             if each.is_kept and _oldest(each.group) < self.version:
                 each.is_kept = False
         return plain(self)
 
-    return [(Stream, "_hand_out", hand_out)]
+    return [(Flow, "_hand_out", hand_out)]
 
 
 def _oldest(group: Group) -> float:
@@ -320,15 +319,15 @@ def a_lost_request_is_forgotten() -> list[Patch]:
 
 @bug(14)
 def prompts_are_started_behind_the_last_step() -> list[Patch]:
-    plain = Stream._start
+    plain = Flow._start
 
-    def start(self: Stream) -> Any:
+    def start(self: Flow) -> Any:
         last, self.last_step = self.last_step, math.inf
         commands = plain(self)
         self.last_step = last
         return commands
 
-    return [(Stream, "_start", start)]
+    return [(Flow, "_start", start)]
 
 
 @bug(15)
@@ -377,21 +376,18 @@ def a_step_is_summed_in_another_order() -> list[Patch]:
 
 @bug(18)
 def draws_are_named_by_another_step() -> list[Patch]:
-    plain = Conductor.restore
+    plain, plain_start = saving.restore, Flow._start
 
-    def restore(self: Conductor, version: int, entries: Any) -> Any:
-        return plain(self, version, [{**entry, "step": entry["step"] + 1} for entry in entries])
+    def restore(flow: Flow, source: Any, version: int, entries: Any) -> Any:
+        return plain(flow, source, version, [{**entry, "step": entry["step"] + 1} for entry in entries])
 
-    def carry_out(self: Conductor, commands: Any) -> Any:
-        episodes, self.episodes = self.episodes, lambda prompts, step: episodes(prompts, self.stream.version + 2)
-        made = _plain_carry_out(self, commands)
+    def start(self: Flow) -> Any:
+        episodes, self.episodes = self.episodes, lambda prompts, step: episodes(prompts, self.version + 2)
+        commands = plain_start(self)
         self.episodes = episodes
-        return made
+        return commands
 
-    return [(Conductor, "restore", restore), (Conductor, "_carry_out", carry_out)]
-
-
-_plain_carry_out = Conductor._carry_out
+    return [(saving, "restore", restore), (Flow, "_start", start)]
 
 
 def test_each_invariant_has_a_bug() -> None:

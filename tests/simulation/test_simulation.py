@@ -13,13 +13,13 @@ from tests.simulation.failing import KEPT, failure, failures, keep, read, shrink
 from tests.simulation.plan import Plan
 from tests.simulation.synchronous import synchronous_steps
 from tests.simulation.world import World
-from whet.rollout.conductor import Conductor
+from whet.rollout.flow import Flow
 from whet.rollout.router import Router
 
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Leaves out what the restored conductor says a thousand times."""
+    """Leaves out what the restored flow says a thousand times."""
     caplog.set_level(logging.ERROR, "whet")
 
 
@@ -94,8 +94,8 @@ def test_without_staleness_groups_are_those_of_the_synchronous_loop(seed: int) -
 def test_machines_forget_what_is_over() -> None:
     world = World(Plan.of(3))
     world.run()
-    assert isinstance(world.router, Router) and isinstance(world.conductor, Conductor)
-    assert not world.conductor.stream.queue or world.plan.filters
+    assert isinstance(world.router, Router) and isinstance(world.flow, Flow)
+    assert not world.flow.queue or world.plan.filters
     assert len(world.router.flights) <= sum(len(each.given) for each in world.router.replicas.values())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world with virtual time around the real machines: `Stream`, `Conductor`, `Driver`, `Episode` and `Router`.
+"""A world with virtual time around the real machines: `Flow`, `Driver`, `Episode` and `Router`.
 
 Replicas, environments, rewards and the trainer are simulated. A seed draws every delay, every message that is heard
 twice or late, and every fault. The log of two runs of a seed is equal.
@@ -21,14 +21,13 @@ from tests.simulation import actors
 from tests.simulation.actors import Ends, Environments, Letters, Prompts, RoutedEngine, Running, outcome_of
 from tests.simulation.invariants import ALL, CHECKS, LATEST
 from tests.simulation.plan import Fault, Plan
-from whet.rollout import conductor as conducting, router as routing
+from whet.rollout import flow as flowing, router as routing, snapshot as saving
 from whet.rollout.collect import Driver
-from whet.rollout.conductor import Conductor
 from whet.rollout.episode import Episode, Limits, Rules
-from whet.rollout.groups import Filter, HandOut, Stream
+from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst
 from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.rollouts import with_outcomes
 from whet.rollout.router import Load, Router, Synced, Tell
-from whet.rollout.stream import ReturnedFirst, with_outcomes
 from whet.types import Group, Prompt, Trajectory
 
 PATIENCE = 12.0  # seconds without a word after which a busy replica is given up
@@ -144,17 +143,15 @@ class World:
         self.router = Router(plan.most, version=self.version, incarnation=self.incarnation)
         self.engine, self.environments = RoutedEngine(self), Environments(self)
         self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, lambda: self.now)  # type: ignore[arg-type]
-        stream = Stream(
-            plan.n, plan.batch_size, plan.staleness, filter_of(plan), self.source.observe, last_step=plan.steps
-        )
-        self.conductor = Conductor(stream, ReturnedFirst(self.source), partial(episodes_of, plan))
+        source, limits = ReturnedFirst(self.source), (plan.staleness, filter_of(plan))
+        self.flow = Flow(plan.n, plan.batch_size, source, partial(episodes_of, plan), *limits, last_step=plan.steps)
         self.state = "training"
         for number, replica in self.replicas.items():
             if replica.is_alive:
                 self.post(self.draw(), "joins", number, replica.process)
-        self.conduct(self.conductor.restore(self.version, saved.entries))
+        self.conduct(saving.restore(self.flow, source, self.version, saved.entries))
         self.check("restore", saved)
-        self.conduct(self.conductor.on_version(self.version))
+        self.conduct(self.flow.on_version(self.version))
         self._next_step()
 
     def _next_step(self) -> None:
@@ -164,17 +161,17 @@ class World:
         if self.plan.staleness == 0:
             self._boundary = self._snapshot()
         self.asked, self.state = self.version + 1, "asking"
-        self.conduct(self.conductor.ask(self.asked))
+        self.conduct(self.flow.ask(self.asked))
         self.settle()
 
-    def conduct(self, commands: Iterable[conducting.Command]) -> None:
-        """Carries out the commands of the conductor."""
+    def conduct(self, commands: Iterable[flowing.Command]) -> None:
+        """Carries out the commands of the flow."""
         for command in commands:
-            if isinstance(command, conducting.Run):
+            if isinstance(command, flowing.Run):
                 self.driver.add(command.episodes, self._on_sampled)
-            elif isinstance(command, conducting.ScoreGroup):
+            elif isinstance(command, flowing.Score):
                 self._score(command.trajectories)
-            else:
+            elif isinstance(command, flowing.HandOut):
                 self.check("hand_out", command)
                 self.batches[command.step] = command
                 self.state = "training"
@@ -182,7 +179,7 @@ class World:
 
     def _on_sampled(self, trajectory: Trajectory) -> None:
         self.check("trajectory", trajectory)
-        self.conduct(self.conductor.on_sampled(trajectory))
+        self.conduct(self.flow.on_sampled(trajectory))
 
     def _score(self, trajectories: list[Trajectory]) -> None:
         outcomes = [outcome_of(each) for each in trajectories if each.failure is None]
@@ -194,7 +191,7 @@ class World:
     def on_scores(self, incarnation: int, scored: list[Trajectory]) -> None:
         """The rewards of a group have come."""
         if incarnation == self.incarnation:
-            self.conduct(self.conductor.on_scored(scored))
+            self.conduct(self.flow.on_scored(scored))
             self.settle()
 
     def on_trains(self, incarnation: int, step: int) -> None:
@@ -217,7 +214,7 @@ class World:
         """Every replica that samples has the weights."""
         if incarnation != self.incarnation or version != self.version or self.state != "syncing":
             return
-        self.conduct(self.conductor.on_version(version))
+        self.conduct(self.flow.on_version(version))
         self.state = "training"
         if self.plan.faults and self.draw() < 0.4:
             self._save()
@@ -225,11 +222,11 @@ class World:
 
     def _save(self) -> None:
         self.saved = self._snapshot() if self.plan.staleness else self._boundary
-        self.router, self.conductor = pickle.loads(pickle.dumps((self.router, self.conductor)))
-        self.source = self.conductor.source.source  # type: ignore[assignment]
+        self.router, self.flow = pickle.loads(pickle.dumps((self.router, self.flow)))
+        self.source = self.flow.source.source  # type: ignore[assignment]
 
     def _snapshot(self) -> Saved:
-        stream = self.conductor.stream
+        stream = self.flow
         waiting = [group for each in stream.untrained if each.step > self.version for group in each.kept]
         waiting += [each.group for each in stream.queue.values() if each.is_kept]
         dropped = {uid for uid, each in stream.queue.items() if each.is_kept is False}
@@ -238,7 +235,7 @@ class World:
             version=self.version,
             weights=dict(self.weights),
             source=dict(self.source.state()),
-            entries=json.loads(json.dumps(self.conductor.snapshot(self.driver.episodes))),
+            entries=json.loads(json.dumps(saving.snapshot(self.flow, self.driver.episodes))),
             trained=dict(self.trained),
             dropped=frozenset(self.dropped | dropped),
             batches={step: each for step, each in self.batches.items() if step <= self.version},

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from whet.config import TrainConfig
-from whet.rollout.continuous import ContinuousRollouts
+from whet.rollout.background import Background
 from whet.trainers import build
 from whet.trainers.build import train
 
@@ -174,15 +174,15 @@ def test_without_staleness_the_bits_are_those_of_the_synchronous_run(
     def bits(name: str) -> dict[str, bytes]:
         config = train_config({**keys, "trainer.run_dir": str(tmp_path / name)})
         run = train(config, reward=pays_for_sevens, data=additions)
-        assert isinstance(run.rollouts, ContinuousRollouts) == (name == "continuous")
+        assert isinstance(run.rollouts.turns, Background) == (name == "thread")
         drawn = [*(run.run_dir / "rollouts").glob("step_*.jsonl"), *run.run_dir.rglob("*.safetensors")]
         kept = {str(path.relative_to(run.run_dir)): path.read_bytes() for path in drawn}
         history = [{key: line[key] for key in line.keys() - ONLY_AHEAD} for line in run.history]
         return {**kept, "metrics": json.dumps(history, sort_keys=True).encode()}
 
-    synchronous = bits("synchronous")
-    monkeypatch.setattr(build, "is_continuous", lambda config: True)
-    assert bits("continuous") == synchronous
+    own = bits("loop")
+    monkeypatch.setattr(build, "Turns", Background)
+    assert bits("thread") == own
 
 
 INSISTENT = """

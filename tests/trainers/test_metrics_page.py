@@ -29,7 +29,7 @@ from whet.metrics import Metrics
 from whet.models.init import init_model
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
-from whet.rollout.stream import count_failures, count_judges
+from whet.rollout.rollouts import count_failures, count_judges
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.columns import ColumnPlan

@@ -20,7 +20,7 @@ from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
 from whet.rollout.native import scheduler
-from whet.rollout.stream import Sampled
+from whet.rollout.rollouts import Sampled
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import add_advantages, estimate_advantages, fit, mini_batches, update
 from whet.trainers.run import Run

@@ -33,7 +33,7 @@ from whet.rewards.truths import checked
 from whet.rollout.build import build_collector, check_media, check_sampling, load_model, rollout_engine, sampling_params
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.restarted import Restarted
-from whet.rollout.stream import Rollouts
+from whet.rollout.rollouts import Rollouts
 
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 

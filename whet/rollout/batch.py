@@ -14,7 +14,7 @@ from whet.errors import DataError
 from whet.models.packing import LATER_MEDIA, MEDIA
 from whet.models.positions import position_ids, rotary_positions
 from whet.protocol import DataProto
-from whet.rollout.groups import by_player
+from whet.rollout.flow import by_player
 from whet.types import Group, Media, Trajectory, Turn
 
 NOT_SAMPLED = -1  # turn id of text that the policy did not write

@@ -23,7 +23,7 @@ from whet.models.load import cast_weights, load_policy
 from whet.models.vision.base import keep_pixels
 from whet.models.vision.load import vision_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
-from whet.rollout.collect import Collector, Stage
+from whet.rollout.collect import Collector, Stage, Turns
 from whet.rollout.constraints import bad_word_ids
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
@@ -125,7 +125,7 @@ def build_collector(
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
     seed: int,
-    kind: type[Collector] = Collector,
+    turns: type[Turns] = Turns,
     hosts: Mapping[str, EnvironmentHost] | None = None,
     media_folder: Path | None = None,
 ) -> Collector:
@@ -134,7 +134,7 @@ def build_collector(
 
     Raises: ConfigError, ToolError."""
     environment, vision = config.environment, getattr(tokenizer, "vision", None)
-    return kind(
+    return Collector(
         engine,
         tokenizer,
         stage=_stage(environment, config, tokenizer),
@@ -144,6 +144,7 @@ def build_collector(
         deadline_seconds=config.rollout.deadline_seconds,
         hosts=hosts,
         reader=None if vision is None else MediaReader(MediaLimits.of(config.data), vision, media_folder),
+        turns=turns,
     )
 
 

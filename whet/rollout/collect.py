@@ -4,110 +4,30 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, takewhile
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
-from whet.data.media import Kind, MediaReader
-from whet.data.placeholders import expanded, has_parts, has_tag, place
-from whet.data.written import warn_once
+from whet.data.media import MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Observation
 from whet.environments.tools.toolbox import Toolbox
 from whet.errors import DataError
 from whet.keyed import key
 from whet.phases import counted
+from whet.rollout.codec import TemplateCodec
 from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
-from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
-
-BARE_TAG = (
-    "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
-    "text (said once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
-)
-
-
-class TemplateCodec:
-    """The tokenizer and its chat template; without the template, text follows text."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        apply_chat_template: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Toolbox | None = None,
-        reader: MediaReader | None = None,
-    ) -> None:
-        """`tools` have their parser; `chat_template_kwargs` tell them to the model. `reader` is that of images and
-        videos, None for a model of text."""
-        self.tools, self.reader = tools, reader
-        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
-        self.chat_template_kwargs = chat_template_kwargs or {}
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def calls(self, token_ids: Sequence[int], turn: int) -> tuple[Mapping[str, Any], ...]:
-        return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
-
-    def read(self, observation: Observation) -> Observation:
-        """The observation with its images and videos measured, and a content part for each.  Raises: DataError."""
-        if any(has_parts(task.messages) for task in observation.tasks):
-            raise DataError("a task for a sub-agent has images or videos; expected text: describe them")
-        if observation.media or has_parts(observation.messages):
-            return self._with_media(observation)
-        if self.reader is not None and has_tag(observation.messages):  # perhaps text of somebody else
-            warn_once(BARE_TAG)
-        return observation
-
-    def _with_media(self, observation: Observation) -> Observation:
-        if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
-            warn_once("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
-            return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
-        if self.reader is None:
-            raise DataError("the observation has images or videos, but the model reads only text; leave them out")
-        given = [(cast(Kind, each.kind), each) for each in observation.media]
-        placed, values = place(observation.messages, given, owner="observation that the environment returned")
-        media = tuple(self.reader.read(*value) for value in values)
-        return replace(observation, messages=placed, media=media)
-
-    def opening(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> list[int]:
-        if self.apply_chat_template:
-            options = self.chat_template_kwargs
-            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
-            return encode_rendered(self.tokenizer, [expanded(text, media)])[0]
-        text = plain_text(self.tokenizer, messages, media)
-        return encode_texts(self.tokenizer, [text], add_special_tokens=True)[0]
-
-    def continuation(
-        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media] = ()
-    ) -> list[int]:
-        if self.apply_chat_template:
-            options = self.chat_template_kwargs
-            return encode_continuation(
-                self.tokenizer, before, new, turn=turn, chat_template_kwargs=options, media=media
-            )
-        text = plain_text(
-            self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
-        )
-        return encode_rendered(self.tokenizer, [text])[0]
-
-
-def _as_text(message: Message) -> Message:
-    """The message with `[image]` in the place of an image, for a model of text, whose tools may be other people's."""
-    parts = [message.content] if isinstance(message.content, str) else message.content
-    told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
-    return replace(message, content="".join(told))
-
+from whet.types import Failure, Prompt, Trajectory
 
 SHORT_SECONDS = 0.005  # for the results of one of several environments
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,9 +65,10 @@ class Collector:
         deadline_seconds: float = 3600.0,
         hosts: Mapping[str, EnvironmentHost] | None = None,
         reader: MediaReader | None = None,
+        turns: Callable[[Driver, float], Turns] | None = None,
     ) -> None:
         """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process; `reader`
-        reads images and videos of observations."""
+        reads images and videos of observations; `turns` makes the turns of the driver, by default `Turns`."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         stages = {MAIN: self.stage, **self.agents}
         self.environments = dict(hosts or {name: each.open() for name, each in stages.items()})
@@ -161,9 +82,9 @@ class Collector:
             )
             for name, each in stages.items()
         }
-        self.deadline_seconds = deadline_seconds
         seconds = {name: each.episode_seconds for name, each in stages.items()}
         self.driver = Driver(engine, self.environments, seconds)
+        self.turns = (turns or Turns)(self.driver, deadline_seconds)
 
     @property
     def engine(self) -> RolloutEngine:
@@ -187,45 +108,100 @@ class Collector:
         ]
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        *,
-        step: int,
-        purpose: str = "rollout",
-        on_done: Callable[[Trajectory], None] = lambda _: None,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
-        """n trajectories of each prompt in order, not scored yet; `on_done` gets each as soon as it is finished.
-        Raises: DeadlineError; what the engine raises."""
+        """n trajectories of each prompt in order, not scored.  Raises: DeadlineError; what the engine raises."""
         episodes, done = self.episodes(prompts, n, params, step=step, purpose=purpose), dict[str, Trajectory]()
+        whole, total = self.turns.promise(), len(episodes)
 
         def note(trajectory: Trajectory) -> None:
             done[trajectory.uid] = trajectory
-            on_done(trajectory)
+            if len(done) == total:
+                whole.set_result(None)
 
-        self._run(episodes, note, done)
+        if episodes:
+            self.turns.call(lambda: self.driver.add(episodes, note))
+            self.turns.wait(whole, lambda: (len(done), total))
         found = [done[episode.uid] for episode in episodes]
         return [found[start : start + n] for start in range(0, len(found), n)]
 
-    def _run(self, episodes: Sequence[Episode], note: Callable[[Trajectory], None], done: Sized) -> None:
-        """Runs episodes until all are `done`, within the deadline."""
-        total, until, speed = len(episodes), time.monotonic() + self.deadline_seconds, self.driver.speed()
-        try:
-            self.driver.add(episodes, note)
-            while len(done) < total:
-                self.driver.turn(POLL_SECONDS)
-                counted(len(done), total, speed())
-                if time.monotonic() > until and len(done) < total:
-                    raise late(self.engine, self.deadline_seconds, total - len(done), total)
-        except BaseException:
-            self.driver.drop()
-            raise
-
     def close(self) -> None:
-        """Ends the environments' processes."""
+        """Ends the turns, and the environments' processes."""
+        self.turns.close()
         for host in self.environments.values():
             host.shutdown()
+
+
+class Turns:
+    """Makes the turns of a driver while somebody waits."""
+
+    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
+        self.driver, self.deadline_seconds = driver, deadline_seconds
+        self.after: Callable[[bool], None] = lambda waits: (
+            None
+        )  # called behind a turn; True: nothing else is to be done
+        self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
+        self.limit_seconds = defaultdict[str | None, float](float)  # by that part
+        self.idle_seconds = 0.0  # in which the engine had nothing to sample
+
+    def promise(self) -> Future[Any]:
+        """A future that is fulfilled by a later turn."""
+        return Future()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function between two turns.  Returns the future of its result."""
+        future = self.promise()
+        try:
+            future.set_result(function())
+        except Exception as error:  # it belongs to the caller
+            future.set_exception(error)
+        return future
+
+    def finish(self, function: Callable[[], T]) -> T:
+        """Calls a function between two turns, and waits for its result."""
+        return self.wait(self.call(function), lambda: (0, 1))
+
+    def wait(
+        self, future: Future[T], progress: Callable[[], tuple[int, int]], *, between: Callable[[], None] = lambda: None
+    ) -> T:
+        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
+        waited for, `between` is called now and then and may raise.
+
+        Raises: DeadlineError; what a turn raises."""
+        until, speed = time.monotonic() + self.deadline_seconds, self.driver.speed()
+        try:
+            while not future.done():
+                self.pass_time(future)
+                between()
+                done, total = progress()
+                counted(done, total, speed())
+                if time.monotonic() > until and not future.done():
+                    raise late(self.driver.engine, self.deadline_seconds, total - done, total)
+            return future.result()
+        except BaseException:
+            self.leave()
+            raise
+
+    def pass_time(self, future: Future[Any]) -> None:
+        """Makes a turn, and where that does not fulfil the future takes what else has come."""
+        self.timed(lambda: self.driver.turn(POLL_SECONDS))
+        if not future.done():
+            self.timed(lambda: self.after(self.driver.is_idle))
+
+    def timed(self, function: Callable[[], None]) -> None:
+        """Calls a function, and counts its seconds for what limited the run when it began."""
+        began, was_sampling, limit = time.monotonic(), self.driver.is_sampling, self.limit()
+        function()
+        seconds = time.monotonic() - began
+        self.idle_seconds += 0.0 if was_sampling else seconds
+        self.limit_seconds[limit] += seconds
+
+    def leave(self) -> None:
+        """Ends what was waited for, after an error."""
+        self.driver.drop()
+
+    def close(self) -> None:
+        """Makes no more turns."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +221,7 @@ class Driver:
         episode_seconds: Mapping[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The host of environments and the deadline of an episode are by sub-agent."""
+        """`environments` and `episode_seconds` are keyed by the name of the sub-agent."""
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self._clock = clock
         self._open: dict[str, _Open] = {}  # by id of the episode

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from whet.planning.memory import Lengths, Setup, cache_room, sized
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
 from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rewards.truths import checked
+from whet.rollout.background import Background
 from whet.rollout.build import (
     build_collector,
     check_engine,
@@ -45,12 +45,11 @@ from whet.rollout.build import (
     open_environments,
     sampling_params,
 )
-from whet.rollout.collect import Collector
-from whet.rollout.continuous import BackgroundCollector, ContinuousRollouts
-from whet.rollout.groups import Filter, keep_all
+from whet.rollout.collect import Turns
+from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
-from whet.rollout.stream import PromptSource, Rollouts
+from whet.rollout.rollouts import Rollouts
 from whet.trainers import judged as judged, workers  # judged: its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.correction import Chosen, Correction
@@ -319,19 +318,19 @@ def _rollouts(
     tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
         hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
-    kind, folder = Collector, run_folder(config.trainer) / MEDIA
-    make: Callable[..., Rollouts] = Rollouts
-    if is_continuous(config):
-        staleness, batch_size = config.rollout.max_staleness, config.data.train_batch_size
-        kind = BackgroundCollector
-        make = partial(ContinuousRollouts, batch_size=batch_size, max_staleness=staleness, last_step=begun.total_steps)
-    made = make(
+    folder, staleness = run_folder(config.trainer) / MEDIA, config.rollout.max_staleness
+    made = Rollouts(
         begun.loader,
-        build_collector(config, tokenizer, engine, config.trainer.seed, kind, hosts, folder),
+        build_collector(
+            config, tokenizer, engine, config.trainer.seed, Background if staleness else Turns, hosts, folder
+        ),
         scorer,
         tokenizer,
         n=config.rollout.n,
         params=sampling_params(config.rollout, config.data.max_response_length, begun.stop_ids, tokenizer),
+        batch_size=config.data.train_batch_size,
+        max_staleness=staleness,
+        last_step=begun.total_steps,
         group_filter=_group_filter(config),
         correct_threshold=config.reward.correct_threshold,
         length_stages=config.rollout.length_stages,
@@ -351,11 +350,6 @@ def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas |
             return Direct(worker, ranks.here)
     sync = weight_sync(roles["actor"], ranks, config.rollout.dtype, config.cluster.deadline_seconds)
     return Replicas(ranks, config.rollout.max_batch_size, gathers=ranks.here is None, weight_sync=sync)
-
-
-def is_continuous(config: TrainConfig) -> bool:
-    """Tells whether responses are sampled while models train."""
-    return config.rollout.max_staleness > 0
 
 
 def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:

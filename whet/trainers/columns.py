@@ -29,8 +29,8 @@ from whet.masks import zero_outside
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
+from whet.rollout.rollouts import Rollouts
 from whet.rollout.sampling import uniforms
-from whet.rollout.stream import Rollouts
 from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]

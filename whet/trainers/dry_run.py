@@ -18,7 +18,7 @@ from whet.planning.memory import Setup
 from whet.planning.units import plural
 from whet.registry import load_target
 from whet.rewards.pool import scorer_of
-from whet.rollout.stream import reward_item
+from whet.rollout.rollouts import reward_item
 from whet.trainers.build import begin, setup, show_batch, worker_specs
 from whet.trainers.frame import run_folder
 from whet.types import Failure, Prompt

@@ -12,7 +12,7 @@ import torch
 from whet.algorithms.value_loss import explained_variance
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.rollout.groups import by_player
+from whet.rollout.flow import by_player
 from whet.rounding import all_alike
 from whet.types import Group
 

@@ -21,10 +21,10 @@ from whet.evaluation.answers import readable
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
-from whet.rollout.groups import by_player
+from whet.rollout.flow import by_player
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.replicas import Replicas
-from whet.rollout.stream import Rollouts
+from whet.rollout.rollouts import Rollouts
 from whet.tracking.jsonl import json_line, printable
 from whet.tracking.rollouts import read_rollouts
 from whet.tracking.tracker import TableRow

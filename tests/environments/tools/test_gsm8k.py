@@ -20,7 +20,7 @@ from whet.metrics import Metrics
 from whet.rewards.pool import scorer_of
 from whet.rollout.build import build_collector
 from whet.rollout.protocol import SamplingParams
-from whet.rollout.stream import Rollouts
+from whet.rollout.rollouts import Rollouts
 
 STEP = re.compile(r"<<([-+*/(). 0-9]+)=(-?[.0-9]+)>>")  # an annotation of GSM8K: expression and value
 

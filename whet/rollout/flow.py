@@ -1,20 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of groups as a state machine: scored trajectories and versions of the weights go in; prompts to start and
-groups to train on come out.
+"""The flow of groups as a state machine: trajectories, scores and versions of the weights go in; episodes to run,
+trajectories to score and groups to train on come out.
 
 It has no clock, thread or socket. Groups are handed out in the order of their admission, whatever the order in which
-trajectories come in.
+trajectories come in. Its snapshot has every group that was admitted and not trained on.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Protocol
 
 from whet.errors import DataError
+from whet.rollout.episode import Episode
 from whet.types import Group, Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """A source of prompts."""
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts."""
+        ...
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Reads all groups that were sampled, with those that a filter drops."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the place where the next `take` starts."""
+        ...
+
+
+class PromptSource(Source, Protocol):
+    """The data loader, or another source of prompts that a run continues from."""
+
+    def find(self, uid: str) -> Prompt:
+        """The prompt that `take` gave under this uid.  Raises: DataError."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from that place."""
+        ...
+
+
+class ReturnedFirst:
+    """A source whose next prompts are those that were put back, if there are any."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self.source, self._returned = source, list[Prompt]()
+        self.find, self.observe = source.find, source.observe
+
+    def put_back(self, uids: Sequence[str]) -> None:
+        """Lets these prompts come first, and says so.  Raises: DataError for one that is not among the data."""
+        if uids:
+            log.warning("%d prompts that were sampled ahead begin again, as the next that are sampled", len(uids))
+        self._returned = [*map(self.find, uids), *self._returned]
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts."""
+        first, self._returned = self._returned[:n], self._returned[n:]
+        return [*first, *self.source.take(n - len(first))]
+
+    def state(self) -> dict[str, Any]:
+        """The place of the source; under `first` the uids that were put back, if there are any."""
+        return {**self.source.state(), **({"first": [each.uid for each in self._returned]} if self._returned else {})}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from that place."""
+        self.source.load_state(state)
+        self._returned = [self.find(uid) for uid in state.get("first", ())]
 
 
 @dataclass(frozen=True)
@@ -41,11 +104,24 @@ class Filter:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Take the next `count` prompts, tell `started` which, and run their episodes; `step` names their random draws."""
+class Run:
+    """Run episodes, and tell `on_sampled` the trajectory of each."""
 
-    count: int
-    step: int
+    episodes: list[Episode]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score trajectories together, and tell `on_scored`."""
+
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """All groups of the step are sampled, and no filter reads their scores: they may be read before these come."""
+
+    groups: list[Group]
 
 
 @dataclass(frozen=True)
@@ -57,8 +133,13 @@ class HandOut:
     kept: list[Group]
     dropped: list[Group]
 
+    @property
+    def groups(self) -> list[Group]:
+        """Groups for a batch: the kept ones or, where the filter kept none, dropped ones, which keep the run going."""
+        return self.kept or self.dropped[: self.wanted]
 
-Command = Start | HandOut
+
+Command = Run | Score | Chosen | HandOut
 
 
 @dataclass
@@ -69,19 +150,24 @@ class Admitted:
     step: int  # names its random draws: the one that it was admitted for
     samples: dict[int, Trajectory] = field(default_factory=dict)  # those that are scored
     is_kept: bool | None = None  # unknown until all are scored
+    sampled: dict[int, Trajectory] = field(default_factory=dict)  # those that ended, as they were sampled
 
     @property
     def group(self) -> Group:
-        """The group of its samples."""
+        """The group of its scored samples."""
         return Group(self.prompt, tuple(self.samples[sample] for sample in sorted(self.samples)))
 
+    @property
+    def as_sampled(self) -> Group:
+        """The group of its samples without scores."""
+        return Group(self.prompt, tuple(self.sampled[sample] for sample in sorted(self.sampled)))
 
-def unobserved(groups: Sequence[Group]) -> None:
-    """Does nothing; by its name a stream can be pickled."""
+
+SAMPLED, SCORED = attrgetter("sampled"), attrgetter("samples")
 
 
 @dataclass
-class Stream:
+class Flow:
     """Groups for one step after the other, sampled ahead as far as `max_staleness` allows.
 
     With k = `max_staleness` at most B + floor(k B) groups (B = `batch_size`) are outstanding: admitted, not dropped,
@@ -89,23 +175,26 @@ class Stream:
     are trained with it, and of a fractional k at most that share of a batch is at the last version allowed.
 
     With k = 0 prompts are started when a step asks for them: B and, while the filter drops groups, up to `max_refills`
-    times as many as are short, in rounds. With k > 0 they are started as soon as there is room, and a step takes the
-    first B groups that are kept, of the next (1 + `max_refills`) B admitted ones at most. In both, a step gets fewer
-    than B groups only where so many came to nothing.
+    times as many as are short, in rounds; what a step that was left had begun is forgotten. With k > 0 they are started
+    as soon as there is room, and a step takes the first B groups that are kept, of the next (1 + `max_refills`) B
+    admitted ones at most. In both, a step gets fewer than B groups only where so many came to nothing.
     """
 
     n: int  # trajectories of a prompt
     batch_size: int  # groups of a step
+    source: Source
+    episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, n each in their order, for a step
     max_staleness: float = 0.0
     group_filter: Filter | None = None
-    observe: Callable[[Sequence[Group]], None] = unobserved  # is shown groups when they are complete
+    scores_alone: bool = False  # a trajectory is scored when it ends; else with its group or, with k = 0, its round
     version: int = 0  # of the weights that sample: that of the last step whose weights every replica has
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
     untrained: list[HandOut] = field(default_factory=list)  # handed out for weights that do not sample yet
     _asked: int | None = None  # the step that waits for groups
-    _incomplete: int = 0  # groups of which not all trajectories are scored
-    _rounds: list[int] = field(default_factory=list)  # prompts of each Start that it led to
+    _is_chosen: bool = False  # its groups were named
+    _rounds: list[int] = field(default_factory=list)  # prompts that were started for it at a time
+    _before: Mapping[str, Any] | None = None  # with k = 0: state of the source before the step
 
     @property
     def next_step(self) -> int:
@@ -123,45 +212,51 @@ class Stream:
         return self.batch_size + math.floor(self.max_staleness * self.batch_size)
 
     @property
+    def room(self) -> int:
+        """Groups of a checkpoint that can go on: with k = 0 a step begins with nothing."""
+        return 0 if self._samples_in_rounds else self.most_outstanding
+
+    @property
     def ready(self) -> int:
         """Groups that wait to be handed out."""
         return sum(each.is_kept is True for each in list(self.queue.values()))  # other threads ask too
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Trajectories of the next step that have ended, and all of them."""
+        first = islice(list(self.queue.values()), self.batch_size)
+        ended = sum(self.n if each.is_kept is not None else len(each.sampled) for each in first)
+        return ended, self.batch_size * self.n
+
     def ask(self, step: int) -> list[Command]:
         """Asks for the groups of a step; the answer is a HandOut, now or later."""
+        if self._samples_in_rounds:
+            self._before = copy.deepcopy(dict(self.source.state()))
+            self.restart(step - 1, [])
         assert step == self.next_step, f"step {step} asks for groups, expected step {self.next_step}"
-        self._asked, self._rounds = step, []
-        return self._advance()
+        self._asked, self._is_chosen, self._rounds = step, False, []
+        return [*self._choose(), *self._advance()]
 
-    def started(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Notes the prompts that a Start led to, in their order."""
-        self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
-        self._rounds.append(len(prompts))
-        self._incomplete += len(prompts)
-
-    def on_scored(self, trajectory: Trajectory) -> list[Command]:
-        """Notes a scored trajectory, or one with a failure; one that is there already changes nothing."""
+    def on_sampled(self, trajectory: Trajectory) -> list[Command]:
+        """Notes the end of an episode."""
         admitted = self.queue.get(trajectory.prompt.uid)
-        if admitted is None or admitted.is_kept is not None or trajectory.sample in admitted.samples:
+        if admitted is None:  # of a step that was left
             return []
-        admitted.samples[trajectory.sample] = trajectory
-        if len(admitted.samples) < self.n:
-            return []
-        self._incomplete -= 1
-        if self._samples_in_rounds and self._incomplete:
-            return []
-        complete = (
-            [each for each in self.queue.values() if each.is_kept is None] if self._samples_in_rounds else [admitted]
-        )
-        groups = [each.group for each in complete]
-        self.observe(groups)
-        for each, group in zip(complete, groups, strict=True):
-            each.is_kept = self.group_filter is None or self.group_filter.keep(group)
-        return self._advance()
+        admitted.sampled[trajectory.sample] = trajectory
+        score: list[Command] = [Score([trajectory])] if self.scores_alone else []
+        if not (together := self._together(admitted, SAMPLED)):
+            return score
+        if not self.scores_alone:
+            score = [Score([each for one in together for each in one.as_sampled.trajectories])]
+        return [*score, *self._choose()]
+
+    def on_scored(self, trajectories: Sequence[Trajectory]) -> list[Command]:
+        """Notes scored trajectories, or with a failure; one that is there already changes nothing."""
+        return [command for each in trajectories for command in self._on_scored(each)]
 
     def on_version(self, version: int) -> list[Command]:
         """Notes that every replica samples with these weights."""
-        self.version = version
+        self.version, self._before = version, None
         self.untrained = [each for each in self.untrained if each.step > version]
         return self._advance()
 
@@ -169,7 +264,10 @@ class Stream:
         """Begins again behind `version`, with the groups of a checkpoint in the order of their admission."""
         self.version, self.untrained, self._asked = version, [], None
         self.queue = {each.prompt.uid: each for each in queue}
-        self._incomplete = sum(each.is_kept is None for each in queue)
+
+    def place(self) -> Mapping[str, Any]:
+        """Returns the place of the next prompt; with k = 0, before groups are trained on, that of their step."""
+        return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
         """Versions that tokens at a place of the queue may be old: a batch is trained on for each. A filter may leave a
@@ -180,6 +278,11 @@ class Stream:
     @property
     def _samples_in_rounds(self) -> bool:
         return self.max_staleness == 0
+
+    @property
+    def _undecided(self) -> list[Admitted]:
+        """Groups of which not all trajectories are scored."""
+        return [each for each in self.queue.values() if each.is_kept is None]
 
     @property
     def _most_read(self) -> float:
@@ -199,23 +302,58 @@ class Stream:
         """Groups in the queue that are not dropped."""
         return sum(each.is_kept is not False for each in list(self.queue.values()))
 
+    def _choose(self) -> list[Command]:
+        """The groups that are asked for, once all are sampled, where no filter reads scores."""
+        if self.group_filter is not None or self._asked is None or self._is_chosen:
+            return []
+        first = list(islice(self.queue.values(), self.batch_size))
+        if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
+            return []
+        self._is_chosen = True
+        return [Chosen([each.as_sampled for each in first])]
+
+    def _on_scored(self, trajectory: Trajectory) -> list[Command]:
+        admitted = self.queue.get(trajectory.prompt.uid)
+        if admitted is None or admitted.is_kept is not None or trajectory.sample in admitted.samples:
+            return []
+        admitted.samples[trajectory.sample] = trajectory
+        if not (together := self._together(admitted, SCORED)):
+            return []
+        groups = [each.group for each in together]
+        self.source.observe(groups)
+        for each, group in zip(together, groups, strict=True):
+            each.is_kept = self.group_filter is None or self.group_filter.keep(group)
+        return self._advance()
+
+    def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
+        """The groups that are scored and decided together, with k = 0 those of a round; none before all have ended."""
+        if len(ended(admitted)) < self.n:
+            return []
+        together = self._undecided if self._samples_in_rounds else [admitted]
+        return together if all(len(ended(each)) == self.n for each in together) else []
+
     def _advance(self) -> list[Command]:
         handed_out = self._hand_out()
         return [*handed_out, *self._start()]
 
     def _start(self) -> list[Command]:
-        """Fills the room, step by step of the draws' names."""
+        """Fills the room: takes prompts, and names their draws by the step that will read them."""
         live, wanted = self._live, self.batch_size
         taken = wanted * len(self.untrained)  # a step takes its place even with fewer groups
         room = int(min(self.most_outstanding - taken - live, self._most_admitted - len(self.queue)))
-        if self._samples_in_rounds and (self._asked is None or self._incomplete):
+        if self._samples_in_rounds and (self._asked is None or self._undecided):
             room = 0
         steps: dict[int, int] = {}
         for place in range(live, live + room):
             step = self.next_step + place // wanted
             if step <= self.last_step:
                 steps[step] = steps.get(step, 0) + 1
-        return [Start(count, step) for step, count in steps.items()]
+        return [self._begin(self.source.take(count), step) for step, count in steps.items()]
+
+    def _begin(self, prompts: Sequence[Prompt], step: int) -> Command:
+        self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
+        self._rounds.append(len(prompts))
+        return Run(self.episodes(prompts, step))
 
     def _hand_out(self) -> list[Command]:
         """The groups that are asked for, as soon as nothing in front of them is undecided."""
@@ -241,7 +379,7 @@ class Stream:
     @property
     def _is_exhausted(self) -> bool:
         """Tells whether a step that samples in rounds goes on with fewer groups than it wants."""
-        if self.group_filter is None or not self.queue or self._incomplete or not self._samples_in_rounds:
+        if self.group_filter is None or not self.queue or self._undecided or not self._samples_in_rounds:
             return False
         last_round = [*self.queue.values()][-self._rounds[-1] :]
         return len(self._rounds) > self.group_filter.max_refills or all(map(_failed, last_round))

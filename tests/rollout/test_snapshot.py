@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a snapshot of the conductor holds of responses, and with which tokens restored episodes go on."""
+"""What a snapshot of the flow holds of responses, and with which tokens restored episodes go on."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 from tests.simulation.actors import Letters
 from whet.data.loader import PromptLoader
 from whet.environments.protocol import Observation
-from whet.rollout.conductor import Command, Conductor, Run, ScoreGroup
 from whet.rollout.episode import Episode, Rules, Sample
-from whet.rollout.groups import Stream
+from whet.rollout.flow import Command, Flow, ReturnedFirst, Run, Score
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
-from whet.rollout.stream import ReturnedFirst
+from whet.rollout.snapshot import restore, snapshot
 from whet.types import Message, Prompt, Trajectory, Turn
 
 
-def made() -> Conductor:
+def made() -> Flow:
     """One prompt a step and two ahead, each with two responses."""
     rows = [Prompt("", index, (Message("user", "p"),), (ord("p"),), "test", None) for index in range(9)]
     rules = Rules(Letters(), SamplingParams(8), seed=1, step=1)
@@ -29,11 +28,11 @@ def made() -> Conductor:
     def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
         return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(2)]
 
-    return Conductor(Stream(2, 1, 1.0), ReturnedFirst(PromptLoader(rows, shuffle=False)), episodes)
+    return Flow(2, 1, ReturnedFirst(PromptLoader(rows, shuffle=False)), episodes, 1.0)
 
 
-def saved(conductor: Conductor, running: Sequence[Episode]) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(json.dumps(conductor.snapshot(running)))
+def saved(flow: Flow, running: Sequence[Episode]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(json.dumps(snapshot(flow, running)))
     return entries
 
 
@@ -41,14 +40,14 @@ def started(commands: Sequence[Command]) -> list[Episode]:
     return [episode for command in commands if isinstance(command, Run) for episode in command.episodes]
 
 
-def begun(text: str) -> tuple[Conductor, list[Episode]]:
+def begun(text: str) -> tuple[Flow, list[Episode]]:
     """Episodes whose environments say `text` at their reset, each with two tokens of its first turn."""
-    conductor = made()
-    episodes = started(conductor.on_version(0))
+    flow = made()
+    episodes = started(flow.on_version(0))
     for episode in episodes:
         request = requested(episode, text)
         episode.on_partial(Partial(request.uid, 0, 0, (65, 66), (-0.5, -0.25), ((0, 2),)))
-    return conductor, episodes
+    return flow, episodes
 
 
 def requested(episode: Episode, text: str) -> Request:
@@ -59,24 +58,25 @@ def requested(episode: Episode, text: str) -> Request:
     return sample.request
 
 
-def restored(entries: Sequence[Mapping[str, Any]]) -> tuple[Conductor, list[Episode]]:
-    conductor = made()
-    conductor.source.take(2)
-    return conductor, started(conductor.restore(0, entries))
+def restored(entries: Sequence[Mapping[str, Any]]) -> tuple[Flow, list[Episode]]:
+    flow = made()
+    flow.source.take(2)
+    assert isinstance(flow.source, ReturnedFirst)
+    return flow, started(restore(flow, flow.source, 0, entries))
 
 
 @pytest.mark.parametrize(("text", "kept"), [("q", (65, 66)), ("r", ()), ("qq", ())])
 def test_tokens_of_a_first_turn_go_on_behind_the_context_that_they_were_sampled_from(
     text: str, kept: tuple[int, ...]
 ) -> None:
-    conductor, episodes = restored(saved(*begun("q")))
+    flow, episodes = restored(saved(*begun("q")))
     assert len(episodes) == 4
     request = requested(episodes[0], text)
     assert (request.prompt_ids, request.sampled_ids) == ((ord("p"), *map(ord, text)), kept)
     episodes[0].on_completion(Completion((67,), (-1.0,), "abort", ((1, 1),)))
     assert episodes[0].sampled is not None and episodes[0].sampled.token_ids == (*kept, 67)
     # the others are saved before their environments have begun, and keep what is known
-    _, again = restored(saved(conductor, episodes))
+    _, again = restored(saved(flow, episodes))
     assert requested(again[0], text).sampled_ids == (*kept, 67)
     assert requested(again[1], text).sampled_ids == kept
 
@@ -100,13 +100,13 @@ def test_a_response_whose_fields_have_no_form_in_json_is_sampled_again(caplog: p
         (object(), None),
         (endless, None),
     ):
-        conductor = made()
-        episodes = started(conductor.on_version(0))
+        flow = made()
+        episodes = started(flow.on_version(0))
         prompt = episodes[0].prompt
         turn = Turn((1,), (65,), (-0.5,), "stop", ((0, 1),))
         caplog.clear()
-        conductor.on_sampled(Trajectory(f"{prompt.uid}:0", prompt, (turn,), 0, fields={"seen": value}))
-        entries = saved(conductor, episodes[1:])
+        flow.on_sampled(Trajectory(f"{prompt.uid}:0", prompt, (turn,), 0, fields={"seen": value}))
+        entries = saved(flow, episodes[1:])
         assert [each["fields"] for each in entries[0]["samples"]] == ([{"seen": expected}] if expected else [])
         assert ("0:0:0 is not in the checkpoint, and would be sampled again" in caplog.text) == (expected is None)
         again, episodes = restored(entries)
@@ -114,4 +114,4 @@ def test_a_response_whose_fields_have_no_form_in_json_is_sampled_again(caplog: p
         other = Trajectory(f"{prompt.uid}:1", prompt, (turn,), 1)
         if expected:
             [command] = again.on_sampled(other)
-            assert isinstance(command, ScoreGroup) and command.trajectories[0].fields == {"seen": expected}
+            assert isinstance(command, Score) and command.trajectories[0].fields == {"seen": expected}

@@ -12,16 +12,17 @@ import pytest
 from scripted import Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
+from tests.raising import raises
 from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader
 from whet.errors import DataError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
-from whet.rollout.collect import Collector, Stage
-from whet.rollout.groups import Filter
+from whet.rollout.collect import Collector, Stage, Turns
+from whet.rollout.flow import Filter
 from whet.rollout.protocol import Event, Failed, Request, SamplingParams
-from whet.rollout.stream import Rollouts, Taken
+from whet.rollout.rollouts import Rollouts, Taken
 from whet.types import Failure, Group
 
 DYNAMIC = Filter(dynamic_sampling, {}, max_refills=3)
@@ -318,13 +319,13 @@ def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) 
     assert group.prompt is prompt and rewards([group]) == [[1.0, 2.0]]
     assert of.sample([], 2, SamplingParams(8), step=0, metrics=metrics) == []
     assert of.state() == {}
-    with pytest.raises(DataError, match="no source of prompts"):
+    with raises(DataError, key="rollouts without a source of prompts", found="take"):
         of.take(1, step=1)
 
 
 def test_lengths_come_in_stages() -> None:
     class Nothing:
-        tokenizer = None
+        tokenizer, turns = None, Turns(None, 1.0)  # type: ignore[arg-type]
 
     params = SamplingParams(max_new_tokens=16)
     rollouts = Rollouts(None, Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99})  # type: ignore[arg-type]

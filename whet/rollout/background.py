@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of a driver in a thread of their own, so that sampling goes on while models train."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from whet.errors import WorkerError
+from whet.rollout.collect import Driver, Turns
+
+log = logging.getLogger(__name__)
+TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
+SWITCH_SECONDS = 1e-4  # after which the loop and the thread take turns: with Python's 5e-3 either's short calls wait
+CLOSE_SECONDS = 10.0
+T = TypeVar("T")
+
+
+class Background(Turns):
+    """Makes turns all the time, from the first call on. What fails in the thread fails whoever waits."""
+
+    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
+        super().__init__(driver, deadline_seconds)
+        self._calls = SimpleQueue[Callable[[], None]]()
+        self._promises: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._switch_seconds = sys.getswitchinterval()
+
+    def promise(self) -> Future[Any]:
+        """A future that the thread fulfils; it fails with the thread."""
+        future = Future[Any]()
+        self._promises.add(future)
+        future.add_done_callback(self._promises.discard)
+        if self._error is not None or self._is_closing:
+            self._break(future)
+        return future
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in the thread, between two turns.  Returns the future of its result."""
+        future = self.promise()
+
+        def called() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # it belongs to the caller
+                future.set_exception(error)
+
+        if not future.done():
+            self._calls.put(called)
+            if self._thread is None:
+                sys.setswitchinterval(SWITCH_SECONDS)
+                self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
+                self._thread.start()
+        return future
+
+    def pass_time(self, future: Future[Any]) -> None:
+        """Waits for the thread."""
+        wait([future], TURN_SECONDS)
+
+    def leave(self) -> None:
+        """Lets the thread go on, after an error of a caller."""
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_closing = True
+        if self._thread is not None:
+            sys.setswitchinterval(self._switch_seconds)
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
+
+    def _go(self) -> None:
+        """The thread: calls and turns of the driver, until it is closed."""
+        try:
+            while not self._is_closing:
+                self.timed(self._serve)
+                self.timed(lambda: self.driver.turn(TURN_SECONDS))
+                self.after(False)
+        except BaseException as error:
+            self._error = error
+        finally:
+            for future in list(self._promises):
+                self._break(future)
+
+    def _serve(self) -> None:
+        """Carries out the calls that have come; waits for one where there is nothing else to do."""
+        with suppress(Empty):
+            self._calls.get(timeout=TURN_SECONDS if self.driver.is_idle else 0.0)()
+            while True:
+                self._calls.get_nowait()()
+
+    def _break(self, future: Future[Any]) -> None:
+        if not future.done():
+            future.set_exception(self._error or WorkerError("the rollouts are closed; build the run again"))

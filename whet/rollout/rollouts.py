@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that the loop takes: sampled, scored, filtered; beside training where `rollout.max_staleness` allows it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from whet.errors import DataError, EngineError, RewardError, SandboxError, ToolError, WhetError
+from whet.metrics import Metrics
+from whet.phases import watching
+from whet.rollout.batch import rows_of
+from whet.rollout.collect import Collector
+from whet.rollout.episode import Episode
+from whet.rollout.flow import Chosen, Command, Filter, Flow, HandOut, PromptSource, ReturnedFirst, Run, Score
+from whet.rollout.protocol import SamplingParams
+from whet.rollout.snapshot import restore, snapshot
+from whet.rounding import reaches
+from whet.types import (
+    Failure,
+    FailureSource,
+    Group,
+    Outcome,
+    Outcomes,
+    Prompt,
+    RewardItem,
+    RewardResult,
+    Scorer,
+    Trajectory,
+)
+
+log = logging.getLogger(__name__)
+HELP = {  # by the part that limits a run
+    "sampling": "more rollout ranks, a higher rollout.max_batch_size, or rollout.max_staleness=1 where it is below",
+    "environments": "a pool for environments (cluster.placement)",
+    "rewards": "a higher reward.num_workers, or a faster reward function",
+    "training": "more ranks of the actor, a higher actor.max_tokens_per_micro_batch, or fewer actor.epochs",
+    "saving": "a higher trainer.save_freq, or a faster disk",
+    "sync": "a higher data.train_batch_size, which brings new weights less often",
+}
+DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
+PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
+OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # whatever the responses are, these should work
+RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
+ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups that `take` hands out, and their metrics."""
+
+    groups: list[Group]
+    metrics: Metrics
+    is_dropped: bool = False  # the filter kept none of them
+    dropped: Sequence[Group] = ()  # the other groups that the filter dropped
+
+
+@dataclass(frozen=True)
+class Sampled(Generic[T]):
+    """Sampled trajectories whose scores may still come."""
+
+    groups: list[Group]  # without rewards, unless they are known
+    result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
+
+
+class Given:
+    """A source of prompts that a caller has at hand."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = list(prompts)
+
+    def take(self, n: int) -> list[Prompt]:
+        """All of them."""
+        return self._prompts
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Learns nothing."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Has no place to continue from."""
+        return {}
+
+
+@dataclass
+class Asked:
+    """A flow, and what its caller waits for now."""
+
+    flow: Flow
+    purpose: str = "rollout"
+    chosen: Future[list[Group]] = field(default_factory=Future)
+    handed_out: Future[HandOut] = field(default_factory=Future)
+
+
+class Rollouts:
+    """Complete, scored, filtered groups.
+
+    Produces: `take(n)`, n groups in the order of their admission, or fewer where the filter leaves no more within its
+    bound of refills; where it leaves none at all, groups that it dropped, which are not trained on but keep the run
+    going. With `max_staleness` above 0 they were sampled ahead, in the turns of a thread (`Background`).
+    Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
+    Without a scorer the score is what the environment paid, and correct from `correct_threshold` on.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource | None,
+        collector: Collector,
+        scorer: Scorer | None,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        n: int,
+        params: SamplingParams,
+        batch_size: int = 0,
+        max_staleness: float = 0.0,
+        last_step: float = math.inf,
+        group_filter: Filter | None = None,
+        correct_threshold: float = 1.0,
+        length_stages: Mapping[int, int] | None = None,
+        sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`batch_size` groups a step are sampled ahead; without staleness a step takes as many as it asks for."""
+        self.length_stages = dict(length_stages or {})
+        self.collector, self.turns, self.scorer, self.tokenizer = collector, collector.turns, scorer, tokenizer
+        self.n, self.params, self.group_filter = n, params, group_filter
+        self.correct_threshold = correct_threshold
+        self.sampling = sampling  # entered while the engine is to sample
+        self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
+        self.failures, self.held_out = FailureWatch(), FailureWatch()  # of what is trained on, of validation
+        self.spent: dict[str, float] = {}  # by judges, since the run began
+        self._kept_some = True
+        self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
+        self.prompts = None if prompts is None else ReturnedFirst(prompts)
+        # Groups of a checkpoint that go on with the first weights; None afterwards, and where none can.
+        self._restored: Sequence[Mapping[str, Any]] | None = () if max_staleness else None
+        self._scoring: list[tuple[Asked, list[Trajectory], list[Outcomes]]] = []
+        self._waits, self._does, self._watched = 0, "", ExitStack()  # callers that wait; the loop's part now
+        self._idle_seconds = 0.0  # of the engine, up to the last hand-out
+        self._noted = Future[None]()  # the last version
+        self._noted.set_result(None)
+        self._training = Asked(
+            Flow(
+                n,
+                batch_size,
+                self.prompts or Given([]),
+                lambda prompts, step: collector.episodes(prompts, n, self.params_at(step), step=step),
+                max_staleness,
+                group_filter,
+                scorer is not None and scorer.scores_alone,
+                last_step=last_step,
+            )
+        )
+        self.flow = self._training.flow
+        self.turns.after, self.turns.limit = self._take_scores, self._limit
+
+    def take(self, n: int, *, step: int) -> Taken:
+        """n groups to train on; `step` names their random draws."""
+        return self.start(n, step=step).result()
+
+    def start(self, n: int, *, step: int) -> Sampled[Taken]:
+        """Begins `take`: all trajectories are sampled. A filter waits here for their scores."""
+        if self.prompts is None:
+            raise DataError("rollouts without a source of prompts", "take", "sample, with prompts of your own")
+        metrics, flow = Metrics(), self.flow
+        if flow.max_staleness == 0:
+            flow.batch_size = n
+        elif n != flow.batch_size:
+            raise DataError(
+                "groups of a step", n, f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
+            )
+        begun = self._begin(self._training, step, metrics, between=self.may_stop)
+
+        def result() -> Taken:
+            found = begun.result()
+            sampled = [each for group in (*found.kept, *found.dropped) for each in group.trajectories]
+            count_failures(sampled, metrics)
+            count_judges(sampled, metrics, self.spent)
+            if flow.max_staleness > 0:
+                self._measure(found, metrics)
+            return self._taken(found, metrics)
+
+        return Sampled(begun.groups, result)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        *,
+        step: int,
+        metrics: Metrics,
+        purpose: str = "rollout",
+    ) -> list[Group]:
+        """n scored trajectories of each prompt; failures are counted in `failures/<source>`, also in
+        `failures/timed_out` where a deadline decided: there alone a run may differ from its repeat."""
+
+        def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
+            return self.collector.episodes(prompts, n, params, step=step, purpose=purpose)
+
+        scores_alone = all(each.scores_alone for each in self._scorers(purpose)) and self.scorer is not None
+        flow = Flow(n, len(prompts), Given(prompts), episodes, scores_alone=scores_alone)
+        groups = self._begin(Asked(flow, purpose), step, metrics).result().kept
+        sampled = [each for group in groups for each in group.trajectories]
+        count_failures(sampled, metrics)
+        count_judges(sampled, metrics, self.spent)
+        return groups
+
+    def on_weights(self, version: int) -> None:
+        """Notes that the engine samples with the weights of a step, and lets sampling go as far ahead as they allow."""
+        if self.prompts is None:
+            return
+        if self._restored is not None:
+            self._watched.enter_context(watching(self._watch))
+            self.turns.finish(lambda: self._carry_out(self._training, self._restore(version)))
+        # Training need not wait for a thread: what it is called for next comes behind this.
+        self._noted = self.turns.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the place where the next step takes its prompts, and under `stream` every group that was sampled
+        ahead; without staleness, before groups are trained on, the place of their step."""
+        if self.prompts is None:
+            return {}
+        if self._restored is not None:
+            return {**self.prompts.state(), "stream": list(self._restored)}
+        return self.turns.finish(self._snapshot)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from there, before the first weights come."""
+        if self.prompts is not None:
+            self.prompts.load_state(state)
+            entries = state.get("stream", ())
+            if self._restored is None:
+                self.prompts.put_back([entry["uid"] for entry in entries])
+            else:
+                self._restored = entries
+
+    def close(self) -> None:
+        """Ends the turns, and the processes of environments and rewards; says which part the others waited for."""
+        self._watched.close()
+        self.collector.close()
+        for scorer in filter(None, (self.scorer, self.val_scorer)):
+            scorer.close()
+        seconds = {part: self.turns.limit_seconds[part] for part in HELP}
+        slowest = max(seconds, key=lambda part: seconds[part])
+        if self.flow.max_staleness > 0 and seconds[slowest] > 0:
+            shown = ", ".join(f"{part} {seconds[part]:.1f} s" for part in HELP)
+            log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
+
+    def params_at(self, step: int) -> SamplingParams:
+        """Returns the sampling parameters of a step, within the length of its stage."""
+        begun = [start for start in self.length_stages if start <= step]
+        if not begun:
+            return self.params
+        return replace(self.params, max_new_tokens=min(self.length_stages[max(begun)], self.params.max_new_tokens))
+
+    def _begin(
+        self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] = lambda: None
+    ) -> Sampled[HandOut]:
+        """Asks a flow for the groups of a step, and waits until they are sampled or, behind a filter, scored."""
+        asked.chosen, asked.handed_out = self.turns.promise(), self.turns.promise()
+
+        def wait(future: Future[T]) -> T:
+            began, of_rewards = time.monotonic(), self.turns.limit_seconds["rewards"]
+            self._waits += 1
+            try:
+                return self.turns.wait(future, lambda: asked.flow.progress, between=between)
+            except BaseException:
+                self._scoring = [each for each in self._scoring if each[0] is not asked]
+                raise
+            finally:
+                self._waits, self._does = self._waits - 1, self._does or "training"
+                of_rewards = self.turns.limit_seconds["rewards"] - of_rewards
+                metrics.seconds("time/reward", of_rewards)
+                metrics.seconds("time/rollout", time.monotonic() - began - of_rewards)
+
+        with self.sampling():
+            self.turns.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
+            self._noted.result()  # done, or failed, before the question
+            groups = wait(asked.chosen)
+        return Sampled(groups, lambda: wait(asked.handed_out))
+
+    def _carry_out(self, asked: Asked, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Run):
+                self.collector.driver.add(command.episodes, partial(self._on_sampled, asked))
+            elif isinstance(command, Score):
+                scored = command.trajectories
+                self._scoring.append((asked, scored, self._submit(scored, asked.purpose)))
+            elif isinstance(command, Chosen):
+                asked.chosen.set_result(command.groups)
+            else:
+                if not asked.chosen.done():
+                    asked.chosen.set_result(command.groups)
+                asked.handed_out.set_result(command)
+
+    def _on_sampled(self, asked: Asked, trajectory: Trajectory) -> None:
+        self._carry_out(asked, asked.flow.on_sampled(trajectory))
+
+    def _take_scores(self, waits: bool) -> None:
+        """Hands trajectories whose scores have come to their flow; where it `waits`, at least those scored first."""
+        ready = [each for each in self._scoring if all(outcomes.done() for outcomes in each[2])]
+        for each in ready or self._scoring[: int(waits)]:
+            self._scoring.remove(each)
+            asked, trajectories, outcomes = each
+            found = [pending.result() for pending in outcomes]
+            scored = with_outcomes(trajectories, list(map(_with_accuracy, *found)) if len(found) > 1 else found[0])
+            self._carry_out(asked, asked.flow.on_scored(scored))
+
+    def _scorers(self, purpose: str) -> list[Scorer]:
+        """The functions that score for a purpose: the reward, and behind it that of the accuracy."""
+        strict = self.val_scorer if purpose == "validation" else None
+        return [each for each in (self.scorer, strict) if each is not None]
+
+    def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
+        """Begins to score the trajectories that did not fail, by each function."""
+        alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
+        if scorers := self._scorers(purpose):
+            items = [self._item(trajectory) for trajectory in alive]
+            return [each.submit_batch(items) for each in scorers]
+        paid: Future[list[Outcome]] = Future()
+        paid.set_result([RewardResult(0.0, float(reaches(each.score, self.correct_threshold))) for each in alive])
+        return [paid]
+
+    def _item(self, trajectory: Trajectory) -> RewardItem:
+        prompt = trajectory.prompt
+        if len(trajectory.turns) == 1 and len(trajectory.messages) == 1:  # decoded already, for its environment
+            response_ids, text = trajectory.turns[0].token_ids, trajectory.messages[0].content
+        else:
+            response_ids = tuple(rows_of(trajectory)[-1].response_ids)
+            text = str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
+        has_more = trajectory.messages[1:] or trajectory.fields or trajectory.turns[0].reward
+        return reward_item(prompt, str(text), response_ids, trajectory.to_dict() if has_more else {})
+
+    @contextmanager
+    def _watch(self, phase: str) -> Iterator[None]:
+        """Notes a phase of the loop."""
+        before, self._does = self._does, DOES.get(phase, self._does)
+        try:
+            yield
+        finally:
+            self._does = before
+
+    def _limit(self) -> str | None:
+        """The part of the run that the others wait for: what a caller lacks, or the loop where nothing is sampled."""
+        driver = self.collector.driver
+        if not self._waits:
+            return None if driver.is_sampling else self._does or None
+        if driver.is_sampling:
+            return "sampling"
+        return "rewards" if driver.is_idle else "environments"
+
+    def _taken(self, handed_out: HandOut, metrics: Metrics) -> Taken:
+        """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
+        if self.group_filter is not None:
+            self._report_filter(handed_out, metrics)
+        groups = handed_out.groups
+        others = handed_out.dropped[0 if handed_out.kept else len(groups) :]
+        return Taken(groups, metrics, is_dropped=not handed_out.kept, dropped=others)
+
+    def _report_filter(self, handed_out: HandOut, metrics: Metrics) -> None:
+        """Measures what was sampled and what was dropped of it, and warns of a step that trains on nothing."""
+        kept, dropped = handed_out.kept, handed_out.dropped
+        n, step = handed_out.wanted, handed_out.step
+        metrics.sum("filter/dropped_groups", len(dropped))
+        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+        sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
+        if sampled:
+            metrics.mean("filter/sampled_score", fmean(each.score for each in sampled), len(sampled))
+            metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
+        if len(kept) < n:
+            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+        is_scored = any(each.failure is None for group in dropped for each in group.trajectories)
+        if not kept and self._kept_some and is_scored:
+            log.warning(
+                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
+                "again only after a step that keeps some",
+                *(step, len(dropped)),
+            )
+        self._kept_some = bool(kept)
+
+    def _measure(self, found: HandOut, metrics: Metrics) -> None:
+        """Measures how old the tokens are, how full the queue is, and which side waited."""
+        lags = Counter[int]()  # tokens by the number of versions that they are behind
+        for version, count in _versions(each for group in found.kept for each in group.trajectories):
+            lags[found.step - 1 - version] += count
+        if lags:
+            total = lags.total()
+            metrics.mean("staleness/mean", sum(lag * count for lag, count in lags.items()) / total, total)
+            metrics.max("staleness/max", max(lags))
+            metrics.mean("staleness/stale_fraction", 1 - lags[0] / total, total)
+        metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
+        metrics.mean("rollout/ready_groups", self.flow.ready)
+        unused = [each for group in found.dropped for each in group.trajectories]
+        unused += [each for group in found.kept for each in group.trajectories if each.failure is not None]
+        metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(unused)))
+        idle = self.turns.idle_seconds
+        metrics.seconds("time/rollout_idle", idle - self._idle_seconds)
+        self._idle_seconds = idle
+
+    def _snapshot(self) -> Mapping[str, Any]:
+        if self.flow.room == 0:
+            return self.flow.place()
+        self.collector.driver.note_partials()
+        return {**self.flow.place(), "stream": snapshot(self.flow, self.collector.driver.episodes)}
+
+    def _restore(self, version: int) -> list[Command]:
+        """Puts the groups of a checkpoint back."""
+        assert self.prompts is not None and self._restored is not None
+        entries, self._restored = self._restored, None
+        return restore(self.flow, self.prompts, version, entries)
+
+
+def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
+    """A response as reward functions read it."""
+    return RewardItem(
+        data_source=prompt.data_source,
+        solution_str=text,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        prompt_str=str(prompt.messages[-1].content) if prompt.messages else "",
+        prompt_ids=prompt.token_ids,
+        response_ids=tuple(response_ids),
+        trajectory=trajectory,
+        messages=() if prompt.is_text else prompt.messages,
+    )
+
+
+def with_outcomes(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
+    """The trajectories scored; `outcomes` are of those that did not fail."""
+    left = iter(outcomes)
+    return [_with(next(left), each) if each.failure is None else each for each in trajectories]
+
+
+def _with_accuracy(outcome: Outcome, strict: Outcome) -> Outcome:
+    """The outcome, with the accuracy of another function; a failure of either is one."""
+    if isinstance(outcome, Failure) or isinstance(strict, Failure):
+        return outcome if isinstance(outcome, Failure) else strict
+    return replace(outcome, accuracy=strict.accuracy)
+
+
+def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
+    """The trajectory scored: a trajectory has all fields of a RewardResult."""
+    return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))
+
+
+def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None:
+    """Counts failures by source, deadlines, and preemptions."""
+    if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
+        metrics.sum("rollout/preemptions", preemptions)
+    for trajectory in trajectories:
+        for name in [name for name in trajectory.fields if name.startswith("tools/")]:
+            metrics.mean(name, trajectory.fields[name])
+        if trajectory.failure is not None:
+            metrics.sum(f"failures/{trajectory.failure.source}", 1)
+            if trajectory.failure.timed_out:
+                metrics.sum("failures/timed_out", 1)
+
+
+def count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: dict[str, float]) -> None:
+    """Adds the tokens and the cost of judges, those of failed calls too, to `spent`, and reports the sums."""
+    for trajectory in trajectories:
+        reported = trajectory.parts if trajectory.failure is None else trajectory.failure.parts
+        for name, value in reported.items():
+            if (kind := name.rpartition("/")[2]) in ("judge_tokens", "judge_cost"):
+                spent[kind] = spent.get(kind, 0.0) + value
+    for kind, total in spent.items():
+        metrics.max(f"reward/{kind}_total", total)
+
+
+def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
+    """The runs of (version, number of tokens) of all turns."""
+    return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
+
+
+class FailureWatch:
+    """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
+
+    A batch is bad where all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. As long as there was no
+    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one where more than
+    half of the trajectories of it and of the last `RECENT` batches failed there."""
+
+    def __init__(self) -> None:
+        self._left = 1
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # failures in the environment, trajectories
+        self._warned: set[FailureSource] = set()
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Raises: RewardError, SandboxError, ToolError or EngineError, by where the first failure arose."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
+        of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
+        if trajectories:
+            self._recent.append((len(of_environment), len(trajectories)))
+        if failures and (len(failures) == len(trajectories) or len(of_environment) > len(trajectories) / 2):
+            self._count(failures, of_environment, len(trajectories))
+        elif trajectories:
+            self._left = PATIENCE
+            self._warn(failures, len(trajectories))
+
+    def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
+        for uid, failure in failures:
+            if failure.source not in self._warned:
+                self._warned.add(failure.source)
+                log.warning(
+                    "%d of %d trajectories failed and are not trained on, the first in the %s: %s (trajectory %s; "
+                    "warned once; failures/%s counts them, rollouts/ has each)",
+                    *(len(failures), total, failure.source, failure.message, uid, failure.source),
+                )
+
+    def _count(
+        self, failures: Sequence[tuple[str, Failure]], of_environment: Sequence[tuple[str, Failure]], total: int
+    ) -> None:
+        """Counts a bad batch, and ends the run with the last that it may have."""
+        self._left -= 1
+        is_most = len(of_environment) > total / 2
+        failed, played = map(sum, zip(*self._recent, strict=True))
+        uid, failure = (of_environment if is_most else failures)[0]
+        if is_most and len(self._recent) == RECENT and failed > played / 2:
+            self._left = 0
+            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
+        elif len(failures) == total:
+            found = f"all {total} trajectories failed, so there is nothing to learn from"
+        else:
+            found = f"{len(of_environment)} of {total} trajectories, more than half, failed"
+        found = f"{found}: trajectory {uid} in the {failure.source}: {failure.message}"
+        if self._left == 0:
+            raise ERRORS.get(failure.source, EngineError)(f"{found}. Fix the {failure.source}, then start again")
+        log.warning("%s. The run ends after %d more such batches", found, self._left)

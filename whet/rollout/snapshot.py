@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of a flow in a checkpoint: all that were admitted and not trained on, with their tokens and versions."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from whet.keyed import key
+from whet.rollout.episode import Episode
+from whet.rollout.flow import Admitted, Command, Flow, ReturnedFirst, Run
+from whet.rollout.protocol import Completion
+from whet.types import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
+PURPOSE = "rollout"  # of the episodes that are trained on
+
+
+def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
+    """Returns every group that is not trained on as JSON values, in the order of admission; with the tokens so far of
+    the episodes that are `running`."""
+    running = [episode for episode in running if episode.rules.purpose == PURPOSE]
+    partial = {(each.prompt.uid, each.sample): each for each in running if not each.turns}
+    again = Counter(each.prompt.uid for each in running if each.turns)
+    entries = []
+    for handed_out in flow.untrained:
+        for group in handed_out.kept:
+            samples = {each.sample: each for each in group.trajectories}
+            entries.append(_entry(Admitted(group.prompt, handed_out.step, samples, True), {}))
+    for admitted in flow.queue.values():
+        if admitted.is_kept is not False:
+            uid = admitted.prompt.uid
+            started = {sample: partial.get((uid, sample)) for sample in range(flow.n)}
+            entries.append({**_entry(admitted, started), "again": again[uid]})
+    return entries
+
+
+def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
+    """Puts the groups of a snapshot back: scored ones into the queue, others go on where they were.
+
+    A group of another row than the data has now, or with tokens that are too old for this run, begins again from its
+    prompt; prompts that there is no room for come back as the next of the source."""
+    queue, sampled, episodes = list[Admitted](), list[Trajectory](), list[Episode]()
+    room, again = flow.room, Counter[str]()
+    for place, entry in enumerate(entries[:room]):
+        prompt = source.find(entry["uid"])
+        admitted, partial = Admitted(prompt, entry["step"]), entry["partial"]
+        found = [TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]]
+        samples = {each.sample: each for each in found if each.sample < flow.n}
+        if why := _misfit(entry, prompt, version - flow.most_age(place)):
+            samples, partial, again[why] = {}, {}, again[why] + 1
+        queue.append(admitted)
+        if entry["is_kept"] and len(samples) == len(found) == flow.n:
+            admitted.samples, admitted.is_kept = samples, True
+            continue
+        for episode in flow.episodes([prompt], admitted.step):
+            if episode.sample not in samples:
+                if (begun := partial.get(str(episode.sample))) is not None:
+                    episode.go_on_from(COMPLETION.validate_python(begun), begun.get("context"))
+                episodes.append(episode)
+        sampled += samples.values()
+    if queue:
+        log.info(
+            "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
+            "rest is sampled; %d episodes of several turns begin again, with their seeds",
+            *(len(queue) - again.total(), sum(each.is_kept is True for each in queue), len(episodes)),
+            sum(entry.get("again", 0) for entry in entries),
+        )
+    for why, count in again.items():
+        log.warning("%d groups of the checkpoint begin again from their prompts: %s", count, why)
+    source.put_back([entry["uid"] for entry in entries[room:]])
+    flow.restart(version, queue)
+    return [*(command for each in sampled for command in flow.on_sampled(each)), Run(episodes)]
+
+
+def _digest(prompt: Prompt) -> int:
+    """A number of what is read of a row; of objects without a form in JSON only the type counts."""
+    read = (prompt.token_ids, prompt.ground_truth, [media.digest for media in prompt.media])
+    return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
+
+
+def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
+    """Says why the tokens of a saved group cannot be used, "" where they can; `oldest` is the first version allowed."""
+    if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
+        return "the data has other rows now under their numbers"
+    turns = chain(*(each["turns"] for each in entry["samples"]), entry["partial"].values())
+    is_old = any(version < oldest for turn in turns for version, _ in turn["versions"])
+    return "tokens are older than rollout.max_staleness and data.train_batch_size allow now" if is_old else ""
+
+
+def _plain(value: Any) -> Any:
+    """The Python number of a numpy scalar, which has a form in JSON.  Raises: TypeError for other objects."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def _entry(admitted: Admitted, partial: Mapping[int, Episode | None]) -> dict[str, Any]:
+    """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
+    is_scored = admitted.is_kept is True
+    samples = []
+    for trajectory in (admitted.samples if is_scored else admitted.sampled).values():
+        try:
+            values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
+            samples.append(values)
+        except (TypeError, ValueError) as error:
+            log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
+            is_scored = False
+    return {
+        "uid": admitted.prompt.uid,
+        "prompt": _digest(admitted.prompt),
+        "step": admitted.step,
+        "is_kept": is_scored,
+        "samples": samples,
+        "partial": {
+            str(sample): {**COMPLETION.dump_python(each.sampled, mode="json"), "context": each.context_digest}
+            for sample, each in partial.items()
+            if each is not None and each.sampled is not None and sample not in admitted.sampled
+        },
+    }
