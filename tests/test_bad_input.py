@@ -50,7 +50,7 @@ from whet.rewards.pool import RewardPool
 from whet.rollout.build import check_engine, open_environments
 from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.protocol import Completion, SamplingParams
-from whet.rollout.rollouts import FailureWatch
+from whet.rollout.reports import FailureWatch
 from whet.rollout.servers.environment import Environment
 from whet.rollout.vllm.engine import PACKAGE
 from whet.sandbox.open import open_sandbox

@@ -19,7 +19,7 @@ from whet.domains import Domains
 from whet.errors import WhetError
 from whet.rewards.judge.rubrics import load_rubric
 from whet.rewards.pool import build_scorer
-from whet.rollout.rollouts import FailureWatch
+from whet.rollout.reports import FailureWatch
 from whet.sandbox.open import open_sandbox
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
 

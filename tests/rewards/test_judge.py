@@ -23,8 +23,8 @@ from whet.rewards.judge import client as client_module
 from whet.rewards.judge.client import Cache, Client, JudgeReply, Settings
 from whet.rewards.judge.rubrics import RUBRICS, Rubric, load_rubric
 from whet.rewards.pool import RewardPool
-from whet.rollout.rollouts import count_judges
-from whet.types import Failure, Outcome, Prompt, RewardItem, RewardResult, Trajectory
+from whet.rollout.reports import count_failures
+from whet.types import Failure, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judge_server import Reply, judging
@@ -559,7 +559,7 @@ def test_the_total_of_a_run_counts_failed_calls_too() -> None:
     failed = trajectory(failure=Failure("reward", "no reply", parts={"judge_tokens": 330.0, "judge_cost": 1.5}))
     for step in (1, 2):
         metrics = Metrics()
-        count_judges([scored, failed], metrics, spent)
+        count_failures([Group(scored.prompt, (scored, failed))], metrics, spent)
         assert metrics.value("reward/judge_tokens_total") == step * 440.0
         assert metrics.value("reward/judge_cost_total") == step * 2.0
 

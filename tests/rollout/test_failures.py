@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from whet.errors import EngineError, RewardError, SandboxError, ToolError
-from whet.rollout.rollouts import FailureWatch
+from whet.rollout.reports import FailureWatch
 from whet.types import Failure, FailureSource, Group, Prompt, Trajectory
 
 PROMPT = Prompt("0:0", 0, (), (), "s", None)

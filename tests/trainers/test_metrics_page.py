@@ -29,7 +29,7 @@ from whet.metrics import Metrics
 from whet.models.init import init_model
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
-from whet.rollout.rollouts import count_failures, count_judges
+from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.columns import ColumnPlan
@@ -136,8 +136,7 @@ def of_episodes() -> set[str]:
     trajectory = Trajectory("0:0:0", prompt, (), 0, fields={"success": 1.0, **tools}, limit="turns")
     trajectory = replace(trajectory, parts={"judge_tokens": 3.0, "judge_cost": 0.5})
     metrics = Metrics()
-    count_failures([trajectory], metrics)
-    count_judges([trajectory], metrics, {"judge_tokens": 4.0})
+    count_failures([Group(trajectory.prompt, (trajectory,))], metrics, {"judge_tokens": 4.0})
     judged = {name: metrics.value(name) for name in ("reward/judge_tokens_total", "reward/judge_cost_total")}
     assert [*judged.values()] == [7.0, 0.5]
     measure_groups(metrics, [Group(prompt, (trajectory,))], "games")

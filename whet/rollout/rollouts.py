@@ -6,18 +6,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.errors import DataError, EngineError, RewardError, SandboxError, ToolError, WhetError
+from whet.errors import DataError
 from whet.metrics import Metrics
 from whet.phases import watching
 from whet.rollout.batch import rows_of
@@ -25,11 +23,11 @@ from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
 from whet.rollout.flow import Chosen, Command, Filter, Flow, HandOut, PromptSource, ReturnedFirst, Run, Score
 from whet.rollout.protocol import SamplingParams
+from whet.rollout.reports import FailureWatch, count_failures, measure_filter, measure_staleness
 from whet.rollout.snapshot import restore, snapshot
 from whet.rounding import reaches
 from whet.types import (
     Failure,
-    FailureSource,
     Group,
     Outcome,
     Outcomes,
@@ -50,10 +48,6 @@ HELP = {  # by the part that limits a run
     "sync": "a higher data.train_batch_size, which brings new weights less often",
 }
 DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
-PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
-OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # whatever the responses are, these should work
-RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
-ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 T = TypeVar("T")
 
 
@@ -181,16 +175,7 @@ class Rollouts:
             )
         begun = self._begin(self._training, step, metrics, between=self.may_stop)
 
-        def result() -> Taken:
-            found = begun.result()
-            sampled = [each for group in (*found.kept, *found.dropped) for each in group.trajectories]
-            count_failures(sampled, metrics)
-            count_judges(sampled, metrics, self.spent)
-            if flow.max_staleness > 0:
-                self._measure(found, metrics)
-            return self._taken(found, metrics)
-
-        return Sampled(begun.groups, result)
+        return Sampled(begun.groups, lambda: self._taken(begun.result(), metrics))
 
     def sample(
         self,
@@ -211,9 +196,7 @@ class Rollouts:
         scores_alone = all(each.scores_alone for each in self._scorers(purpose)) and self.scorer is not None
         flow = Flow(n, len(prompts), Given(prompts), episodes, scores_alone=scores_alone)
         groups = self._begin(Asked(flow, purpose), step, metrics).result().kept
-        sampled = [each for group in groups for each in group.trajectories]
-        count_failures(sampled, metrics)
-        count_judges(sampled, metrics, self.spent)
+        count_failures(groups, metrics, self.spent)
         return groups
 
     def on_weights(self, version: int) -> None:
@@ -325,7 +308,7 @@ class Rollouts:
     def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
         """Begins to score the trajectories that did not fail, by each function."""
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
-        if scorers := self._scorers(purpose):
+        if alive and (scorers := self._scorers(purpose)):
             items = [self._item(trajectory) for trajectory in alive]
             return [each.submit_batch(items) for each in scorers]
         paid: Future[list[Outcome]] = Future()
@@ -362,51 +345,30 @@ class Rollouts:
 
     def _taken(self, handed_out: HandOut, metrics: Metrics) -> Taken:
         """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
-        if self.group_filter is not None:
-            self._report_filter(handed_out, metrics)
+        self._report(handed_out, metrics)
         groups = handed_out.groups
         others = handed_out.dropped[0 if handed_out.kept else len(groups) :]
         return Taken(groups, metrics, is_dropped=not handed_out.kept, dropped=others)
 
-    def _report_filter(self, handed_out: HandOut, metrics: Metrics) -> None:
-        """Measures what was sampled and what was dropped of it, and warns of a step that trains on nothing."""
-        kept, dropped = handed_out.kept, handed_out.dropped
-        n, step = handed_out.wanted, handed_out.step
-        metrics.sum("filter/dropped_groups", len(dropped))
-        metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
-        sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
-        if sampled:
-            metrics.mean("filter/sampled_score", fmean(each.score for each in sampled), len(sampled))
-            metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
-        if len(kept) < n:
-            log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
-        is_scored = any(each.failure is None for group in dropped for each in group.trajectories)
-        if not kept and self._kept_some and is_scored:
-            log.warning(
-                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
-                "again only after a step that keeps some",
-                *(step, len(dropped)),
-            )
-        self._kept_some = bool(kept)
-
-    def _measure(self, found: HandOut, metrics: Metrics) -> None:
-        """Measures how old the tokens are, how full the queue is, and which side waited."""
-        lags = Counter[int]()  # tokens by the number of versions that they are behind
-        for version, count in _versions(each for group in found.kept for each in group.trajectories):
-            lags[found.step - 1 - version] += count
-        if lags:
-            total = lags.total()
-            metrics.mean("staleness/mean", sum(lag * count for lag, count in lags.items()) / total, total)
-            metrics.max("staleness/max", max(lags))
-            metrics.mean("staleness/stale_fraction", 1 - lags[0] / total, total)
-        metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
-        metrics.mean("rollout/ready_groups", self.flow.ready)
-        unused = [each for group in found.dropped for each in group.trajectories]
-        unused += [each for group in found.kept for each in group.trajectories if each.failure is not None]
-        metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(unused)))
-        idle = self.turns.idle_seconds
-        metrics.seconds("time/rollout_idle", idle - self._idle_seconds)
-        self._idle_seconds = idle
+    def _report(self, found: HandOut, metrics: Metrics) -> None:
+        """Measures what was sampled; warns of a step that trains on nothing."""
+        count_failures((*found.kept, *found.dropped), metrics, self.spent)
+        if self.flow.max_staleness > 0:
+            measure_staleness(found, metrics)
+            metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
+            metrics.mean("rollout/ready_groups", self.flow.ready)
+            metrics.seconds("time/rollout_idle", self.turns.idle_seconds - self._idle_seconds)
+            self._idle_seconds = self.turns.idle_seconds
+        if self.group_filter is not None:
+            measure_filter(found, metrics)
+            failed = all(each.failure for group in found.dropped for each in group.trajectories)
+            if not found.kept and self._kept_some and not failed:
+                log.warning(
+                    "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
+                    "again only after a step that keeps some",
+                    *(found.step, len(found.dropped)),
+                )
+            self._kept_some = bool(found.kept)
 
     def _snapshot(self) -> Mapping[str, Any]:
         if self.flow.room == 0:
@@ -452,88 +414,3 @@ def _with_accuracy(outcome: Outcome, strict: Outcome) -> Outcome:
 def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
     """The trajectory scored: a trajectory has all fields of a RewardResult."""
     return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))
-
-
-def count_failures(trajectories: Sequence[Trajectory], metrics: Metrics) -> None:
-    """Counts failures by source, deadlines, and preemptions."""
-    if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
-        metrics.sum("rollout/preemptions", preemptions)
-    for trajectory in trajectories:
-        for name in [name for name in trajectory.fields if name.startswith("tools/")]:
-            metrics.mean(name, trajectory.fields[name])
-        if trajectory.failure is not None:
-            metrics.sum(f"failures/{trajectory.failure.source}", 1)
-            if trajectory.failure.timed_out:
-                metrics.sum("failures/timed_out", 1)
-
-
-def count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Adds the tokens and the cost of judges, those of failed calls too, to `spent`, and reports the sums."""
-    for trajectory in trajectories:
-        reported = trajectory.parts if trajectory.failure is None else trajectory.failure.parts
-        for name, value in reported.items():
-            if (kind := name.rpartition("/")[2]) in ("judge_tokens", "judge_cost"):
-                spent[kind] = spent.get(kind, 0.0) + value
-    for kind, total in spent.items():
-        metrics.max(f"reward/{kind}_total", total)
-
-
-def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
-    """The runs of (version, number of tokens) of all turns."""
-    return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
-
-
-class FailureWatch:
-    """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
-
-    A batch is bad where all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. As long as there was no
-    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one where more than
-    half of the trajectories of it and of the last `RECENT` batches failed there."""
-
-    def __init__(self) -> None:
-        self._left = 1
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # failures in the environment, trajectories
-        self._warned: set[FailureSource] = set()
-
-    def record(self, groups: Sequence[Group]) -> None:
-        """Raises: RewardError, SandboxError, ToolError or EngineError, by where the first failure arose."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
-        of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
-        if trajectories:
-            self._recent.append((len(of_environment), len(trajectories)))
-        if failures and (len(failures) == len(trajectories) or len(of_environment) > len(trajectories) / 2):
-            self._count(failures, of_environment, len(trajectories))
-        elif trajectories:
-            self._left = PATIENCE
-            self._warn(failures, len(trajectories))
-
-    def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
-        for uid, failure in failures:
-            if failure.source not in self._warned:
-                self._warned.add(failure.source)
-                log.warning(
-                    "%d of %d trajectories failed and are not trained on, the first in the %s: %s (trajectory %s; "
-                    "warned once; failures/%s counts them, rollouts/ has each)",
-                    *(len(failures), total, failure.source, failure.message, uid, failure.source),
-                )
-
-    def _count(
-        self, failures: Sequence[tuple[str, Failure]], of_environment: Sequence[tuple[str, Failure]], total: int
-    ) -> None:
-        """Counts a bad batch, and ends the run with the last that it may have."""
-        self._left -= 1
-        is_most = len(of_environment) > total / 2
-        failed, played = map(sum, zip(*self._recent, strict=True))
-        uid, failure = (of_environment if is_most else failures)[0]
-        if is_most and len(self._recent) == RECENT and failed > played / 2:
-            self._left = 0
-            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
-        elif len(failures) == total:
-            found = f"all {total} trajectories failed, so there is nothing to learn from"
-        else:
-            found = f"{len(of_environment)} of {total} trajectories, more than half, failed"
-        found = f"{found}: trajectory {uid} in the {failure.source}: {failure.message}"
-        if self._left == 0:
-            raise ERRORS.get(failure.source, EngineError)(f"{found}. Fix the {failure.source}, then start again")
-        log.warning("%s. The run ends after %d more such batches", found, self._left)

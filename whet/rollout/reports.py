@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured of sampled groups: failures, filter, staleness; and the end of a run in which too many fail."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from whet.errors import EngineError, RewardError, SandboxError, ToolError, WhetError
+from whet.metrics import Metrics
+from whet.rollout.flow import HandOut
+from whet.types import Failure, FailureSource, Group, Trajectory
+
+log = logging.getLogger(__name__)
+PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
+OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # whatever the responses are, these should work
+RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
+ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
+
+
+def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
+    """Counts failures by source, deadlines, preemptions, and what judges spent."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
+        metrics.sum("rollout/preemptions", preemptions)
+    for trajectory in trajectories:
+        for name in [name for name in trajectory.fields if name.startswith("tools/")]:
+            metrics.mean(name, trajectory.fields[name])
+        if trajectory.failure is not None:
+            metrics.sum(f"failures/{trajectory.failure.source}", 1)
+            if trajectory.failure.timed_out:
+                metrics.sum("failures/timed_out", 1)
+    _count_judges(trajectories, metrics, spent)
+
+
+def _count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: dict[str, float]) -> None:
+    """Adds the tokens and the cost of judges, those of failed calls too, to `spent`, and reports the sums."""
+    for trajectory in trajectories:
+        reported = trajectory.parts if trajectory.failure is None else trajectory.failure.parts
+        for name, value in reported.items():
+            if (kind := name.rpartition("/")[2]) in ("judge_tokens", "judge_cost"):
+                spent[kind] = spent.get(kind, 0.0) + value
+    for kind, total in spent.items():
+        metrics.max(f"reward/{kind}_total", total)
+
+
+def measure_filter(handed_out: HandOut, metrics: Metrics) -> None:
+    """Measures what was sampled and what was dropped of it, of each step with a filter."""
+    kept, dropped = handed_out.kept, handed_out.dropped
+    n, step = handed_out.wanted, handed_out.step
+    metrics.sum("filter/dropped_groups", len(dropped))
+    metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
+    sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
+    if sampled:
+        metrics.mean("filter/sampled_score", fmean(each.score for each in sampled), len(sampled))
+        metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
+    if len(kept) < n:
+        log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+
+
+def measure_staleness(found: HandOut, metrics: Metrics) -> None:
+    """Measures how old the tokens are, and how many of them are not trained on."""
+    lags = Counter[int]()  # tokens by the number of versions that they are behind
+    for version, count in _versions(each for group in found.kept for each in group.trajectories):
+        lags[found.step - 1 - version] += count
+    if lags:
+        total = lags.total()
+        metrics.mean("staleness/mean", sum(lag * count for lag, count in lags.items()) / total, total)
+        metrics.max("staleness/max", max(lags))
+        metrics.mean("staleness/stale_fraction", 1 - lags[0] / total, total)
+    unused = [each for group in found.dropped for each in group.trajectories]
+    unused += [each for group in found.kept for each in group.trajectories if each.failure is not None]
+    metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(unused)))
+
+
+def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
+    """The runs of (version, number of tokens) of all turns."""
+    return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
+
+
+class FailureWatch:
+    """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
+
+    A batch is bad where all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. As long as there was no
+    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one where more than
+    half of the trajectories of it and of the last `RECENT` batches failed there."""
+
+    def __init__(self) -> None:
+        self._left = 1
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # failures in the environment, trajectories
+        self._warned: set[FailureSource] = set()
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Raises: RewardError, SandboxError, ToolError or EngineError, by where the first failure arose."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
+        of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
+        if trajectories:
+            self._recent.append((len(of_environment), len(trajectories)))
+        if failures and (len(failures) == len(trajectories) or len(of_environment) > len(trajectories) / 2):
+            self._count(failures, of_environment, len(trajectories))
+        elif trajectories:
+            self._left = PATIENCE
+            self._warn(failures, len(trajectories))
+
+    def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
+        for uid, failure in failures:
+            if failure.source not in self._warned:
+                self._warned.add(failure.source)
+                log.warning(
+                    "%d of %d trajectories failed and are not trained on, the first in the %s: %s (trajectory %s; "
+                    "warned once; failures/%s counts them, rollouts/ has each)",
+                    *(len(failures), total, failure.source, failure.message, uid, failure.source),
+                )
+
+    def _count(
+        self, failures: Sequence[tuple[str, Failure]], of_environment: Sequence[tuple[str, Failure]], total: int
+    ) -> None:
+        """Counts a bad batch, and ends the run with the last that it may have."""
+        self._left -= 1
+        is_most = len(of_environment) > total / 2
+        failed, played = map(sum, zip(*self._recent, strict=True))
+        uid, failure = (of_environment if is_most else failures)[0]
+        if is_most and len(self._recent) == RECENT and failed > played / 2:
+            self._left = 0
+            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
+        elif len(failures) == total:
+            found = f"all {total} trajectories failed, so there is nothing to learn from"
+        else:
+            found = f"{len(of_environment)} of {total} trajectories, more than half, failed"
+        found = f"{found}: trajectory {uid} in the {failure.source}: {failure.message}"
+        if self._left == 0:
+            raise ERRORS.get(failure.source, EngineError)(f"{found}. Fix the {failure.source}, then start again")
+        log.warning("%s. The run ends after %d more such batches", found, self._left)
