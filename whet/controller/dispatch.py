@@ -111,6 +111,14 @@ def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, c
     return CallPlan(by_rank, lambda results: [results[rank] for rank in ranks])
 
 
+def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | None:
+    """Plans a call on the only rank, where nothing is split or joined; None where `plan_call` is to plan it."""
+    sizes = {len(each) for each in (*arguments.args, *arguments.kwargs.values()) if isinstance(each, (DataProto, list))}
+    if mode is not Dispatch.DP_COMPUTE or len(sizes) != 1:
+        return None
+    return CallPlan({0: arguments}, lambda results: _one_result_per_row(results[0], range(*sizes), caller))
+
+
 def check_layouts(layouts: Sequence[Layout], role: str) -> None:
     """Checks that exactly one rank reports each data-parallel rank.  Raises: WorkerError."""
     reporting = sorted(layout.dp_rank for layout in layouts if layout.is_reporting)
@@ -137,12 +145,6 @@ def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str,
         )
     dp_size = layouts[0].dp_size
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
-    if dp_size == block == 1:  # nothing is split, nothing is joined
-        whole = range(len(split[0]))
-        return CallPlan(
-            dict.fromkeys(range(len(layouts)), arguments),
-            lambda results: _one_result_per_row(results[reporters[0]], whole, caller),
-        )
     shards = balanced_partition(_workloads(split[0]), dp_size, block)
     by_dp_rank = [_map(arguments, partial(_take_rows, shard)) for shard in shards]
     return CallPlan(

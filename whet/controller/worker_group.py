@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods
+from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods, whole_call
 from whet.controller.local_workers import LocalWorkers
 from whet.controller.worker import Layout, Worker
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
@@ -131,8 +131,9 @@ class WorkerGroup:
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
-        plan = plan_call(self._methods[method], self._layouts, Arguments(args, kwargs), caller, block)
-        return self._send(method, plan)
+        mode, arguments = self._methods[method], Arguments(args, kwargs)
+        plan = whole_call(mode, arguments, caller) if self.world_size == block == 1 else None
+        return self._send(method, plan or plan_call(mode, self._layouts, arguments, caller, block))
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
         """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""

@@ -25,7 +25,6 @@ from whet.environments.protocol import Answer, Closes, Observation, Resets, Resu
 from whet.types import Message
 
 _text = attrgetter("text")  # of an Answer
-GOES_ON = Observation(done=False)
 
 
 class Context:

@@ -74,6 +74,9 @@ class Observation:
     tasks: tuple[Task, ...] = ()  # run now, side by side; the next `step` gets their results
 
 
+GOES_ON, ENDS = Observation(done=False), Observation(done=True)  # with nothing to read: objects that need no check
+
+
 class Environment(Protocol):
     """An environment of either form. An exception or an invalid observation fails only its own episode."""
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from whet.environments.forms import GOES_ON, Context, Form, StepFunction, awaited, same
-from whet.environments.protocol import Answer, Environment, Observation, read_observation
+from whet.environments.forms import Context, Form, StepFunction, awaited, same
+from whet.environments.protocol import ENDS, GOES_ON, Answer, Environment, Observation, read_observation
 from whet.errors import ConfigError, SandboxError, ToolError, describe
 from whet.processes.template import Caller, Serve, serve_tasks
 from whet.registry import ENVIRONMENTS
@@ -60,9 +60,10 @@ class Running:
         methods: dict[str, Callable[..., Any]]
         methods = {"reset": self._reset, "step": self._step, "close": self._close}
         try:
-            result = methods[verb](*arguments)
-            if result is GOES_ON:  # of this package, so there is nothing to check
-                return GOES_ON
+            result: Any = methods[verb](*arguments)
+            if result is GOES_ON or result is ENDS:
+                self._is_over = result is ENDS
+                return result
             observation = read_observation(await awaited(result))
             self._is_over = observation.done or observation.truncated
             return observation

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from whet.environments.protocol import Observation
+from whet.environments.protocol import ENDS, Observation
 from whet.registry import register_environment
 from whet.types import Prompt
 
@@ -17,4 +17,4 @@ class SingleTurn:
 
     def step(self, answer: str) -> Observation:
         """Returns the end of the episode."""
-        return Observation(done=True)
+        return ENDS

@@ -394,7 +394,7 @@ class Driver:
 
 def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
     """The observation as the model of an episode reads it; a failure where it cannot."""
-    if isinstance(result, Failure):
+    if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
         return result
     try:
         return episode.rules.codec.read(result)

@@ -231,7 +231,7 @@ class Episode:
         )
         self._last[read.player], self._num_turns = len(self.turns), self._num_turns + 1
         self.turns.append(turn)
-        self.messages.append(assistant_message(text, calls))
+        self.messages.append(assistant_message(text, calls) if calls else Message("assistant", text))
         self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
         if failure is not None:
             return self._end(failure)
