@@ -169,14 +169,14 @@ def plot(
     from whet.cli.runs import check_png, drawn, with_metrics
 
     if output is not None:
-        check_png("output=", Path(output))
+        check_png("output", Path(output))
     given = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     with _argument("runs"):
         read = with_metrics([_run_folder(each) for each in given])
     names = [metrics] if isinstance(metrics, str) else metrics
     with _argument("metrics"):
         if names is not None and not (isinstance(names, Sequence) and all(isinstance(each, str) for each in names)):
-            raise DataError("metrics", metrics, "names or patterns of metrics, such as 'val/*'", "pass a list of them")
+            raise DataError("", metrics, "names or patterns of metrics, such as 'val/*'", "pass a list of them")
         figure, _ = drawn(read, names)
     if output is not None:
         figure.write(Path(output))
@@ -189,7 +189,7 @@ def _run_folder(run: Any) -> Path:
     try:
         return Path(run.run_dir)
     except AttributeError:
-        raise DataError("run", run, "the folder of a run, or the result of whet.train", "name a run") from None
+        raise DataError("", run, "the folder of a run, or the result of whet.train", "name a run") from None
 
 
 @contextmanager

@@ -206,7 +206,7 @@ class Registry:
         if ":" in reference:
             function = load_target(reference)
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
-        more = f"; others come with {GAMES}" if self.kind == "environment" and not self._installed else ""
+        more = f" (others come with {GAMES})" if self.kind == "environment" and not self._installed else ""
         expected = f"one of {', '.join(self.names())}, package.module:function or path/file.py:function"
         hint = did_you_mean(reference, self.names(), "correct the name")
         raise RegistryError(self.kind, reference, expected, f"{hint}{more}")
@@ -279,7 +279,7 @@ def call(
 def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
     if name not in supplied:
         key, found = f"{entry.kind} {entry.name!r}", f"needs {name!r}, which the caller does not supply"
-        expected = f"one of {', '.join(supplied) or 'no names'}"
+        expected = f"a name that the caller supplies ({', '.join(supplied) or 'none'})"
         raise RegistryError(key, found, expected, "set an option with that name")
     return supplied[name]
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from whet import devices
 from whet.config import TrainConfig
 from whet.config.cluster import ClusterConfig
@@ -77,14 +79,16 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_start(
     setup = build.setup(train_config(), [16])
     needed = plan_memory(setup).checkpoint_bytes
     monkeypatch.setattr(fit, "free_disk", lambda path: needed - 1)
-    with pytest.raises(
-        ConfigError, match=r"a checkpoint needs about .* free; free disk space, choose another trainer\.run_dir"
-    ):
+    with raises(
+        ConfigError, "disk", expected=re.compile(str(tmp_path)), change=re.compile("trainer.run_dir")
+    ) as caught:
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
     monkeypatch.setattr(fit, "free_disk", lambda path: 2 * needed)  # two are kept, and the third written before
     with caplog.at_level(logging.WARNING, "whet"):
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
-    assert "lower trainer.save_limit" in caplog.text
+    assert size(needed) in str(caught.value.found)
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert record.args == (2, size(3 * needed), tmp_path, size(2 * needed))
 
 
 @pytest.mark.slow

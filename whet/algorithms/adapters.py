@@ -137,9 +137,9 @@ def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None
 def _refuse_batch(entry: Entry) -> None:
     asked = BATCH & {*entry.parameters, *entry.options}
     if asked:
-        found = f"{min(asked)!r}, in a batch with several rows of a trajectory"
+        found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
         change = "let it take the columns that it reads instead"
-        raise RegistryError(_named(entry), found, "columns, with one row per trajectory", change)
+        raise RegistryError(_named(entry), found, "columns, of one row per trajectory", change)
 
 
 def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
