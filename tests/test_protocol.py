@@ -109,9 +109,9 @@ def test_containers_of_the_result_are_its_own() -> None:
 
 
 def test_column_sizes_that_disagree_are_named() -> None:
-    with raises(DataError, "rows of the columns", found={"a": 2, "b": 3, "c": 4}):
+    with raises(DataError, "rows of columns", found={"a": 2, "b": 3, "c": 4}):
         DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3, 1)}, {"c": [1] * 4})
-    with raises(DataError, "rows of the columns", found={"a": 3, "the batch": 2}):
+    with raises(DataError, "rows of columns", found={"a": 3, "the batch": 2}):
         DataProto(TensorDict({}, [2]), {"a": np.array([1, 2, 3], dtype=object)})
     with raises(DataError, "batch size", found=[2, 3]):
         DataProto(TensorDict({"a": torch.zeros(2, 3)}, [2, 3]))
@@ -183,7 +183,7 @@ def test_bad_indices_say_what_is_wrong() -> None:
     data = batch_of(3)
     with pytest.raises(IndexError, match=r"rows \[3, -4\] of a batch with 3 rows"):
         data[[0, 3, -4]]
-    with raises(DataError, "entries of the mask", found=2, expected="3"):
+    with raises(DataError, "mask entries", found=2, expected="3"):
         data[[True, False]]
     with raises(DataError, "index of rows", found=re.compile("float64")):
         data[[0.0, 1.0]]  # type: ignore[list-item]

@@ -189,7 +189,7 @@ def _run_folder(run: Any) -> Path:
     try:
         return Path(run.run_dir)
     except AttributeError:
-        raise DataError("", run, "the folder of a run, or the result of whet.train", "name a run") from None
+        raise DataError("", run, "a run's folder, or the result of whet.train", "name a run") from None
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_si
     if batch_size is not None:
         sizes["the batch"] = batch_size
     if len(set(sizes.values())) > 1:
-        raise DataError("rows of the columns", sizes, "equal numbers", "give every column one entry for each row")
+        raise DataError("rows of columns", sizes, "equal numbers", "give every column one entry for each row")
     return next(iter(sizes.values()), 0)
 
 
@@ -89,7 +89,7 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
         raise DataError("index of rows", found, "an int, a slice, a list of row numbers or a mask [B]", "convert it")
     if array.dtype == bool:
         if len(array) != rows:
-            raise DataError("entries of the mask", len(array), str(rows), "give it one for each row")
+            raise DataError("mask entries", len(array), str(rows), "give it one for each row")
         return np.flatnonzero(array)
     outside = array[(array < -rows) | (array >= rows)]
     if outside.size:

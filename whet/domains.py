@@ -51,14 +51,14 @@ class Domains:
         if named is not None:
             if named in self.sources:
                 return str(named)
-            key, expected = f"domain of a row (data source {row.data_source!r})", f"one of {', '.join(self.sources)}"
+            key, expected = f"domain (data source {row.data_source!r})", f"one of {', '.join(self.sources)}"
             raise DataError(key, named, expected, f"correct its field {FIELD!r}, or add reward.domains.{named}")
         for name, patterns in self.sources.items():
             if any(fnmatchcase(row.data_source, pattern) for pattern in patterns):
                 return name
         of_domains = "; ".join(f"{name}: {', '.join(patterns)}" for name, patterns in self.sources.items())
         change = "add the source to one, or set reward.function for all others"
-        raise DataError("data source of a row", row.data_source, f"a source of a domain ({of_domains})", change)
+        raise DataError("data source", row.data_source, f"a source of a domain ({of_domains})", change)
 
     def assign(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
         """The prompts with their domains.  Raises: DataError naming the row."""
@@ -79,7 +79,7 @@ class Domains:
         unused = [
             DataError(
                 f"reward.domains.{name}",
-                f"no row is of it; the rows are of {rows}",
+                f"it has no row; the rows are of {rows}",
                 f"a row with the field {FIELD}={name}, or of data source {' or '.join(patterns)}",
                 f"correct its sources or the rows, or leave the domain out (~reward.domains.{name})",
             )

@@ -94,7 +94,7 @@ class DataProto:
         `auto_padding` is kept in `meta_info`: `chunk` then takes any number of rows. `num_batch_dims` is always 1.
         """
         if num_batch_dims != 1:
-            raise DataError("num_batch_dims", num_batch_dims, "1: a batch has one dimension of rows, [B]")
+            raise DataError("num_batch_dims", num_batch_dims, "1, the dimension of rows, [B]")
         objects = {name: rules.object_array(name, values) for name, values in (non_tensors or {}).items()}
         rows = rules.check_columns(tensors or {}, objects)
         marks = {_AUTO_PADDING: True} if auto_padding else {}

@@ -260,7 +260,7 @@ def call(
         name = FOREIGN_COLUMNS.get(parameter, parameter)
         if name not in columns:
             key, found = f"{entry.kind} {entry.name!r}", f"reads column {name!r}, which is not in the batch"
-            raise RegistryError(key, found, f"one of {', '.join(columns)}", "correct the name of the parameter")
+            raise RegistryError(key, found, f"one of {', '.join(columns)}", "rename the parameter")
         column = columns[name]
         is_per_token = mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS
         if is_per_token and column.is_floating_point():
@@ -358,9 +358,7 @@ def _load_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         del sys.modules[name]
-        raise RegistryError(
-            str(path), f"imports {error.name}, which is not installed", change=_absent(error)
-        ) from error
+        raise RegistryError(str(path), f"imports {error.name}, which is missing here", change=_absent(error)) from error
     except BaseException:
         del sys.modules[name]
         raise

@@ -39,7 +39,7 @@ def runs(
     from whet.tracking.runs import find_runs, is_run, read_run
 
     if not folder.exists():
-        expected = "the folder of a run, or one with runs: `whet runs FOLDER`"
+        expected = "a run's folder, or one with runs: `whet runs FOLDER`"
         raise DataError(str(folder), "does not exist", expected, "correct the path")
     found, console = [], shared_console()
     for each in find_runs(folder):
@@ -103,7 +103,7 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     found = [read_run(path) for path in dict.fromkeys(paths)]
     if not found:
-        raise DataError("run", None, "the folder of a run", "name one")
+        raise DataError("run", None, "a run's folder", "name one")
     read, empty = [run for run in found if run.records], [run.path for run in found if not run.records]
     if wrong := [path for path in empty if path in folders or not read]:
         change = "wait for a first step, or add jsonl to trainer.logger"

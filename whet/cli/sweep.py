@@ -59,7 +59,7 @@ def members(words: Sequence[str]) -> list[Member]:
             raise ConfigError(word, found, forms, "list them") from error
     if not swept or "trainer.run_dir" in swept:
         found = "trainer.run_dir with several values" if swept else "no key with several values"
-        raise ConfigError("-m", found, "a sweep of other keys, such as actor.optim.lr=1e-5,1e-6", "name one")
+        raise ConfigError("-m", found, "a sweep of other keys, such as actor.optim.lr=1e-5,2e-5", "name one")
     made = []
     for chosen in product(*swept.values()):
         values = dict(zip(swept, chosen, strict=True))

@@ -228,7 +228,7 @@ def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[ConfigE
     algorithm, reward = config.algorithm, config.reward
     is_unscored = not reward.names_function and config.environment.name == "single_turn"
     if algorithm.filter.name is not None and is_unscored and "reward" not in at.given:
-        expected = f"scores of reward.function, which is not set; it does not read those of {at.of(role.source)}"
+        expected = f"no filter without reward.function: it does not read scores of {at.of(role.source)}"
         change = "unset the filter, or set reward.function"
         yield ConfigError("algorithm.filter.name", algorithm.filter.name, expected, change)
     if "reward_baselines" in ADV_ESTIMATORS[algorithm.adv_estimator].columns:
@@ -284,7 +284,7 @@ def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
         return
     cluster, correction = config.cluster, config.algorithm.correction
     if cluster.stays_here or cluster.pool_of("rollout") == cluster.pool_of("actor"):
-        expected = "0 where rollout and actor share processes: above, it samples while models train"
+        expected = "0 where rollout and actor share processes: above 0 both work at the same time"
         pools = "{trainer: {processes: 1, roles: [actor]}, sampler: {processes: 1, roles: [rollout]}}"
         yield ConfigError(key, stale, expected, f"set cluster.placement={pools}")
     if rollout.free_cache_engine:

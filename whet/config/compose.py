@@ -355,10 +355,10 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
     size = 1 + sum(_check(part, name, sizes, depth + 1) for part in parts)
     if size > MAX_VALUES:
         change = "replace its aliases (*name) by what they stand for"
-        raise ConfigError(place, "expands without end, or too far", f"at most {MAX_VALUES:,} values", change)
+        raise ConfigError(place, "this value expands too far, or without end", f"at most {MAX_VALUES:,} values", change)
     sizes[id(node)] = size
     return size
 
 
 def _too_deep(place: str) -> ConfigError:
-    return ConfigError(place, "nested too deeply", f"at most {MAX_DEPTH} levels", "write it flatter")
+    return ConfigError(place, "a value is nested too deeply", f"at most {MAX_DEPTH} levels", "write it flatter")

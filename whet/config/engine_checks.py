@@ -70,7 +70,7 @@ def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
                 change = f"set cluster.backend=ray, or unset cluster.{key}"
                 yield ConfigError(f"cluster.{key}", value, "no value with cluster.backend=local: it needs Ray", change)
     elif find_spec("ray") is None:
-        yield ConfigError("cluster.backend", "Ray is not installed", change=f"run {pip_install('ray')}")
+        yield ConfigError("cluster.backend", cluster.backend, "an installation of Ray", f"run {pip_install('ray')}")
     if cluster.address is not None and "://" in cluster.address:
         expected = "host:port, or no address; Ray's client would send every batch through one server"
         change = "start whet on a node of the cluster (`ray job submit -- whet train ...`)"
@@ -102,9 +102,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}.roles", [], expected, "list some, or remove the pool")
         if pool.devices > 1 and pool.roles != ["rollout"]:
             expected = f"1 with the roles {', '.join(pool.roles) or 'all'}: a training engine computes on one device"
-            yield ConfigError(
-                f"{key}.devices", pool.devices, expected, "lower it, or give the rollout a pool of its own"
-            )
+            yield ConfigError(f"{key}.devices", pool.devices, expected, "lower it, or give the rollout a separate pool")
         here, last = cluster.devices_here, first + pool.processes * pool.devices
         if any(start // here != (start + pool.devices - 1) // here for start in range(first, last, pool.devices)):
             expected = f"all devices of a process on one node, which has {here}"

@@ -226,7 +226,7 @@ def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -
         *advice(changes(setup, room, replan), room.free or 0),
         f"`whet plan` shows the whole estimate; {ANYWAY}=1 in the environment starts the run anyway",
     ]
-    found = f"about {size(room.needed)} are needed in the phase {phase} ({largest})"
+    found = f"this run needs about {size(room.needed)} in the phase {phase} ({largest})"
     return ConfigError("memory", found, f"at most {size(room.free or 0)}, free in {room.name}", "\n".join(lines))
 
 
