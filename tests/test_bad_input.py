@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every line of docs/bad-input.md is provoked, and says what the page says."""
+"""Every line of docs/bad-input.md is provoked, and says what the page says.
+
+`python -m docs.generate bad_input` writes into the page what is said here."""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ from whet_environments.frozen_lake import FrozenLake
 from whet_environments.sokoban import Sokoban
 from whet_environments.webshop.environment import WebShop
 
+from docs.generate.bad_input import COLLECT, fits, messages, with_messages
 from tests.data.seeing import encoded, picture, seeing
 from whet.config import load_config
 from whet.config.checks import check_context, problems
@@ -63,10 +66,7 @@ sys.path.insert(0, str(Path(__file__).parent / "rewards"))
 from judge_server import Reply, judging
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bad-input.md").read_text(encoding="utf-8")
-MESSAGES = {
-    cells[0].strip(): cells[1].strip().strip("`")
-    for cells in re.findall(r"^\| ([^|]+) \| (`[^|]+`) \|[^|]+\|$", PAGE, re.MULTILINE)
-}
+MESSAGES = messages(PAGE)
 ROWS = "data.train_files, rows"
 OWN = """
 def broken():
@@ -78,10 +78,14 @@ def outside(prompts):
 """
 
 
-def wrong(situation: str, found: str) -> None:
-    """Holds what was said against the page, which has no line breaks."""
-    pattern = ".*".join(re.escape(part) for part in MESSAGES[situation].split("..."))
-    assert re.search(pattern, " ".join(found.split())), found
+def wrong(situation: str, found: object) -> None:
+    """Compares what was said with the page, or collects it for the page."""
+    assert situation in MESSAGES
+    if COLLECT in os.environ:
+        with Path(os.environ[COLLECT]).open("a", encoding="utf-8") as file:
+            file.write(json.dumps([situation, str(found)]) + "\n")
+        return
+    assert fits(MESSAGES[situation], str(found)), f"{found}\nwrite it with `python -m docs.generate bad_input`"
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +108,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(**sections: dict[str, Any]) -> str:
+def refused(**sections: dict[str, Any]) -> WhetError:
     """What the checks of a config say."""
     values: dict[str, Any] = {
         "model": {"path": "model"},
@@ -388,7 +392,7 @@ def test_what_is_wrong_with_rows(
     data = DataConfig.model_validate({"train_files": ["rows.jsonl"], "apply_chat_template": False, **keys})
     try:
         load_items(data, base, where=data.filter)
-        wrong(situation, caplog.text)
+        wrong(situation, "\n".join(record.getMessage() for record in caplog.records))
     except WhetError as error:
         wrong(situation, str(error))
 
@@ -702,7 +706,7 @@ def test_what_is_wrong_with_a_tokenizer(qwen25_folder: Path, caplog: pytest.LogC
     wrong("tokenizer without an end token", str(raised.value))
     with caplog.at_level("INFO", "whet"):
         load_tokenizer("padless")
-    wrong("tokenizer without a padding token", caplog.text)
+    wrong("tokenizer without a padding token", "\n".join(record.getMessage() for record in caplog.records))
     config = spoiled(qwen25_folder, "small") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
     with pytest.raises(WhetError) as raised:
@@ -759,7 +763,7 @@ def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest
     ],
 )
 def test_environments_that_the_config_checks_refuse(situation: str, environment: dict[str, Any]) -> None:
-    wrong(situation, "\n".join(problems(TrainConfig.model_validate({"environment": environment}))))
+    wrong(situation, refused(environment=environment))
 
 
 REFUSED = {
@@ -857,7 +861,23 @@ def test_an_environment_that_fails_most_of_its_episodes() -> None:
     wrong("environment that fails most of its episodes", str(raised.value))
 
 
-def test_every_line_of_the_page_is_provoked_here() -> None:
-    here = Path(__file__).read_text(encoding="utf-8")
+def test_every_line_of_the_page_has_a_message() -> None:
     assert len(MESSAGES) == len(re.findall(r"^\| .* \| `.*\|$", PAGE, re.MULTILINE)) > 30
+
+
+def test_a_message_that_fits_stays_and_another_is_written_anew() -> None:
+    page = "| odd | `a ... of 3` | mend it |\n| even | `old` | as it says |\n| left | `kept` | wait |\n"
+    said = {"odd": "a pair\nof 3 or 4", "even": "no `f` in /tmp/x/y: 12.5 MB; one of a, b, c, d, e, f, g, h; try g|h"}
+    made = with_messages(page, said)
+    assert messages(made) == {
+        "odd": "a ... of 3",
+        "even": "no 'f' in ...: ... MB; one of a, b, ...; try g/h",
+        "left": "kept",
+    }
+    assert all(fits(messages(made)[situation], said[situation]) for situation in said)
+    assert with_messages(made, said) == made and "| mend it |" in made
+
+
+def test_every_situation_is_named_here() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
     assert not [situation for situation in MESSAGES if f'"{situation}"' not in here]

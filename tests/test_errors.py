@@ -48,10 +48,8 @@ def test_an_extra_is_installed_from_where_whet_runs(tmp_path: Path, monkeypatch:
 
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.WhetError)}
 NOT_YET = {  # folders and files of whet/ whose errors are still a text in one piece
-    *("algorithms", "api.py", "checkpoints", "cli", "column_rules.py", "config", "controller", "data", "domains.py"),
-    *("engines", "environments", "evaluation", "files.py", "models", "planning", "processes", "protocol.py"),
-    *("registry.py", "rewards", "rollout", "sandbox", "serialization.py", "serving", "tracking", "trainers", "viewer"),
-    *("weight_sync",),
+    *("checkpoints", "controller", "data", "engines", "environments", "evaluation", "models", "processes", "rewards"),
+    *("rollout", "sandbox", "serving", "tracking", "trainers", "viewer", "weight_sync"),
 }
 PACKAGE = Path(errors.__file__).parent
 LOGGED = {"debug", "info", "warning", "error"}
@@ -105,8 +103,11 @@ def test_no_test_copies_the_words_of_a_message() -> None:
                         said |= _runs_of_words(node.value)
     copied = []
     for file in sorted(Path(__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _runs_of_words(node.value) & said:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings compare nothing
+        for node in ast.walk(tree):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs
+            if is_text and _runs_of_words(node.value) & said:
                 copied.append(f"{file.relative_to(Path(__file__).parent)}:{node.lineno} {node.value[:60]}")
     assert not copied, "\n".join(copied)
 

@@ -21,6 +21,7 @@ from matplotlib.image import imread
 
 import whet
 from tests.conftest import SMALL_RUN
+from tests.raising import raises
 from tests.tracking.test_runs import make_run
 from whet import registry
 from whet.cli.app import main
@@ -45,7 +46,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 
 
 def test_train_refuses_a_wrong_config_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key rollout\.nn \(argument\); did you mean rollout\.n\?"):
+    with raises(ConfigError, "rollout.nn", found=re.compile(r"\(argument\)$"), change=re.compile(r"rollout\.n\?$")):
         whet.train("gsm8k", **{"rollout.nn": 8})  # type: ignore[arg-type]  # mypy spreads the mapping
 
 
@@ -53,9 +54,7 @@ def test_train_needs_no_files_and_no_reward_function_where_it_is_given_both() ->
     rows = [{"question": "1 + 1?", "answer": "2"}]
     with pytest.raises(ConfigError) as raised:
         whet.train("gsm8k", reward=lambda solution_str: 1.0, data=rows, **{"trainer.val_freq": 0})
-    assert str(raised.value).splitlines() == [
-        "model.path is not set; name a model folder (`whet init-model` makes one) or a model on the hub"
-    ]
+    assert (raised.value.key, raised.value.found, raised.value.others) == ("model.path", None, ())
 
 
 def test_every_extra_is_of_something_that_whet_uses() -> None:
@@ -113,7 +112,8 @@ def test_code_of_the_user_that_exits_is_a_mistake_from_python_too(
     rows = None if key == "data.train_files" else [{"prompt": f"{number}+1=", "answer": "1"} for number in range(4)]
     numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
     numbers |= {key: target if key == "algorithm.policy_loss" else [target], "trainer.total_steps": 1}
-    with pytest.raises(WhetError, match=rf"^{name} at {tmp_path}/mine\.py:\d+ called sys\.exit\(0\)"):
+    place = re.compile(rf"^{name} at {tmp_path}/mine\.py:\d+$")
+    with raises(WhetError, place, found=re.compile(r"sys\.exit\(0\)")):
         whet.train(reward=lambda solution_str: float(len(solution_str)), data=rows, **numbers)
 
 
@@ -123,13 +123,14 @@ def test_rows_handed_over_that_exit_are_a_mistake(model_folder: Path, tmp_path: 
         raise SystemExit
 
     numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
-    with pytest.raises(WhetError, match=r"^rows at .*test_init\.py:\d+ called sys\.exit"):
+    place = re.compile(r"^rows at .*test_init\.py:\d+$")
+    with raises(WhetError, place, found=re.compile(r"sys\.exit\(")):
         whet.train(reward=lambda solution_str: 1.0, data=rows(), **numbers)
 
 
 def test_a_reward_of_unknown_form_is_named_by_its_argument(model_folder: Path, tmp_path: Path) -> None:
     numbers = {**SMALL_RUN, "model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
-    with pytest.raises(RewardError, match=r"^reward: cannot recognise the form of .*<lambda>\(a, b, c\) by its names"):
+    with pytest.raises(RewardError, match=r"^reward: .*<lambda>\(a, b, c\)"):
         whet.train(reward=lambda a, b, c: 1.0, data=[{"prompt": "1+1=", "answer": "2"}], **numbers)
 
 
@@ -179,12 +180,12 @@ def test_python_prints_the_lines_of_the_command(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"data": 3}, r"^data: expected a sequence or an iterable of rows or prompts, found int$"),
-        ({"data": "sums.jsonl"}, r"^data: .* found str; a file is named in data\.train_files or data\.val_files$"),
-        ({"data": [3]}, r"^data: row 0: expected an object with fields, found int$"),
-        ({"data": [{"x": 1}]}, r"^data: row 0: field 'prompt' is missing; the row has x"),
-        ({"data": ROWS, "val_data": 3}, r"^val_data: expected a sequence"),
-        ({"data": ROWS, "val_data": [{"x": 1}]}, r"^val_data: row 0: field 'prompt' is missing"),
+        ({"data": 3}, r"^data\b.* int\b"),
+        ({"data": "sums.jsonl"}, r"^data\b.*data\.train_files or data\.val_files"),
+        ({"data": [3]}, r"^data: row 0\b.* int\b"),
+        ({"data": [{"x": 1}]}, r"^data: row 0\b.*\bprompt\b.* x\b"),
+        ({"data": ROWS, "val_data": 3}, r"^val_data\b.* int\b"),
+        ({"data": ROWS, "val_data": [{"x": 1}]}, r"^val_data: row 0\b.*\bprompt\b"),
     ],
 )
 def test_errors_name_the_argument_that_has_the_rows(
@@ -203,7 +204,7 @@ def test_errors_name_the_argument_that_has_the_rows(
 
 @pytest.mark.parametrize("command", [whet.sft, whet.train_reward, whet.evaluate, whet.generate])
 def test_every_command_refuses_a_wrong_config_before_anything_is_loaded(command: Any) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key model\.pat \(argument\); did you mean model\.path\?"):
+    with raises(ConfigError, "model.pat", found=re.compile(r"\(argument\)$"), change=re.compile(r"model\.path\?$")):
         command(**{"model.pat": "m"})
 
 
@@ -212,11 +213,11 @@ def test_every_command_refuses_a_wrong_config_before_anything_is_loaded(command:
     [(whet.sft, "data.train_files"), (whet.evaluate, "data.val_files"), (whet.generate, "data.val_files")],
 )
 def test_rows_stand_in_for_files(command: Any, named: str, model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)):
+    with raises(ConfigError, named, found=[]):
         command(**{"model.path": str(model_folder)})
     with pytest.raises(ConfigError) as raised:
         command(data=[{"prompt": "1+1=", "answer": "2"}])
-    assert named not in str(raised.value)
+    assert named not in [error.key for error in (raised.value, *raised.value.others)]
 
 
 def test_a_model_goes_from_examples_to_an_export_in_python(
@@ -269,14 +270,14 @@ def test_plot_returns_a_figure_that_a_notebook_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"runs": "nowhere"}, r"^runs: nowhere does not exist"),
-        ({"runs": [3]}, r"^runs: 3 is no run; name its folder, or hand over what whet\.train returned$"),
-        ({"runs": []}, r"^runs: no run is named"),
-        ({"runs": "odd"}, r"^metrics: the runs have none of the main metrics; name others: odd$"),
-        ({"runs": "odd", "metrics": "od"}, r"^metrics: no run has the metric 'od'; did you mean odd\?$"),
-        ({"runs": "odd", "metrics": 3}, r"^metrics: found 3; expected names or patterns of metrics, such as 'val/\*'$"),
-        ({"runs": "odd", "metrics": ["odd", 3]}, r"^metrics: found \['odd', 3\]; expected names"),
-        ({"runs": "odd", "output": "x.svg"}, r"^output=x\.svg ends in \.svg, expected \.png"),
+        ({"runs": "nowhere"}, r"^runs: nowhere\b"),
+        ({"runs": [3]}, r"^runs=3; .*whet\.train"),
+        ({"runs": []}, r"^runs: run is not set; "),
+        ({"runs": "odd"}, r"^metrics: .* odd\b"),
+        ({"runs": "odd", "metrics": "od"}, r"^metrics\b.*\bod\b.* odd\b"),
+        ({"runs": "odd", "metrics": 3}, r"^metrics=3; .*'val/\*'"),
+        ({"runs": "odd", "metrics": ["odd", 3]}, r"^metrics=\['odd', 3\]; "),
+        ({"runs": "odd", "output": "x.svg"}, r"^output: x\.svg .*\.svg; .*\.png"),
     ],
 )
 def test_plot_names_the_argument_that_is_wrong(
@@ -307,7 +308,7 @@ def test_a_run_that_is_overwritten_leaves_nothing_of_the_earlier_one(model_folde
 
     first = train(3, "auto")
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"trainer\.resume=overwrite"):
+    with pytest.raises(WhetError, match=r"trainer\.resume=overwrite"):
         train(2, "never")
     second = train(2, "overwrite")
     assert [each["step"] for each in second] == [1, 2]
@@ -319,14 +320,14 @@ def test_a_run_that_is_overwritten_leaves_nothing_of_the_earlier_one(model_folde
 
 
 def test_a_function_and_the_key_that_it_stands_for_are_not_both_given() -> None:
-    with pytest.raises(ConfigError, match=r"reward= and reward\.function are both given; leave one out"):
+    with raises(ConfigError, "reward.function", found=re.compile("reward=")):
         whet.train(reward=len, data=[{"prompt": "1"}], **{"reward.function": "math"})
-    with pytest.raises(ConfigError, match=r"data= and data\.train_files are both given"):
+    with raises(ConfigError, "data.train_files", found=re.compile("data=")):
         whet.train(data=[{"prompt": "1"}], **{"data.train_files": "a.jsonl"})
 
 
 def test_export_takes_a_run_and_names_its_argument() -> None:
-    with pytest.raises(DataError, match=r"checkpoint: 5 is no run"):
+    with raises(DataError, "checkpoint", found=5):
         whet.export(5, "out")  # type: ignore[arg-type]
 
 

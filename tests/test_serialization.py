@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import re
 import stat
 import time
 from collections import OrderedDict
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, strategies as st
 
+from tests.raising import raises
 from whet import serialization
 from whet.column_rules import equal
 from whet.errors import DataError
@@ -89,15 +91,15 @@ def test_subclasses_and_numpy_numbers_come_back_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "key", "found"),
     [
-        ({"a": [0, {"b": {1, 2}}]}, r"^a\[1\].b is a builtins.set, which a file cannot store"),
-        ({"a": np.array(["x"])}, r"^a is a numpy.ndarray"),
-        ({"a": Path("x")}, r"^a is a pathlib"),
+        ({"a": [0, {"b": {1, 2}}]}, "a[1].b", "builtins.set"),
+        ({"a": np.array(["x"])}, "a", "numpy.ndarray"),
+        ({"a": Path("x")}, "a", "pathlib"),
     ],
 )
-def test_what_a_file_cannot_hold_is_named(value: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
+def test_what_a_file_cannot_hold_is_named(value: Any, key: str, found: str, tmp_path: Path) -> None:
+    with raises(DataError, key, found=re.compile(f"^a {found}")):
         serialization.save(tmp_path / "file", value)
     assert list(tmp_path.iterdir()) == []
 
@@ -119,18 +121,18 @@ def write_json(path: Path, document: Any) -> None:
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     safetensors.torch.save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(DataError, match="was not written by whet"):
+    with raises(DataError, str(path)):
         serialization.load(path)
     write_json(path, {"version": 2, "value": 1})
-    with pytest.raises(DataError, match="file version 2, expected version 1"):
+    with raises(DataError, f"{path}: file version", found=2, expected="1"):
         serialization.load(path)
     for value in ({"$type": "os.system", "fields": {}}, {"$type": "Failure", "fields": {"x": 1}}, {"$type": "tensor"}):
         write_json(path, {"version": 1, "value": value})
-        with pytest.raises(DataError, match="was not written by whet"):
+        with raises(DataError, str(path)):
             serialization.load(path)
     for document in ([1], "text", {"version": 1}):
         write_json(path, document)
-        with pytest.raises(DataError, match="was not written by whet"):
+        with raises(DataError, str(path)):
             serialization.load(path)
 
 
@@ -191,6 +193,6 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_files_do_not_have_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a is a tensor of torch\.complex128, which"):
+    with raises(DataError, "a", found=re.compile(r"torch\.complex128$")):
         serialization.save(tmp_path / "file", {"a": torch.zeros(1, dtype=torch.complex128)})
     assert not list(tmp_path.iterdir())

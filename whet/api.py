@@ -169,14 +169,14 @@ def plot(
     from whet.cli.runs import check_png, drawn, with_metrics
 
     if output is not None:
-        check_png("output=", Path(output))
+        check_png("output", Path(output))
     given = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     with _argument("runs"):
         read = with_metrics([_run_folder(each) for each in given])
     names = [metrics] if isinstance(metrics, str) else metrics
     with _argument("metrics"):
         if names is not None and not (isinstance(names, Sequence) and all(isinstance(each, str) for each in names)):
-            raise DataError(f"found {metrics!r}; expected names or patterns of metrics, such as 'val/*'")
+            raise DataError("", metrics, "names or patterns of metrics, such as 'val/*'", "pass a list of them")
         figure, _ = drawn(read, names)
     if output is not None:
         figure.write(Path(output))
@@ -189,7 +189,7 @@ def _run_folder(run: Any) -> Path:
     try:
         return Path(run.run_dir)
     except AttributeError:
-        raise DataError(f"{run!r} is no run; name its folder, or hand over what whet.train returned") from None
+        raise DataError("", run, "a run's folder, or the result of whet.train", "name a run") from None
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _argument(name: str, kind: type[WhetError] | tuple[()] = DataError) -> Itera
     try:
         yield
     except kind as error:
-        raise type(error)(f"{name}: {error}") from error
+        raise error.at(name) from error
 
 
 def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects: object) -> Any:
@@ -208,7 +208,8 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
     for name in given.intersection(STANDS_FOR):
         section, _, field = STANDS_FOR[name].partition(".")
         if STANDS_FOR[name] in overrides or (isinstance(found := overrides.get(section), Mapping) and field in found):
-            raise ConfigError(f"{name}= and {STANDS_FOR[name]} are both given; leave one out")
+            found, key = f"given beside the argument {name}=", STANDS_FOR[name]
+            raise ConfigError(key, found, "only one of the two", "leave one out")
     return load_config(schema, recipe, overrides, given=given).config
 
 

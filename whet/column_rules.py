@@ -28,21 +28,25 @@ def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_si
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             found = "a single number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-            raise DataError(f"tensor column {name!r} is {found}, expected a tensor [B, ...]; objects are non_tensors")
+            raise DataError(f"tensor column {name!r}", found, "a tensor [B, ...]", "pass objects as non_tensors")
     for name, array in objects.items():
         if not isinstance(array, np.ndarray) or array.dtype != object or array.ndim == 0:
             found = f"a {type(array).__name__}" + (f" of {array.dtype}" if isinstance(array, np.ndarray) else "")
-            raise DataError(f"column {name!r} is {found}, expected an object array [B]; DataProto.from_dict makes one")
+            raise DataError(f"column {name!r}", found, "an object array [B]", "make one with DataProto.from_dict")
     if both := sorted(tensors.keys() & objects.keys()):
-        raise DataError(f"columns {both} are both a tensor and an object column; rename one of each")
+        raise twice(both)
     columns: dict[str, Any] = {**tensors, **objects}
     sizes = {name: len(column) for name, column in columns.items()}
     if batch_size is not None:
         sizes["the batch"] = batch_size
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise DataError(f"columns differ in their number of rows: {found}; every column needs one entry for each row")
+        raise DataError("rows of columns", sizes, "equal numbers", "give every column one entry for each row")
     return next(iter(sizes.values()), 0)
+
+
+def twice(names: Sequence[str]) -> DataError:
+    """The error for names of columns of both kinds."""
+    return DataError("columns", f"{names} are both a tensor and an object column", change="rename one of each")
 
 
 def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: str, number: int) -> None:
@@ -50,17 +54,13 @@ def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: 
 
     Raises: DataError."""
     if first.keys() != part.keys():
-        raise DataError(
-            f"concat needs the same {kind}s in every part: part {number} lacks {sorted(first.keys() - part.keys())} "
-            f"and adds {sorted(part.keys() - first.keys())} against part 0"
-        )
+        found = f"it lacks {sorted(first.keys() - part.keys())} and adds {sorted(part.keys() - first.keys())}"
+        raise DataError(f"part {number} of concat", found, f"the {kind}s of part 0", "rename or drop some")
     for name, one in first.items():
         other = part[name]
         if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
-            raise DataError(
-                f"{kind} {name!r} is {one.dtype} {list(one.shape)} in part 0 of concat and {other.dtype} "
-                f"{list(other.shape)} in part {number}: only the number of rows may differ; pad or convert it first"
-            )
+            found, expected = _shown(other), f"{_shown(one)}, as in part 0, but for the number of rows"
+            raise DataError(f"{kind} {name!r}: part {number} of concat", found, expected, "pad or convert it first")
 
 
 def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
@@ -68,8 +68,8 @@ def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        found = type(values).__name__
-        raise DataError(f"object column {name!r} is a {found}, expected a list or array, one entry a row")
+        found = f"a {type(values).__name__}"
+        raise DataError(f"object column {name!r}", found, "a list or array, one entry a row", "convert it")
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):  # array[:] = values would split nested lists
         array[row] = value
@@ -85,11 +85,11 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
         return index if index.step is None or index.step > 0 else np.arange(rows)[index].copy()
     array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biu"):
-        problem = "rows are chosen by int, slice, a list of row numbers or a mask [B]"
-        raise DataError(f"{problem}; found {type(index).__name__} of {array.dtype} with shape {list(array.shape)}")
+        found = f"{type(index).__name__} of {array.dtype} with shape {list(array.shape)}"
+        raise DataError("index of rows", found, "an int, a slice, a list of row numbers or a mask [B]", "convert it")
     if array.dtype == bool:
         if len(array) != rows:
-            raise DataError(f"mask has {len(array)} entries for {rows} rows; a mask needs one for each row")
+            raise DataError("mask entries", len(array), str(rows), "give it one for each row")
         return np.flatnonzero(array)
     outside = array[(array < -rows) | (array >= rows)]
     if outside.size:
@@ -104,7 +104,9 @@ def split_second(name: str, column: Any, parts: int) -> Column:
     is_nested = isinstance(column, np.ndarray) and column.ndim == 1
     sizes = {len(each) if isinstance(each, Sequence) else 0 for each in column} if is_nested else {*column.shape[1:2]}
     if parts < 1 or not sizes or any(size < 1 or size % parts for size in sizes):
-        raise DataError(f"column {name!r} has entries of size {sorted(sizes)}, which do not split into {parts} parts")
+        raise DataError(
+            f"sizes of column {name!r}", sorted(sizes), f"multiples of {parts}", "pad it, or split otherwise"
+        )
     if not is_nested:
         split: Column = column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])
         return split
@@ -135,8 +137,8 @@ def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place
     found = [np.asarray(each, dtype=np.int64) for each in places]
     total = sum(sizes)
     if list(map(len, found)) != list(sizes) or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
-        problem = f"concat got places for {[len(each) for each in found]} rows of parts with {list(sizes)} rows"
-        raise DataError(f"{problem}; expected each of the row numbers 0 to {total - 1} once")
+        found_sizes, expected = [len(each) for each in found], f"each of the row numbers 0 to {total - 1} once"
+        raise DataError("places of concat", f"{found_sizes} rows for parts of {list(sizes)}", expected)
     return found
 
 
@@ -146,7 +148,7 @@ def pick(columns: Mapping[str, V], keys: Names | None, kind: str) -> dict[str, V
         return dict(columns)
     names = [keys] if isinstance(keys, str) else list(keys)
     if missing := [name for name in names if name not in columns]:
-        raise DataError(f"there is no {kind} {missing}; there are {list(columns)}")
+        raise DataError(kind, f"there is no {missing}", f"some of {list(columns)}", "correct the name")
     return {name: columns[name] for name in names}
 
 
@@ -154,8 +156,8 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
     """Merges two dicts into a new one.  Raises: DataError if a name in both has different values."""
     for name in other:
         if name in one and not equal(one[name], other[name]):
-            problem = f"{kind} {name!r} is in both and differs: {_shown(one[name])} against {_shown(other[name])}"
-            raise DataError(f"{problem}; pop or rename one of them")
+            found = f"differs: {_shown(one[name])} and {_shown(other[name])}"
+            raise DataError(f"{kind} {name!r}", found, "equal values in both", "pop or rename one of them")
     return {**one, **other}
 
 

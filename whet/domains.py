@@ -51,18 +51,14 @@ class Domains:
         if named is not None:
             if named in self.sources:
                 return str(named)
-            raise DataError(
-                f"a row (data source {row.data_source!r}) has the domain {named!r}; expected one of "
-                f"{', '.join(self.sources)}: correct its field {FIELD!r}, or add reward.domains.{named}"
-            )
+            key, expected = f"domain (data source {row.data_source!r})", f"one of {', '.join(self.sources)}"
+            raise DataError(key, named, expected, f"correct its field {FIELD!r}, or add reward.domains.{named}")
         for name, patterns in self.sources.items():
             if any(fnmatchcase(row.data_source, pattern) for pattern in patterns):
                 return name
-        raise DataError(
-            f"no domain takes rows of data source {row.data_source!r}; the domains are "
-            + "; ".join(f"{name}: {', '.join(patterns)}" for name, patterns in self.sources.items())
-            + ": add the source to one, or set reward.function for all others"
-        )
+        of_domains = "; ".join(f"{name}: {', '.join(patterns)}" for name, patterns in self.sources.items())
+        change = "add the source to one, or set reward.function for all others"
+        raise DataError("data source", row.data_source, f"a source of a domain ({of_domains})", change)
 
     def assign(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
         """The prompts with their domains.  Raises: DataError naming the row."""
@@ -73,7 +69,7 @@ class Domains:
             try:
                 found.append(replace(prompt, domain=self.of(prompt)))
             except DataError as error:
-                raise DataError(f"row {prompt.index}: {error}") from error
+                raise error.at(f"row {prompt.index}") from error
         return tuple(found)
 
     def check_used(self, prompts: Sequence[Prompt]) -> None:
@@ -81,11 +77,14 @@ class Domains:
         counts = Counter(prompt.domain for prompt in prompts)
         rows = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "no domain"
         unused = [
-            f"reward.domains.{name}: no row is of it; expected a row with the field {FIELD}={name}, or of data source "
-            f"{' or '.join(patterns)}, and the rows are of {rows}: correct its sources or the rows, or leave "
-            f"the domain out (~reward.domains.{name})"
+            DataError(
+                f"reward.domains.{name}",
+                f"it has no row; the rows are of {rows}",
+                f"a row with the field {FIELD}={name}, or of data source {' or '.join(patterns)}",
+                f"correct its sources or the rows, or leave the domain out (~reward.domains.{name})",
+            )
             for name, patterns in self.sources.items()
             if name not in counts and name != OTHERS
         ]
         if unused:
-            raise DataError("; ".join(unused))
+            raise DataError.joined(unused)

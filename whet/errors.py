@@ -57,7 +57,7 @@ class WhetError(Exception):
         elif isinstance(self.found, str):
             start = ": ".join(filter(None, (self.key, self.found)))
         else:
-            start = f"{self.key}={self.found}"
+            start = f"{self.key}={str(self.found).lower() if isinstance(self.found, bool) else self.found}"
         parts = (start, self.expected and f"expected {self.expected}", self.change)
         return "\n".join(("; ".join(filter(None, parts)), *map(str, self.others)))
 

@@ -22,7 +22,7 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
     Raises: StorageError where a folder has the name.
     """
     if path.is_dir() and not path.is_symlink():
-        raise StorageError(f"{path} is a folder, expected a file; move it away")
+        raise StorageError(str(path), "a folder", "a file", "move it away")
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:

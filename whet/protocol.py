@@ -66,7 +66,7 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
     ) -> None:
         if batch is not None and len(batch.batch_size) != 1:
-            raise DataError(f"batch has batch size {list(batch.batch_size)}, expected one dimension, [B]")
+            raise DataError("batch size", list(batch.batch_size), "one dimension, [B]", "flatten the others")
         objects = {} if non_tensor_batch is None else non_tensor_batch
         vars(self).update(_batch=batch, non_tensor_batch=objects, meta_info={} if meta_info is None else meta_info)
         rules.check_columns(self.tensors(), self.non_tensor_batch, None if batch is None else batch.batch_size[0])
@@ -94,7 +94,7 @@ class DataProto:
         `auto_padding` is kept in `meta_info`: `chunk` then takes any number of rows. `num_batch_dims` is always 1.
         """
         if num_batch_dims != 1:
-            raise DataError(f"num_batch_dims={num_batch_dims}, expected 1: a batch has one dimension of rows, [B]")
+            raise DataError("num_batch_dims", num_batch_dims, "1, the dimension of rows, [B]")
         objects = {name: rules.object_array(name, values) for name, values in (non_tensors or {}).items()}
         rows = rules.check_columns(tensors or {}, objects)
         marks = {_AUTO_PADDING: True} if auto_padding else {}
@@ -119,7 +119,7 @@ class DataProto:
         """Makes a batch from a TensorDict with batch size [B]: tensors, stacks of B objects, and objects of the whole
         batch, which become `meta_info` beside `meta_info`."""
         if tensor_dict.batch_dims != 1:
-            raise DataError(f"the TensorDict has batch size {list(tensor_dict.batch_size)}, expected [B]")
+            raise DataError("batch size", list(tensor_dict.batch_size), "one dimension, [B]", "flatten the others")
         from tensordict import NonTensorData, NonTensorStack
 
         values = dict(tensor_dict.items())
@@ -127,7 +127,7 @@ class DataProto:
         objects = {name: value.tolist() for name, value in values.items() if isinstance(value, NonTensorStack)}
         of_batch = {name: value.data for name, value in values.items() if isinstance(value, NonTensorData)}
         if other := sorted(values.keys() - {*columns, *objects, *of_batch}):
-            raise DataError(f"entries {other} of the TensorDict are neither tensors nor objects; flatten it first")
+            raise DataError("TensorDict", f"entries {other}", "tensors and objects", "flatten it first")
         made = cls.from_dict(columns, objects, {**of_batch, **(meta_info or {})}, num_batch_dims)
         return made if made.keys() else cls._assemble({}, made.meta_info, len(tensor_dict))
 
@@ -135,7 +135,7 @@ class DataProto:
         """The batch as a TensorDict with batch size [B]: object columns as stacks of B objects, the values of
         `meta_info` as objects of the whole batch. `from_tensordict` reads it back."""
         if both := sorted(self.meta_info.keys() & set(self.keys())):
-            raise DataError(f"{both} are both columns and keys of meta_info; rename one of each")
+            raise DataError("meta_info", f"{both} are columns too", "names of its own", "rename one of each")
         from tensordict import NonTensorData, NonTensorStack, TensorDict
 
         result = TensorDict(self.tensors(), batch_size=[len(self)])
@@ -153,7 +153,7 @@ class DataProto:
         `meta_info` is the union: a key may be missing in some parts, and must be equal in all others.
         """
         if not data:
-            raise DataError("concat of no parts: there are no columns to make a batch of; pass at least one DataProto")
+            raise DataError("concat", "no parts", "at least one DataProto", "pass one")
         first, meta_info = data[0], dict(data[0].meta_info)
         for number, part in enumerate(data[1:], start=1):
             rules.check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
@@ -203,7 +203,7 @@ class DataProto:
         if isinstance(index, str):
             columns = self.columns()
             if index not in columns:
-                raise DataError(f"there is no column {index!r}; the columns are {list(columns)}")
+                raise DataError(f"column {index!r}", "it does not exist", f"one of {list(columns)}", "correct the name")
             return columns[index]
         if isinstance(index, int | np.integer):
             return self._row(int(index))
@@ -255,28 +255,26 @@ class DataProto:
         """Renames columns, the i-th of `old_keys` to the i-th of `new_keys`; the order stays."""
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
-            found = f"{len(old)} old names {old} and {len(new)} new names {new}"
-            raise DataError(f"rename got {found}: one new for each old")
+            raise DataError("rename", f"{old} to {new}", "one new name for each old", "pass as many of each")
         if missing := [name for name in old if name not in self]:
-            raise DataError(f"there is no column {missing} to rename; the columns are {self.keys()}")
+            raise DataError("rename", f"there is no column {missing}", f"some of {self.keys()}", "correct the name")
         new_name = dict(zip(old, new, strict=True))
         result = [new_name.get(name, name) for name in self.keys()]
         if twice := sorted({name for name in result if result.count(name) > 1}):
-            problem = f"rename of {old} to {new} gives more than one column {twice}"
-            raise DataError(f"{problem}; pop or rename the other first")
+            found = f"{old} to {new} gives more than one column {twice}"
+            raise DataError("rename", found, change="pop or rename the other first")
         return self._assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
 
     def union(self, other: DataProto) -> Self:
         """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
         blank = [data for data in (self, other) if data._batch is None and not data.non_tensor_batch]
         if len(self) != len(other) and not blank:
-            raise DataError(
-                f"union of {len(self)} rows (columns {self.keys()}) with {len(other)} rows (columns {other.keys()}): "
-                "both need the same rows in the same order"
-            )
+            found = f"{len(other)} rows (columns {other.keys()})"
+            expected = f"the {len(self)} rows (columns {self.keys()}) of the batch, in the same order"
+            raise DataError("union", found, expected, "choose the rows first")
         both = {**self.tensors(), **other.tensors()}.keys() & {**self.non_tensor_batch, **other.non_tensor_batch}.keys()
         if both:
-            raise DataError(f"columns {sorted(both)} are both a tensor and an object column; rename one of each")
+            raise rules.twice(sorted(both))
         columns = rules.merged(self.columns(), other.columns(), "column")
         meta_info = rules.merged(self.meta_info, other.meta_info, "meta_info")
         return self._assemble(columns, meta_info, max(len(self), len(other)))
@@ -294,8 +292,8 @@ class DataProto:
 
         Raises: DataError if the rows do not divide."""
         if chunks < 1 or (len(self) % chunks and not self.meta_info.get(_AUTO_PADDING)):
-            problem = f"{len(self)} rows do not divide into {chunks} equal chunks"
-            raise DataError(f"{problem}; use pad_to_divisor first, or split(sizes)")
+            expected = f"a divisor of the {len(self)} rows"
+            raise DataError("chunks", chunks, expected, "use pad_to_divisor first, or split(sizes)")
         size, more = divmod(len(self), chunks)
         return self.split([size + (part < more) for part in range(chunks)])
 
@@ -307,10 +305,11 @@ class DataProto:
         rows = len(self)
         if isinstance(split_size, int):
             if split_size < 1:
-                raise DataError(f"split_size={split_size}, expected at least 1 row")
+                raise DataError("split_size", split_size, "at least 1 row", "raise it")
             return [self[start : start + split_size] for start in range(0, max(rows, 1), split_size)]
         if sum(split_size) != rows or min(split_size, default=0) < 0:
-            raise DataError(f"split sizes {list(split_size)} sum to {sum(split_size)}, expected the {rows} rows")
+            expected = f"sizes with the sum {rows}, the number of rows, not {sum(split_size)}"
+            raise DataError("split_size", list(split_size), expected, "correct them")
         ends = np.cumsum(split_size, dtype=np.int64).tolist()
         return [self[end - size : end] for size, end in zip(split_size, ends, strict=True)]
 
@@ -323,7 +322,8 @@ class DataProto:
         """Repeats row i `repeat_times[i]` times: [2, 0, 1] gives rows 0 0 2."""
         times = np.asarray(repeat_times)
         if times.shape != (len(self),) or (times.size and (times.dtype.kind not in "iu" or times.min() < 0)):
-            raise DataError(f"repeat_times={repeat_times}, expected a count of at least 0 for each of {len(self)} rows")
+            expected = f"a count of at least 0 for each of {len(self)} rows"
+            raise DataError("repeat_times", times.tolist(), expected, "correct it")
         return self[np.arange(len(self)).repeat(times)]
 
     def unfold_column_chunks(self, n_split: int, split_keys: Names | None = None) -> Self:
@@ -339,10 +339,9 @@ class DataProto:
         rows = np.arange(len(self))
         order = rows[rules.row_numbers(indices, len(self))]
         if not np.array_equal(np.sort(order), rows):
-            raise DataError(
-                f"reorder got {len(order)} indices, {len(np.unique(order))} of them different, for {len(self)} rows; "
-                "expected a permutation (to choose rows, use data[indices])"
-            )
+            found = f"{len(order)} indices, {len(np.unique(order))} of them different"
+            expected = f"a permutation of {len(self)} rows"
+            raise DataError("reorder", found, expected, "use data[indices] to choose rows")
         return self[order]
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[Self]:
@@ -351,7 +350,7 @@ class DataProto:
         With a seed every epoch has its own order, a function of (seed, epoch); without a seed rows stay in order.
         """
         if mini_batch_size < 1:
-            raise DataError(f"mini_batch_size={mini_batch_size}, expected at least 1 row")
+            raise DataError("mini_batch_size", mini_batch_size, "at least 1 row", "raise it")
         for epoch in range(epochs):
             rows = self
             if seed is not None:
@@ -366,20 +365,20 @@ class DataProto:
         generation or scoring, not for training. An empty batch stays empty.
         """
         if size_divisor < 1:
-            raise DataError(f"size_divisor={size_divisor}, expected at least 1")
+            raise DataError("size_divisor", size_divisor, "at least 1", "raise it")
         pad_size = -len(self) % size_divisor
         return (self[np.arange(len(self) + pad_size) % len(self)] if pad_size else self.select()), pad_size
 
     def unpad(self, pad_size: int) -> Self:
         """The rows without the last `pad_size`."""
         if not 0 <= pad_size <= len(self):
-            raise DataError(f"pad_size={pad_size}, expected 0 to {len(self)}, the number of rows")
+            raise DataError("pad_size", pad_size, f"0 to {len(self)}, the number of rows", "correct it")
         return self[: len(self) - pad_size]
 
     def fold_batch_dim(self, new_batch_size: int) -> Self:
         """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column: consecutive rows become one."""
         if new_batch_size < 1 or len(self) % new_batch_size:
-            raise DataError(f"{len(self)} rows do not fold into {new_batch_size} rows of equal size")
+            raise DataError("new_batch_size", new_batch_size, f"a divisor of the {len(self)} rows", "correct it")
         lead = (new_batch_size, len(self) // new_batch_size)
         return self._map(lambda column: column.reshape(*lead, *column.shape[1:]), new_batch_size)
 
@@ -387,7 +386,7 @@ class DataProto:
         """[B, K, ...] -> [B * K, ...] in every column: undoes `fold_batch_dim`."""
         leads = {name: tuple(self[name].shape[:2]) for name in self.keys()}
         if len(set(leads.values())) != 1 or len(next(iter(leads.values()))) != 2:
-            raise DataError(f"unfold needs the same first two sizes [B, K] in every column, found {leads}")
+            raise DataError("unfold_batch_dim", leads, "the same first two sizes [B, K] in every column", "pad some")
         rows, width = next(iter(leads.values()))
         return self._map(lambda column: column.reshape(rows * width, *column.shape[2:]), rows * width)
 
@@ -411,10 +410,10 @@ class DataProto:
             is_whole = len(parts) == len(_PARTS) and isinstance(rows, int) and rows >= 0
             if is_whole and all(isinstance(each, str) for each in (*tensors, *objects)):
                 return cls._from_parts(tensors, objects, dict(meta_info), rows)
-            why = ""
+            found = "it has other parts than a DataProto"
         except (RuntimeError, *serialization.MALFORMED) as error:
-            why = f" ({error})"
-        raise DataError(f"{path} is not a DataProto{why}; expected a file that DataProto.save wrote")
+            found = f"it is no DataProto ({error})"
+        raise DataError(str(path), found, "a file that DataProto.save wrote", "name another file")
 
     save_to_disk, load_from_disk = save, load  # verl's names
 

@@ -118,15 +118,14 @@ class Entry:
                 given.setdefault(new, values[given.pop(old)])
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
-            known = (
-                f"its options are {', '.join(self.options) or 'none'} (~{where}.{unknown[0]} removes one of a recipe)"
-            )
-            hint = did_you_mean(unknown[0], self.options, known)
-            raise ConfigError(f"{where}: {self.kind} {self.name!r} has no option {unknown[0]!r}; {hint}")
+            expected = f"an option of {self.kind} {self.name!r}: {', '.join(self.options) or 'it has none'}"
+            change = did_you_mean(unknown[0], self.options, f"remove it (~{where}.{unknown[0]} where a recipe sets it)")
+            raise ConfigError(f"{where}.{unknown[0]}", given[unknown[0]], expected, change)
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]
         if missing:
-            raise ConfigError(f"{where}: {self.kind} {self.name!r} requires {', '.join(missing)}; set it below {where}")
+            expected = f"a value, which {self.kind} {self.name!r} requires"
+            raise ConfigError.joined(ConfigError(f"{where}.{name}", None, expected, "set it") for name in missing)
         self.check(given, f"{where}.")
         return Resolved(options)
 
@@ -139,15 +138,13 @@ class Entry:
                 takes = type(default)
             if not fits(value, takes):
                 instead = "" if default is REQUIRED else f", or leave it out for the default {default!r}"
-                raise ConfigError(f"{prefix}{name}={value!r}; expected {words(takes)}; change it{instead}")
+                raise ConfigError(f"{prefix}{name}", value, words(takes), f"change it{instead}")
         if "ordered" in self.marks:
             low, high = self.marks["ordered"]
             values = {**self.options, **given}
             if not values[low] < values[high]:
-                raise ConfigError(
-                    f"{prefix}{low}={values[low]!r} is not less than {prefix}{high}={values[high]!r}; lower {low} or "
-                    f"raise {high}"
-                )
+                expected, change = f"less than {prefix}{high}={values[high]!r}", f"lower {low} or raise {high}"
+                raise ConfigError(f"{prefix}{low}", values[low], expected, change)
 
 
 class Registry:
@@ -179,10 +176,9 @@ class Registry:
             for each in (entry, *_alias_entries(entry, aliases)):
                 taken = self._live.get(each.name) or self._shipped.get(each.name)
                 if taken is not None and taken.target != each.target:
-                    raise RegistryError(
-                        f"{self.kind} {each.name!r} is already registered as {taken.target}; register {each.target} "
-                        "under another name"
-                    )
+                    found = f"already registered as {taken.target}"
+                    change = f"register {each.target} under another name"
+                    raise RegistryError(f"{self.kind} {each.name!r}", found, change=change)
                 self._live[each.name] = each
             return function
 
@@ -210,12 +206,10 @@ class Registry:
         if ":" in reference:
             function = load_target(reference)
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
-        hint = did_you_mean(reference, self.names())
-        more = f"; others come with {GAMES}" if self.kind == "environment" and not self._installed else ""
-        raise RegistryError(
-            f"no {self.kind} is called {reference!r}; {hint and f'{hint} '}Known: {', '.join(self.names())}{more}; "
-            "or name a function as package.module:function or path/file.py:function"
-        )
+        more = f" (others come with {GAMES})" if self.kind == "environment" and not self._installed else ""
+        expected = f"one of {', '.join(self.names())}, package.module:function or path/file.py:function"
+        hint = did_you_mean(reference, self.names(), "correct the name")
+        raise RegistryError(self.kind, reference, expected, f"{hint}{more}")
 
     def registered(self, function: Callable[..., Any]) -> Entry | None:
         """The entry of a function object under its registered name; None if it is not registered."""
@@ -240,8 +234,10 @@ class Registry:
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
         if unknown := [each for each in entry.parameters if each not in self.supplied]:
             raise RegistryError(
-                f"{self.kind} {name!r} has a parameter {unknown[0]!r} before `*`; expected "
-                f"{', '.join(self.supplied)}; an option comes after `*`"
+                f"{self.kind} {name!r}",
+                f"a parameter {unknown[0]!r} before `*`",
+                f"parameters named {', '.join(self.supplied)}",
+                "put an option after `*`",
             )
         return entry
 
@@ -263,10 +259,8 @@ def call(
             continue
         name = FOREIGN_COLUMNS.get(parameter, parameter)
         if name not in columns:
-            raise RegistryError(
-                f"{entry.kind} {entry.name!r} reads column {name!r}, which is not in the batch; the batch has "
-                f"{', '.join(columns)}"
-            )
+            key, found = f"{entry.kind} {entry.name!r}", f"reads column {name!r}, which is not in the batch"
+            raise RegistryError(key, found, f"one of {', '.join(columns)}", "rename the parameter")
         column = columns[name]
         is_per_token = mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS
         if is_per_token and column.is_floating_point():
@@ -284,10 +278,9 @@ def call(
 
 def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
     if name not in supplied:
-        raise RegistryError(
-            f"{entry.kind} {entry.name!r} needs {name!r}, which the caller does not supply; available: "
-            f"{', '.join(supplied) or 'nothing'}; set an option with that name"
-        )
+        key, found = f"{entry.kind} {entry.name!r}", f"needs {name!r}, which the caller does not supply"
+        expected = f"a name that the caller supplies ({', '.join(supplied) or 'none'})"
+        raise RegistryError(key, found, expected, "set an option with that name")
     return supplied[name]
 
 
@@ -322,9 +315,7 @@ def load_target(target: str, *, is_called: bool = True) -> Any:
     """The object at `package.module:name` or `path/file.py:name`, callable if `is_called`.  Raises: RegistryError."""
     location, _, name = target.rpartition(":")
     if not location:
-        raise RegistryError(
-            f"{target!r} is no function path; expected package.module:function or path/file.py:function"
-        )
+        raise RegistryError("function", target, "package.module:function or path/file.py:function", "add its place")
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
     found: Any = module
     for part in name.split("."):
@@ -335,11 +326,9 @@ def load_target(target: str, *, is_called: bool = True) -> Any:
             for key, value in vars(module).items()
             if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
         ]
-        near = did_you_mean(name, own, quoted=False)
-        wrong = f"has no {name!r}" if found is REQUIRED else f"has {name!r}, but that is a {type(found).__name__}"
-        raise RegistryError(
-            f"{target!r}: {location} {wrong}; {near and f'{near} '}it has {', '.join(own) or 'no functions'}"
-        )
+        what = "nothing of that name" if found is REQUIRED else f"a {type(found).__name__}, not a function"
+        change = did_you_mean(name, own, "correct the name", quoted=False)
+        raise RegistryError(target, what, f"one of {', '.join(own) or 'no functions'} in {location}", change)
     return found
 
 
@@ -349,15 +338,15 @@ def _load_module(location: str, target: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
             way = f"it comes with {GAMES}; or " if error.name.startswith("whet_environments") else ""
-            what = f"{target!r}: no module {error.name!r} on the Python path; {way}set PYTHONPATH"
-            raise RegistryError(what) from error
+            found = f"no module {error.name!r} on the Python path"
+            raise RegistryError(target, found, change=f"{way}set PYTHONPATH") from error
         raise
 
 
 def _load_file(path: Path) -> Any:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise RegistryError(f"{path} does not exist; expected a Python file with the function")
+        raise RegistryError(str(path), "does not exist", "a Python file with the function", "correct the path")
     name = f"whet_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -369,20 +358,20 @@ def _load_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         del sys.modules[name]
-        raise RegistryError(f"{path} imports {error.name}, {_absent(error.name or '')}") from error
+        raise RegistryError(str(path), f"imports {error.name}, which is missing here", change=_absent(error)) from error
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-def _absent(module: str) -> str:
-    if module.partition(".")[0] == "verl":
+def _absent(error: ModuleNotFoundError) -> str:
+    if (error.name or "").partition(".")[0] == "verl":
         return (
-            "which is not installed and not needed: write `from whet.protocol import DataProto`, and import decorators "
-            "from whet (`from whet import register_adv_est`); docs/migrating.md has the forms"
+            "write `from whet.protocol import DataProto`, and import decorators from whet (`from whet import "
+            "register_adv_est`), which needs no verl; docs/migrating.md has the forms"
         )
-    return "which is not installed: install it, or set PYTHONPATH to its folder"
+    return "install it, or set PYTHONPATH to its folder"
 
 
 def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str]) -> list[Entry]:

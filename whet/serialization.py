@@ -76,7 +76,8 @@ def save(path: str | os.PathLike[str], value: Any) -> None:
             safetensors.torch.save_file(tensors, partial)  # without a copy of the tensors
         except KeyError as missing:  # a dtype that safetensors does not know
             name = next(name for name, tensor in tensors.items() if tensor.dtype in missing.args).partition(":")[2]
-            raise DataError(f"{name} is a tensor of {missing.args[0]}, which a file cannot store; convert it") from None
+            found, expected = f"a tensor of {missing.args[0]}", "a dtype that a file can store"
+            raise DataError(name, found, expected, "convert it") from None
         partial.chmod(mode)
 
 
@@ -90,8 +91,9 @@ def load(path: str | os.PathLike[str]) -> Any:
         if version == _VERSION:
             return _decode(document["value"], tensors)
     except (safetensors.SafetensorError, *MALFORMED) as error:
-        raise DataError(f"{path} is damaged, or was not written by whet: {error!r}") from error
-    raise DataError(f"{path} has file version {version}, expected version {_VERSION}; read it with another whet")
+        found = f"damaged, or not written by whet: {error!r}"
+        raise DataError(str(path), found, change="write it again, or name another file") from error
+    raise DataError(f"{path}: file version", version, str(_VERSION), "read it with another whet")
 
 
 def fits(saved: Any, own: Any) -> bool:
@@ -220,10 +222,9 @@ class _Encoder:
                 return {_TAG: "array", "name": self._name(value, torch.from_numpy(value.copy()), where)}
             case _ if type(value) in _TYPES.values():
                 return {_TAG: type(value).__name__, "fields": self.encode(dict(vars(value)), where)}
-        raise DataError(
-            f"{where.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which a file cannot store; "
-            "convert it to plain objects (str, numbers, list, dict, ...), tensors and arrays, or remove it"
-        )
+        found, expected = f"a {type(value).__module__}.{type(value).__qualname__}", "a value that a file can store"
+        change = "convert it to plain objects (str, numbers, list, dict, ...), tensors and arrays, or remove it"
+        raise DataError(where.lstrip("."), found, expected, change)
 
     def _items(self, values: Any, where: str) -> list[Any]:
         return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(values)]

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import algorithms, columns, config, gpu, layers, migrating
+from docs.generate import algorithms, bad_input, columns, config, gpu, layers, migrating
 from whet.cli.algorithms import certify_all, shipped
 
 DOCS = Path(__file__).parents[1]
 PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to the new one
     "../whet/algorithms/certificates.csv": lambda _: algorithms.file(certify_all()),
     "algorithms": lambda _: algorithms.page([[*key, *numbers] for key, numbers in shipped().items()]),
+    "bad_input": bad_input.page,
     "columns": columns.page,
     "config": config.page,
     "migrating": migrating.page,
@@ -26,7 +27,7 @@ PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to th
 def main(names: list[str]) -> None:
     """Writes the pages of these names."""
     for name in names or PAGES:
-        file = DOCS / (name if "." in name else f"{name}.md")
+        file = DOCS / (name if "." in name else f"{name.replace('_', '-')}.md")
         file.write_text(PAGES[name](file.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote {file}")
 

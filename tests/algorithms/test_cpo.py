@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.raising import raises
 from whet.algorithms.adapters import estimate
 from whet.algorithms.cpo import positions
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RegistryError
 from whet.registry import ADV_ESTIMATORS, WRAPPERS
 
 Batch = dict[str, Tensor]
@@ -187,7 +188,7 @@ def test_any_threshold_works(batch: Batch) -> None:
 
 
 def test_an_unknown_wrapper_is_refused(batch: Batch) -> None:
-    with pytest.raises(Exception, match="no CPO wrapper is called 'mi4'; did you mean 'mi'"):
+    with raises(RegistryError, "CPO wrapper", found="mi4", change="did you mean 'mi'?"):
         advantages(batch, wrap_method="mi4")
 
 
@@ -200,7 +201,8 @@ def test_positions_by_hand() -> None:
     longer = torch.ones(1, 6, dtype=torch.long)  # a fifth of six tokens is one and a bit
     assert positions("first", entropy[:, :6], longer).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert torch.equal(positions("all", entropy, mask), mask.bool())
-    with pytest.raises(ConfigError, match="loss_position='last'; expected one of all, entropy, first"):
+    key, three = "algorithm.adv_options.loss_position", "one of all, entropy, first"
+    with raises(ConfigError, key, found="last", expected=three):
         ADV_ESTIMATORS["cpo"].resolve_options({"loss_position": "last"}, "algorithm.adv_options")
 
 

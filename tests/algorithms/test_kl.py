@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.raising import raises
 from whet.algorithms.kl import apply_kl_to_reward, kl_penalty
 from whet.errors import RegistryError
 from whet.registry import KL_FORMS
@@ -27,7 +29,7 @@ def value_and_gradient(form: str, d: float) -> tuple[float, float]:
 
 def test_all_forms_are_there() -> None:
     assert KL_FORMS.names() == sorted(["full", "k1_ratio", "k3_ratio", *FORMS, *(form + "+" for form in FORMS)])
-    with pytest.raises(RegistryError, match="did you mean 'k1"):
+    with raises(RegistryError, "KL form", found="k11", change=re.compile("'k1")):
         kl_penalty("k11", {})
 
 

@@ -66,7 +66,7 @@ def test_certificates_are_printed_with_the_meaning_of_each_of_their_columns(
 
 def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     err = printed(capsys, "show", "gppo", status=2)
-    assert err.startswith("RegistryError: no registered function is called 'gppo'; expected a name") and "gspo" in err
+    assert re.match("RegistryError: .*gppo; .*`whet algorithms`.* sppo or gspo or grpo", err)
 
 
 def test_every_kind_is_chosen_by_a_key_that_exists() -> None:
@@ -174,7 +174,7 @@ def test_show_takes_the_users_own_function_by_its_place(
     out = printed(capsys, "certify", f"{file}:mine")
     assert f"{file}:mine" in out and any(line.startswith("advantage estimator  biased: ") for line in out.splitlines())
     err = printed(capsys, "show", f"{file}:plain", status=2)
-    assert f"{file}:plain is not registered; expected one of these decorators on it: @register_adv_est, " in err
+    assert f"{file}:plain: " in err and "@register_adv_est, " in err
 
 
 def test_on_a_terminal_of_120_columns_no_name_is_cut(

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -65,21 +66,16 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_a_mistake_is_one_block_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert whet("train", "gsm8k", "rollout.temprature=1") == 2
     captured = capsys.readouterr()
-    assert captured.err == (
-        "ConfigError: unknown key rollout.temprature (command line); did you mean rollout.temperature?\n"
-    )
+    assert re.fullmatch("ConfigError: rollout.temprature: .*command line.* rollout.temperature.\n", captured.err)
     assert captured.out == ""
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian", "gsm8k"], "whet has no command 'trian'; did you mean 'train'?"),
-        (["xyzzy"], "whet has no command 'xyzzy'; `whet --help` lists the commands"),
-        (
-            ["play"],
-            "whet has no command 'play'; it comes with a package of games: pip install -e ./examples/environments",
-        ),
+        (["trian", "gsm8k"], "whet trian: .*'train'"),
+        (["xyzzy"], "whet xyzzy: .*`whet --help`"),
+        (["play"], "whet play: .* pip install -e ./examples/environments"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(
@@ -87,7 +83,7 @@ def test_an_unknown_command_names_the_nearest(
 ) -> None:
     monkeypatch.setattr(registry, "entry_points", dict)
     assert whet(*words) == 2
-    assert capsys.readouterr().err == f"RegistryError: {message}\n"
+    assert re.match(f"RegistryError: {message}", capsys.readouterr().err)
 
 
 def test_an_installed_package_adds_a_command(
@@ -113,7 +109,7 @@ def test_code_of_the_user_that_exits_is_a_mistake(
 ) -> None:
     (tmp_path / "mine.py").write_text(code)
     assert whet("data", f"model.path={qwen25_folder}", f"data.train_files={tmp_path}/mine.py:rows") == 2
-    assert f"{tmp_path}/mine.py:2 called sys.exit(" in capsys.readouterr().err
+    assert re.search(rf"{tmp_path}/mine\.py:2: .*sys\.exit\(", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])
@@ -136,7 +132,7 @@ def test_values_that_do_not_go_together_stop_a_run_before_torch_is_loaded(tmp_pa
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
     )
     assert (run.returncode, run.stdout) == (2, "False\n")
-    assert run.stderr.startswith("ConfigError: data.train_files is empty")
+    assert run.stderr.startswith("ConfigError: data.train_files=[]; ")
 
 
 def test_python_m_whet_is_whet() -> None:

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from whet.cli.app import app
 from whet.cli.arguments import split_recipe
+from whet.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -30,4 +31,4 @@ def test_a_first_word_that_is_no_override_is_the_recipe(
 @pytest.mark.parametrize("flag", ["--config-name", "--config_name"])
 def test_the_recipe_is_named_in_the_spelling_of_hydra_and_of_roll(flag: str) -> None:
     result = CliRunner().invoke(app, ["config", "train", flag, "no_such_recipe"])
-    assert str(result.exception).startswith("no recipe 'no_such_recipe'")
+    assert isinstance(result.exception, ConfigError) and result.exception.key == "recipe no_such_recipe"

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,12 +74,12 @@ def test_on_a_terminal_tokens_have_stripes(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.train_files=gone.jsonl"], "ConfigError: data.train_files: gone.jsonl does not exist"),
-        (["--index", "7"], "DataError: there is no row 7; expected --index from 0 to 1"),
-        (["--val"], "ConfigError: data.val_files is empty"),
-        (["data.sampler=shufle"], "ConfigError: data.sampler: no sampler is called 'shufle'; did you mean 'shuffle'?"),
-        (["data.promt_key=a"], "ConfigError: unknown key data.promt_key (command line); did you mean data.prompt_key?"),
-        (["--for", "train", "data.max_length=9"], "ConfigError: unknown key data.max_length"),
+        (["data.train_files=gone.jsonl"], "ConfigError: data.train_files: gone.jsonl "),
+        (["--index", "7"], "DataError: .*7.*--index.* 0 to 1"),
+        (["--val"], r"ConfigError: data.val_files=\[\]; "),
+        (["data.sampler=shufle"], "ConfigError: data.sampler: shufle; .*'shuffle'"),
+        (["data.promt_key=a"], "ConfigError: data.promt_key: .*command line.* data.prompt_key"),
+        (["--for", "train", "data.max_length=9"], "ConfigError: data.max_length: .*command line"),
     ],
 )
 def test_mistakes_are_said(
@@ -86,7 +87,7 @@ def test_mistakes_are_said(
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["data", *arguments, *words])
-    assert exit_.value.code == 2 and capsys.readouterr().err.startswith(said)
+    assert exit_.value.code == 2 and re.match(said, capsys.readouterr().err)
 
 
 def test_images_are_listed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -80,10 +80,8 @@ def test_show_prints_description_and_options(capsys: pytest.CaptureFixture[str])
     assert "environment.options.ice             0.75 (a number >= 0 and <= 1)\n" in out
     if "sokoban" not in ENVIRONMENTS.names():
         said = printed(capsys, "play", "sokoban", status=2)
-        assert "Known: calculator, gymnasium, single_turn; others come with a package of games: pip install -e " in said
-    assert "no environment is called 'calculater'; did you mean 'calculator'?" in printed(
-        capsys, "show", "calculater", status=2
-    )
+        assert re.search("sokoban; .*calculator, gymnasium, single_turn.* pip install -e ", said)
+    assert re.search("calculater; .*'calculator'", printed(capsys, "show", "calculater", status=2))
 
 
 def test_play_shows_the_rewards_that_training_pays(
@@ -256,7 +254,7 @@ def test_check_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) 
     out = printed(capsys, "check", f"{BROKEN}:RightAndShort", "--option", "rounds=3", "--answer", "7")
     assert "ok      starts            3 turns\n" in out
     error = printed(capsys, "check", f"{BROKEN}:RightAndShort", "--option", "round=3", status=2)
-    assert "has no option 'round'; did you mean 'rounds'?" in error
+    assert re.search("--option.round=3; .*'rounds'", error)
 
 
 def test_play_pays_players_by_name_and_reads_answers_of_several_lines(

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -284,8 +285,7 @@ def test_a_stated_machine_is_one_of_a_dry_run(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
 def test_a_stated_size_is_above_0(size: str, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert whet("plan", "quickstart", f"model.path={model_folder}", "--host-memory", size) == 2
-    said = f"the memory of a node is stated as {float(size):g} GiB; expected a number above 0, such as 80"
-    assert said in capsys.readouterr().err
+    assert f"ConfigError: memory of a node: {float(size):g} GiB; " in capsys.readouterr().err
 
 
 def test_a_dry_run_elsewhere_scores_rows(
@@ -311,9 +311,7 @@ def test_a_dry_run_elsewhere_scores_rows(
 @pytest.mark.parametrize("command", ["eval", "generate"])
 def test_a_command_that_trains_nothing_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert whet("plan", "--for", command) == 2
-    assert capsys.readouterr().err == (
-        f"ConfigError: --for {command} is not a training run; expected --for train, sft or train-reward\n"
-    )
+    assert re.match(f"ConfigError: --for: {command}; .*train, sft", capsys.readouterr().err)
 
 
 def test_what_is_logged_beside_json_goes_to_the_other_stream(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_a_single_run_is_shown_with_first_last_and_best(capsys: pytest.CaptureFi
     assert "actor/entropy 2,000 2,000" in lines and "time 1:00, rollout 0:50" in lines
     assert "at most 2.0 GiB of memory, 0.0 CPU cores" in lines
     assert whet("runs", "nowhere") == 2
-    assert "nowhere does not exist; name the folder of a run" in capsys.readouterr().err
+    assert re.match("DataError: nowhere: .*`whet runs FOLDER`", capsys.readouterr().err)
 
 
 def test_the_command_to_go_on_fits_the_kind_of_run() -> None:
@@ -143,26 +144,26 @@ def test_plot_draws_the_metrics_of_runs_beside_each_other(capsys: pytest.Capture
     assert imread("deep/two.png").shape[:2] == (675, 1500)
     make_run(Path("runs/failed"))
     assert whet("plot", "runs", "-m", "val/accuracy", "-o", "two.png") == 0
-    told = "left out, without metrics: runs/failed\nwrote two.png: val/accuracy of 2 runs\n"
-    assert capsys.readouterr().out == told
+    left_out, wrote = capsys.readouterr().out.splitlines()
+    assert left_out.endswith(" runs/failed") and wrote == "wrote two.png: val/accuracy of 2 runs"
     assert whet("plot", "runs", "runs/failed", "-m", "val/accuracy") == 2
-    assert "DataError: runs/failed: no metrics to draw yet" in capsys.readouterr().err
+    assert "DataError: runs/failed: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["plot", "a", "-m", "val/acc"], "no run has the metric 'val/acc'; did you mean val/accuracy?"),
-        (["plot", "empty"], "empty: no metrics to draw yet; wait for a first step, or add jsonl to trainer.logger"),
-        (["plot", "nowhere"], "nowhere does not exist; expected a folder with config.yaml and inputs.json; "),
-        (["plot", "a", "-o", "x.jpg"], "--output x.jpg ends in .jpg, expected .png; name a .png file"),
+        (["plot", "a", "-m", "val/acc"], "val/acc.*val/accuracy"),
+        (["plot", "empty"], "empty: .*trainer.logger"),
+        (["plot", "nowhere"], "nowhere.* config.yaml and inputs.json"),
+        (["plot", "a", "-o", "x.jpg"], r"--output: x\.jpg .*\.jpg; .*\.png"),
     ],
 )
 def test_mistakes_are_explained(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("a"), *STEPS)
     make_run(Path("empty"))
     assert whet(*words) == 2
-    assert f"DataError: {error}" in capsys.readouterr().err
+    assert re.match(f"DataError: .*{error}", capsys.readouterr().err)
 
 
 def test_every_command_reads_a_run_of_the_first_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.cli.test_runs import whet
+from tests.raising import raises
 from tests.tracking.test_runs import make_run
 from whet.cli import sweep
 from whet.cli.sweep import members
@@ -34,15 +36,15 @@ def test_the_last_sweep_changes_fastest_and_folders_are_named_by_the_values() ->
 
 
 @pytest.mark.parametrize(
-    ("word", "error"),
+    ("word", "key", "found"),
     [
-        ("trainer.seed=1", "-m found no key with several values; expected a sweep of other keys"),
-        ("trainer.run_dir=a,b", "-m found trainer.run_dir with several values; expected"),
-        ("actor.optim.lr=interval(0,1)", r"actor.optim.lr=interval\(0,1\) does not list its values; write key=1,2"),
+        ("trainer.seed=1", "-m", ""),
+        ("trainer.run_dir=a,b", "-m", "trainer.run_dir"),
+        ("actor.optim.lr=interval(0,1)", "actor.optim.lr=interval(0,1)", ""),
     ],
 )
-def test_what_is_no_sweep_is_an_error(word: str, error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
+def test_what_is_no_sweep_is_an_error(word: str, key: str, found: str) -> None:
+    with raises(ConfigError, key, found=re.compile(found)):
         members([word])
 
 
@@ -117,4 +119,4 @@ def test_a_mistake_in_any_run_is_found_before_the_first_starts(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert whet(*words, "rollout.n=8,-1") == 2
-    assert "rollout.n=-1 (command line)" in capsys.readouterr().err and Process.begun == []
+    assert "rollout.n=-1; " in capsys.readouterr().err and Process.begun == []

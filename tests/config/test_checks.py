@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from tests.raising import check_fields, raises
 from whet.config import aggregation, check, check_context, problems, uses_critic
 from whet.config.algorithm_checks import nearest_divisors
 from whet.config.schema import AlgorithmConfig, EvalConfig, GenerateConfig, SFTConfig, TrainConfig
@@ -48,207 +50,244 @@ def test_a_config_without_mistakes_has_no_problems(folder: Path) -> None:
 
 
 APART = "cluster: {placement: {a: {roles: [actor]}, b: {roles: [rollout]}}}"
-SECTIONS_AND_REFUSALS = [
-    (
-        "environment: {agents: {helper: {name: nosuch}}}",
-        "environment.agents.helper.name: no environment is called 'nosuch'",
-    ),
+Refusal = tuple[str, str, object, str]  # sections; key, value found, a pattern of what was expected and what to change
+SECTIONS_AND_REFUSALS: list[Refusal] = [
+    ("environment: {agents: {helper: {name: nosuch}}}", "environment.agents.helper.name", "nosuch", "single_turn"),
     (
         "environment: {agents: {helper: {name: calculator, options: {roel: user}}}}",
-        "environment.agents.helper.options: environment 'calculator' has no option 'roel'; did you mean 'role'?",
+        "environment.agents.helper.options.roel",
+        "user",
+        "'calculator'.*'role'",
     ),
     (
         "environment: {agents: {helper: {tools: [nosuch]}}}",
-        "environment.agents.helper.tools[0]: no tool is called 'nosuch'",
+        "environment.agents.helper.tools[0]",
+        "nosuch",
+        "calculator, python",
     ),
     (
         "environment: {agents: {helper: {tool_parser: hermes}}}",
-        "environment.agents.helper.tool_parser is set, but environment.agents.helper.tools is empty",
+        "environment.agents.helper.tool_parser",
+        "hermes",
+        "environment.agents.helper.tools ",
     ),
-    ("model: {path: null}", "model.path is not set; name a model folder"),
-    ("model: {path: ./nowhere}", "model.path=./nowhere is not a folder"),
-    ("model: {path: train.jsonl}", "model.path=train.jsonl is not a folder"),
-    ("model: {path: .}", "model.path=. has no config.json"),
-    ("data: {train_files: []}", "data.train_files is empty; name at least one file"),
-    ("data: {train_files: [nowhere.jsonl]}", "data.train_files: nowhere.jsonl does not exist (seen from "),
-    ("data: {train_files: [mine.py]}", "data.train_files: mine.py ends in .py; expected .jsonl, .json, .parquet"),
-    ("data: {min_pixels: 9, max_pixels: 8}", "data.min_pixels=9 is over data.max_pixels=8; raise or unset one"),
-    ("data: {val_files: [nowhere.jsonl]}", "data.val_files: nowhere.jsonl does not exist"),
-    ("trainer: {val_freq: 5}", "trainer.val_freq=5, but data.val_files is empty"),
-    ("trainer: {resume: nowhere}", "trainer.resume=nowhere is not a folder; expected auto, never"),
-    ("trainer: {loop: my_loop}", "trainer.loop=my_loop is not a function path; expected package.module:function"),
-    ("trainer: {callbacks: ['nowhere.py:f']}", "trainer.callbacks: nowhere.py does not exist"),
-    ("reward: {function: null}", "reward.function is not set; name "),
-    ("reward: {function: gms8k}", "reward.function: no reward is called 'gms8k'; did you mean 'gsm8k'?"),
-    ("reward: {kwargs: {format_score: 2}}", "reward.kwargs.format_score=2; expected a number >= 0 and <= 1; change it"),
-    ("reward: {function: 'nowhere.py:f'}", "reward.function: nowhere.py does not exist"),
-    ("reward: {weights: [1, 2]}", "reward.weights has length 2 and reward.function length 1; set one weight for each"),
-    ("environment: {name: nothing}", "environment.name: no environment is called 'nothing'"),
-    ("environment: {options: {depth: 3}}", "environment.options: environment 'single_turn' has no option 'depth'"),
-    ("rollout: {temperature: 0}", "rollout.temperature=0 is greedy: all 8 responses to a prompt would be the same"),
-    (
-        "trainer: {validation: {min_p: 0.1}}",
-        "trainer.validation.min_p=0.1 has no effect with trainer.validation.temp",
-    ),
-    (
-        "rollout: {allowed_token_ids: []}",
-        "rollout.allowed_token_ids is empty, so no token could be sampled; list token ids",
-    ),
-    ("rollout: {stop: ['</a>', '']}", "rollout.stop has an empty string, which matches everywhere; remove it"),
-    ("trainer: {validation: {bad_words: ''}}", "trainer.validation.bad_words has an empty string"),
-    ("rollout: {temperature: 1e-9}", "rollout.temperature=1e-09 is greedy: all 8 responses to a prompt would"),
-    ("rollout: {top_k: 1}", "rollout.top_k=1 is greedy: all 8 responses"),
-    ("rollout: {top_p: 1e-9}", "rollout.top_p=1e-09 is greedy: all 8 responses"),
-    ("rollout: {min_p: 1}", "rollout.min_p=1 is greedy: all 8 responses"),
-    ("trainer: {validation: {n: 4}}", "trainer.validation.temperature=0 is greedy: all 4 responses"),
-    ("algorithm: {adv_estimator: grpoo}", "algorithm.adv_estimator: no advantage estimator is called 'grpoo'; did you"),
-    ("algorithm: {adv_options: {std_nrm: false}}", "'grpo' has no option 'std_nrm'; did you mean 'std_norm'?"),
+    ("model: {path: null}", "model.path", None, ""),
+    ("model: {path: ./nowhere}", "model.path", re.compile(r"^\./nowhere "), ""),
+    ("model: {path: train.jsonl}", "model.path", re.compile(r"^train\.jsonl "), ""),
+    ("model: {path: .}", "model.path", re.compile(r"^\. "), ""),
+    ("data: {train_files: []}", "data.train_files", [], ""),
+    ("data: {train_files: [nowhere.jsonl]}", "data.train_files", re.compile(r"^nowhere\.jsonl "), ""),
+    ("data: {train_files: [mine.py]}", "data.train_files", re.compile(r"^mine\.py "), r"\.jsonl, \.json, \.parquet"),
+    ("data: {min_pixels: 9, max_pixels: 8}", "data.min_pixels", 9, "data.max_pixels=8"),
+    ("data: {val_files: [nowhere.jsonl]}", "data.val_files", re.compile(r"^nowhere\.jsonl "), ""),
+    ("trainer: {val_freq: 5}", "trainer.val_freq", 5, "data.val_files is empty"),
+    ("trainer: {resume: nowhere}", "trainer.resume", re.compile("nowhere"), "auto, never, overwrite"),
+    ("trainer: {loop: my_loop}", "trainer.loop", "my_loop", "package.module:function"),
+    ("trainer: {callbacks: ['nowhere.py:f']}", "trainer.callbacks", re.compile(r"^nowhere\.py "), ""),
+    ("reward: {function: null}", "reward.function", None, "gsm8k"),
+    ("reward: {function: gms8k}", "reward.function", "gms8k", "'gsm8k'"),
+    ("reward: {kwargs: {format_score: 2}}", "reward.kwargs.format_score", 2, "number >= 0 and <= 1"),
+    ("reward: {function: 'nowhere.py:f'}", "reward.function", re.compile(r"^nowhere\.py "), ""),
+    ("reward: {weights: [1, 2]}", "reward.weights", [1.0, 2.0], "length 1"),
+    ("environment: {name: nothing}", "environment.name", "nothing", "single_turn"),
+    ("environment: {options: {depth: 3}}", "environment.options.depth", 3, "'single_turn'"),
+    ("rollout: {temperature: 0}", "rollout.temperature", 0.0, "all 8 .*rollout.n=1"),
+    ("trainer: {validation: {min_p: 0.1}}", "trainer.validation.min_p", 0.1, "trainer.validation.temperature=0"),
+    ("rollout: {allowed_token_ids: []}", "rollout.allowed_token_ids", [], ""),
+    ("rollout: {stop: ['</a>', '']}", "rollout.stop", ["</a>", ""], ""),
+    ("trainer: {validation: {bad_words: ''}}", "trainer.validation.bad_words", [""], ""),
+    ("rollout: {temperature: 1e-9}", "rollout.temperature", 1e-09, "all 8 "),
+    ("rollout: {top_k: 1}", "rollout.top_k", 1, "all 8 "),
+    ("rollout: {top_p: 1e-9}", "rollout.top_p", 1e-09, "all 8 "),
+    ("rollout: {min_p: 1}", "rollout.min_p", 1.0, "all 8 "),
+    ("trainer: {validation: {n: 4}}", "trainer.validation.temperature", 0.0, "all 4 .*trainer.validation.n=1"),
+    ("algorithm: {adv_estimator: grpoo}", "algorithm.adv_estimator", "grpoo", "'grpo'"),
+    ("algorithm: {adv_options: {std_nrm: false}}", "algorithm.adv_options.std_nrm", False, "'grpo'.*'std_norm'"),
     (
         "{algorithm: {adv_estimator: cpo, adv_options: {wrap_method: tok_k}}, teacher: {hint: peer}}",
-        "algorithm.adv_options.wrap_method: no CPO wrapper is called 'tok_k'; did you mean 'tok_kl'?",
+        "algorithm.adv_options.wrap_method",
+        "tok_k",
+        "'tok_kl'",
     ),
     (
         "algorithm: {policy_loss: cispo, loss_options: {bounds: capped}}",
-        "algorithm.loss_options.bounds='capped'; expected one of relative, cap, absolute; change it, or leave",
+        "algorithm.loss_options.bounds",
+        "capped",
+        "relative, cap, absolute",
     ),
     (
         "algorithm: {correction: {rejection: divergence, rejection_options: {form: k3, high: -1}}}",
-        "algorithm.correction.rejection_options.high=-1; expected a number > 0 or null; change it",
+        "algorithm.correction.rejection_options.high",
+        -1,
+        "> 0 or null",
     ),
     (
         "algorithm: {filter: {name: mean_window, options: {low: 0.9, high: 0.1}}}",
-        "algorithm.filter.options.low=0.9 is not less than algorithm.filter.options.high=0.1; lower low",
+        "algorithm.filter.options.low",
+        0.9,
+        "algorithm.filter.options.high=0.1",
     ),
-    ("algorithm: {loss_agg_mode: token-maen}", "algorithm.loss_agg_mode: no aggregation is called 'token-maen'; did"),
+    ("algorithm: {loss_agg_mode: token-maen}", "algorithm.loss_agg_mode", "token-maen", "'token-mean'"),
     (
         "algorithm: {loss_agg_mode: 'mine.py:with_options'}",
-        "algorithm.loss_agg_mode=mine.py:with_options has a parameter 'token_level_rewards'; an aggregation may have ",
+        "algorithm.loss_agg_mode",
+        "mine.py:with_options",
+        "'token_level_rewards'",
     ),
-    ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm='high'; expected true or false"),
-    ("algorithm: {loss_options: {clip: 0.1}}", "algorithm.loss_options: policy loss 'ppo_clip' has no option 'clip'"),
-    ("algorithm: {kl: {form: k4}}", "algorithm.kl.form: no KL form is called 'k4'"),
-    ("algorithm: {filter: {name: dap}}", "algorithm.filter.name: no filter is called 'dap'; did you mean 'dapo'?"),
-    ("rollout: {n: 1}", "rollout.n=1, but 'grpo' compares the responses to one prompt; set rollout.n to 2 or more"),
+    ("algorithm: {adv_options: {std_norm: high}}", "algorithm.adv_options.std_norm", "high", "true or false"),
+    ("algorithm: {loss_options: {clip: 0.1}}", "algorithm.loss_options.clip", 0.1, "'ppo_clip'"),
+    ("algorithm: {kl: {form: k4}}", "algorithm.kl.form", "k4", "k1_ratio"),
+    ("algorithm: {filter: {name: dap}}", "algorithm.filter.name", "dap", "'dapo'"),
+    ("rollout: {n: 1}", "rollout.n", 1, "at least 2 .*'grpo'"),
     (
         "{rollout: {n: 1}, algorithm: {adv_estimator: gae, filter: {name: dapo}}}",
-        "rollout.n=1, but algorithm.filter.name=dapo compares the responses",
+        "rollout.n",
+        1,
+        "at least 2 .*algorithm.filter.name=dapo",
     ),
     (
         "{algorithm: {policy_loss: gspo, loss_agg_mode: token-mean}}",
-        "algorithm.loss_agg_mode is token-mean, but policy loss 'gspo' is defined with seq-mean-token-mean",
+        "algorithm.loss_agg_mode",
+        "token-mean",
+        "seq-mean-token-mean, .*'gspo'",
     ),
     (
         "{algorithm: {adv_estimator: dr_grpo, loss_agg_mode: token-mean}}",
-        "algorithm.loss_agg_mode is token-mean, but advantage estimator 'dr_grpo' is defined with seq-mean-",
+        "algorithm.loss_agg_mode",
+        "token-mean",
+        "seq-mean-token-sum-norm, .*'dr_grpo'",
     ),
     (
         "{algorithm: {adv_estimator: dr_grpo, policy_loss: gspo}}",
-        "the aggregation of policy loss 'gspo' is seq-mean-token-mean, but advantage estimator 'dr_grpo' is",
+        "aggregation of policy loss 'gspo'",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm, .*'dr_grpo'",
     ),
     (
         "{algorithm: {overlong: {penalty: 1, buffer_length: 512}}}",
-        "algorithm.overlong.buffer_length=512 must be below data.max_response_length=512",
+        "algorithm.overlong.buffer_length",
+        512,
+        "data.max_response_length=512.*128",
     ),
-    (
-        "actor: {mini_batch_size: 6}",
-        "actor.mini_batch_size=6 must divide data.train_batch_size=32 (both in prompts); try 4 or 8",
-    ),
-    ("actor: {mini_batch_size: 64}", "try 32"),
-    (
-        "actor: {max_tokens_per_micro_batch: 1000}",
-        "actor.max_tokens_per_micro_batch=1000 cannot hold one row of data.max_prompt_length + "
-        "data.max_response_length = 1024 tokens",
-    ),
-    ("critic: {warmup_steps: 3}", "critic.warmup_steps=3, but no critic is trained: neither estimator 'grpo' nor"),
+    ("actor: {mini_batch_size: 6}", "actor.mini_batch_size", 6, "data.train_batch_size=32 .*4 or 8"),
+    ("actor: {mini_batch_size: 64}", "actor.mini_batch_size", 64, "32$"),
+    ("actor: {max_tokens_per_micro_batch: 1000}", "actor.max_tokens_per_micro_batch", 1000, "at least 1024,"),
+    ("critic: {warmup_steps: 3}", "critic.warmup_steps", 3, "'grpo' .*'ppo_clip'"),
     (
         "{algorithm: {adv_estimator: gae}, critic: {mini_batch_size: 5}}",
-        "critic.mini_batch_size=5 must divide data.train_batch_size=32 (both in prompts); try 4 or 8",
+        "critic.mini_batch_size",
+        5,
+        "data.train_batch_size=32 .*4 or 8",
     ),
-    (
-        "{algorithm: {adv_estimator: gae}, critic: {value_loss: clip}}",
-        "critic.value_loss: no value loss is called 'clip'",
-    ),
+    ("{algorithm: {adv_estimator: gae}, critic: {value_loss: clip}}", "critic.value_loss", "clip", "mse"),
     (
         "{algorithm: {adv_estimator: gae}, critic: {warmup_steps: 9}, trainer: {total_steps: 9}}",
-        "critic.warmup_steps=9 must be below trainer.total_steps=9, or the policy is",
+        "critic.warmup_steps",
+        9,
+        "trainer.total_steps=9",
     ),
-    (
-        "{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {processes: 3}}",
-        "cluster.processes=3 is more than the 2 rows of an optimizer step",
-    ),
+    ("{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {processes: 3}}", "cluster.processes", 3, "at most 2,"),
     (
         "rollout: {engine: {name: hf, options: {compile: true}}}",
-        "rollout.engine.options: rollout engine 'hf' has no option 'compile'; its options are on_new_weights",
+        "rollout.engine.options.compile",
+        True,
+        "'hf': on_new_weights",
     ),
     (
         "rollout: {engine: {options: {kv_cache_byte: 1}}}",
-        "rollout.engine.options: rollout engine 'native' has no option 'kv_cache_byte'; did you mean 'kv_cache_bytes'?",
+        "rollout.engine.options.kv_cache_byte",
+        1,
+        "'native'.*'kv_cache_bytes'",
     ),
     (
         "{rollout: {max_staleness: 1}, algorithm: {correction: {weight: importance}}}",
-        "rollout.max_staleness=1 samples while models train, and rollout and actor share their processes",
+        "rollout.max_staleness",
+        1.0,
+        "sampler: ",
     ),
     (
         f"{{rollout: {{max_staleness: 0.5}}, {APART}}}",
-        "rollout.max_staleness=0.5 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+        "rollout.max_staleness",
+        0.5,
+        "algorithm.correction.weight=importance",
     ),
     (
         f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: {{correction: {{weight: top_entropy}}}}}}",
-        "rollout.max_staleness=1 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+        "rollout.max_staleness",
+        1.0,
+        "algorithm.correction.weight=importance",
     ),
     (
         f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: "
         "{correction: {weight: importance, weight_options: {cap: .inf}}}}",
-        "rollout.max_staleness=1 with algorithm.correction.weight_options.cap=inf weighs old tokens without a bound",
+        "algorithm.correction.weight_options.cap",
+        math.inf,
+        "rollout.max_staleness=1,.*cap",
     ),
     (
         f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: "
         "{correction: {weight: icepop, weight_options: {high: .inf}}}}",
-        "rollout.max_staleness=1 with algorithm.correction.weight_options.high=inf weighs old tokens without a bound",
+        "algorithm.correction.weight_options.high",
+        math.inf,
+        "rollout.max_staleness=1,.*high",
     ),
     *(
         (
             f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: "
             f"{{correction: {{rejection: divergence, rejection_options: {options}}}}}}}",
-            "algorithm.correction.rejection=divergence has no bound, so no token is rejected; set",
+            "algorithm.correction.rejection",
+            "divergence",
+            "high",
         )
         for options in ("{}", "{high: .inf}", "{form: k2, low: -1}", "{form: k1, low: -.inf}")
     ),
     (
         f"{{rollout: {{max_staleness: 0.03}}, {APART}, algorithm: {{correction: {{weight: importance}}}}}}",
-        "rollout.max_staleness=0.03 is less than one prompt of data.train_batch_size=32, so nothing is sampled ahead; "
-        "set rollout.max_staleness to 0.0313 or more",
+        "rollout.max_staleness",
+        0.03,
+        "data.train_batch_size=32.*0.0313",
     ),
     (
         "algorithm: {correction: {old_log_probs: interpolated, weight: importance}}",
-        "algorithm.correction.weight=importance compares the trainer's log-probs with the rollout's, but "
-        "algorithm.correction.old_log_probs=interpolated has the former in the loss alone; unset",
+        "algorithm.correction.weight",
+        "importance",
+        "algorithm.correction.old_log_probs=interpolated .*loss alone",
     ),
     (
         "algorithm: {correction: {old_log_probs: interpolated}, kl: {where: reward}}",
-        "algorithm.kl.where=reward reads old log-probs before the loss",
+        "algorithm.kl.where",
+        "reward",
+        "algorithm.correction.old_log_probs=interpolated",
     ),
     (
         f"{{rollout: {{max_staleness: 1}}, {APART}, algorithm: {{correction: {{old_log_probs: interpolated}}}}}}",
-        "rollout.max_staleness=1 trains on tokens that older weights sampled, and nothing in algorithm.correction",
+        "rollout.max_staleness",
+        1.0,
+        "algorithm.correction.weight=importance",
     ),
     (
         f"{{rollout: {{max_staleness: 1, free_cache_engine: true}}, {APART}, algorithm: "
         "{correction: {old_log_probs: rollout}}}",
-        "rollout.max_staleness=1 samples all the time, so rollout.free_cache_engine=true frees nothing",
+        "rollout.free_cache_engine",
+        True,
+        "rollout.max_staleness=1:",
     ),
     (
         "algorithm: {kl: {controller: adaptive, where: loss}}",
-        "algorithm.kl.controller=adaptive needs the KL in the reward, but algorithm.kl.where is loss",
+        "algorithm.kl.controller",
+        "adaptive",
+        "algorithm.kl.where=loss",
     ),
 ]
 
 
-@pytest.mark.parametrize(("sections", "said"), SECTIONS_AND_REFUSALS)
-def test_values_that_do_not_go_together_are_refused_with_the_reason(folder: Path, sections: str, said: str) -> None:
-    found = problems(train_config(**yaml.safe_load(sections)))
-    assert len(found) == 1, found
-    assert said in found[0]
+@pytest.mark.parametrize(("sections", "key", "value", "advice"), SECTIONS_AND_REFUSALS)
+def test_values_that_do_not_go_together_are_refused_with_the_reason(
+    folder: Path, sections: str, key: str, value: object, advice: str
+) -> None:
+    [error] = problems(train_config(**yaml.safe_load(sections)))
+    check_fields(error, key, found=value)
+    assert re.search(advice, f"{error.expected}; {error.change}")
 
 
 @pytest.mark.parametrize(
@@ -275,11 +314,8 @@ def test_all_reasons_are_given_at_once(folder: Path) -> None:
     config = train_config(rollout={"n": 1}, actor={"mini_batch_size": 5}, model={"path": None})
     with pytest.raises(ConfigError) as raised:
         check(config)
-    assert [line.split()[0] for line in str(raised.value).splitlines()] == [
-        "model.path",
-        "rollout.n=1,",
-        "actor.mini_batch_size=5",
-    ]
+    found = [(error.key, error.found) for error in (raised.value, *raised.value.others)]
+    assert found == [("model.path", None), ("rollout.n", 1), ("actor.mini_batch_size", 5)]
 
 
 def test_what_the_caller_hands_over_need_not_be_in_the_config(folder: Path) -> None:
@@ -292,7 +328,8 @@ def test_a_function_of_the_users_decides_by_its_signature(folder: Path) -> None:
     assert uses_critic(AlgorithmConfig(adv_estimator="mine.py:with_values"))
     assert not uses_critic(AlgorithmConfig(adv_estimator="mine.py:with_options"))
     wrong = train_config(algorithm={"adv_estimator": "mine.py:with_options", "adv_options": {"strenght": 2}})
-    assert "did you mean 'strength'?" in problems(wrong)[0]
+    [error] = problems(wrong)
+    check_fields(error, "algorithm.adv_options.strenght", found=2, change=re.compile("'strength'"))
 
 
 @pytest.mark.parametrize(
@@ -326,54 +363,53 @@ def test_a_tracker_whose_library_is_not_there_is_refused(folder: Path, monkeypat
     for name in ("wandb", "trackio"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     config = train_config(trainer={"logger": ["console", "wandb", "wandb"]})
-    assert problems(config) == [f"trainer.logger names wandb, which is not installed; run {pip_install('wandb')}"]
-    assert problems(train_config(trainer={"logger": ["jsonl", "trackio"]})) == [
-        f"trainer.logger names trackio, which is not installed; run {pip_install('trackio')}"
-    ]
+    for each in (config, train_config(trainer={"logger": ["jsonl", "trackio"]})):
+        [error] = problems(each)
+        name = each.trainer.logger[1]
+        check_fields(error, "trainer.logger", found=re.compile(f"^{name} "))
+        assert error.change.endswith(pip_install(name))
 
 
 def test_lengths_are_held_against_the_models_positions(folder: Path) -> None:
     config = train_config(data={"max_prompt_length": 300, "max_response_length": 212})
     check_context(config, 512)
-    with pytest.raises(
-        ConfigError, match=r"make 512 tokens, and the model has 511 positions; try data.max_response_length=211"
-    ):
+    both = "data.max_prompt_length + data.max_response_length"
+    with raises(ConfigError, both, found=512, expected=re.compile("511"), change=re.compile("212 to 211$")):
         check_context(config, 511)
-    with pytest.raises(ConfigError, match=r"try a smaller data\.max_prompt_length"):
+    with raises(ConfigError, both, found=512, expected=re.compile("300"), change=re.compile("max_prompt_length=300$")):
         check_context(config, 300)
     check_context(EvalConfig(), 1024)
-    with pytest.raises(ConfigError, match="the model has 1023 positions"):
+    with raises(ConfigError, both, found=1024, expected=re.compile("1023")):
         check_context(EvalConfig(), 1023)
     check_context(SFTConfig(), 1024)
-    with pytest.raises(ConfigError, match=r"data\.max_length=1024 is more than the 1023 positions"):
+    with raises(ConfigError, "data.max_length", found=1024, expected=re.compile("1023"), change=re.compile("1023$")):
         check_context(SFTConfig(), 1023)
 
 
 def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     sft = {"model": {"path": "model"}, "data": {"train_files": ["train.jsonl"]}}
     assert problems(SFTConfig.model_validate(sft)) == []
-    assert [line.split()[0] for line in problems(SFTConfig())] == ["model.path", "data.train_files"]
+    assert [error.key for error in problems(SFTConfig())] == ["model.path", "data.train_files"]
     two_rows = {**sft, "data": {"train_files": ["train.jsonl"], "train_batch_size": 2}, "cluster": {"processes": 3}}
-    assert "cluster.processes=3 is more than the 2 rows" in problems(SFTConfig.model_validate(two_rows))[0]
+    check_fields(
+        problems(SFTConfig.model_validate(two_rows))[0], "cluster.processes", found=3, expected=re.compile("2")
+    )
     evaluation = {"model": {"path": "model"}, "data": {"val_files": ["train.jsonl"]}, "reward": {"function": "gsm8k"}}
     assert problems(EvalConfig.model_validate(evaluation)) == []
-    assert (
-        "all 3 responses"
-        in problems(EvalConfig.model_validate({**evaluation, "rollout": {"n": 3, "temperature": 0.0}}))[0]
-    )
+    greedy = EvalConfig.model_validate({**evaluation, "rollout": {"n": 3, "temperature": 0.0}})
+    check_fields(problems(greedy)[0], "rollout.temperature", found=0, expected=re.compile("3"))
     stale = {**evaluation, "rollout": {"max_staleness": 0.5}}
-    assert problems(EvalConfig.model_validate(stale))[0].startswith("rollout.max_staleness=0.5 has no effect")
+    check_fields(problems(EvalConfig.model_validate(stale))[0], "rollout.max_staleness", found=0.5)
     asked = {"model": {"path": "model"}, "input": "train.jsonl", "output": "answers.jsonl"}
     assert problems(GenerateConfig.model_validate(asked)) == []
     assert problems(GenerateConfig.model_validate({**asked, "input": [], "data": {"val_files": ["train.jsonl"]}})) == []
-    same, folder_ = {**asked, "output": "./train.jsonl"}, {**asked, "output": "answers"}
-    assert problems(GenerateConfig.model_validate(same)) == [
-        "output=./train.jsonl is also an input file of prompts; set output to another path"
-    ]
-    assert "expected a path that ends in .jsonl" in problems(GenerateConfig.model_validate(folder_))[0]
+    [same] = problems(GenerateConfig.model_validate({**asked, "output": "./train.jsonl"}))
+    check_fields(same, "output", found=re.compile(r"^\./train\.jsonl "))
+    [folder_] = problems(GenerateConfig.model_validate({**asked, "output": "answers"}))
+    check_fields(folder_, "output", found="answers", expected=re.compile(r"\.jsonl$"))
     with pytest.raises(ValidationError, match="less than or equal to 2"):
         GenerateConfig.model_validate({"rollout": {"presence_penalty": 2.5}})
-    assert [line.split()[0] for line in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]
+    assert [error.key for error in problems(EvalConfig())] == ["model.path", "data.val_files", "reward.function"]
 
 
 def test_a_divergence_with_a_bound_and_the_least_staleness_are_taken(folder: Path) -> None:

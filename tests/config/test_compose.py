@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hydra import compose as hydra_compose, initialize_config_dir
 
+from tests.raising import raises
 from whet.config.compose import compose, find_recipe, flatten, key_lines, shipped_recipes
 from whet.config.schema import TrainConfig
 from whet.errors import ConfigError
@@ -73,7 +75,7 @@ def test_tilde_takes_the_recipes_value_away_and_leaves_the_default(recipe: Path)
     assert values["rollout"]["temperature"] == 1.0
     assert values["algorithm"]["loss_options"] == {}
     assert "rollout.temperature" not in sources
-    with pytest.raises(ConfigError, match=r"unknown key rollout\.temprature.*did you mean rollout\.temperature"):
+    with raises(ConfigError, "rollout.temprature", change=re.compile(r"rollout\.temperature")):
         compose(TrainConfig, recipe, ["~rollout.temprature"])
 
 
@@ -130,11 +132,10 @@ def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:
     assert values["model"]["path"] == "a/b"
     assert values["actor"]["optim"]["betas"] == [0.8, 0.9]
     assert sources["rollout.n"] == sources["actor.optim.betas"] == "argument"
-    hint = "expected text, numbers, lists and mappings; hand a function over as reward="
-    with pytest.raises(ConfigError, match=f"reward.function is <built-in function print>; {hint}"):
+    with raises(ConfigError, "reward.function", found=repr(print), change=re.compile("reward=")):
         compose(TrainConfig, None, {"reward.function": print})
     for several in (torch.ones(2), np.ones(2)):
-        with pytest.raises(ConfigError, match=r"rollout\.n is .*; expected text, numbers, lists and mappings$"):
+        with raises(ConfigError, "rollout.n", found=repr(several), change=re.compile("^[^=]*$")):
             compose(TrainConfig, None, {"rollout.n": several})
     values, _ = compose(TrainConfig, recipe, {"rollout.n": np.int64(8), "actor.optim": {"lr": torch.tensor(0.5)}})
     assert (values["rollout"]["n"], values["actor"]["optim"]["lr"]) == (8, 0.5)
@@ -148,36 +149,33 @@ def test_composing_leaves_a_hydra_that_is_in_use_as_it_was(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "key", "facts"),
     [
-        ("foo", r"'foo' is not an override; write key=value"),
-        (
-            "rollout.n=4,8",
-            r"is a Hydra sweep over several values, expected one value; write a list as rollout.n=\[4,8\]",
-        ),
-        ("data.format_prompt={{ content }}", r"cannot be read .* quote a value"),
-        ("data.prompt_key=${nope}", r"data\.prompt_key: Interpolation key 'nope' not found"),
-        ("~trainer.seed", r"'trainer.seed' does not exist"),
+        ("foo", "foo", "key=value"),
+        ("rollout.n=4,8", "rollout.n", r"4,8 .*rollout\.n=\[4,8\].* -m "),
+        ("data.format_prompt={{ content }}", "data.format_prompt={{ content }}", "'data.format_prompt="),
+        ("data.prompt_key=${nope}", "data.prompt_key", "'nope'"),
+        ("~trainer.seed", "overrides", "'trainer.seed'"),
     ],
 )
-def test_an_override_that_cannot_be_used_is_answered_in_one_line(override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as raised:
+def test_an_override_that_cannot_be_used_is_answered_in_one_line(override: str, key: str, facts: str) -> None:
+    with raises(ConfigError, key) as raised:
         compose(TrainConfig, None, [override])
-    assert "\n" not in str(raised.value)
+    assert re.search(facts, str(raised.value)) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "key", "facts"),
     [
-        ("rollout: [", r"mine\.yaml is not valid YAML"),
-        ("rollout:\n  n: 1\n  n: 2\n", r"not valid YAML.*duplicate key n"),
-        ("defaults:\n  - nowhere\n", r"[Cc]ould not load 'nowhere'"),
-        ("extra:\n  mine: ???\n", r"extra\.mine"),
+        ("rollout: [", r"mine\.yaml$", "line 1"),
+        ("rollout:\n  n: 1\n  n: 2\n", r"mine\.yaml", "duplicate key n"),
+        ("defaults:\n  - nowhere\n", r"mine\.yaml", "'nowhere'"),
+        ("extra:\n  mine: ???\n", r"^extra\.mine$", ""),
     ],
 )
-def test_a_broken_recipe_is_answered_in_one_line(recipe: Path, text: str, said: str) -> None:
+def test_a_broken_recipe_is_answered_in_one_line(recipe: Path, text: str, key: str, facts: str) -> None:
     recipe.write_text(text)
-    with pytest.raises(ConfigError, match=said) as raised:
+    with raises(ConfigError, re.compile(key), found=re.compile(facts)) as raised:
         compose(TrainConfig, recipe, [])
     assert "\n" not in str(raised.value)
 
@@ -187,17 +185,17 @@ def test_recipes_are_found_by_shipped_name_and_by_path(recipe: Path, monkeypatch
     assert find_recipe("gsm8k").parts[-3:] == ("whet", "recipes", "gsm8k.yaml")
     assert find_recipe("gsm8k", "eval").name == find_recipe("gsm8k_eval", "eval").name == "gsm8k_eval.yaml"
     assert find_recipe("quickstart", "sft").name == "quickstart_sft.yaml"
-    with pytest.raises(ConfigError, match="does not exist"):
+    with raises(ConfigError, re.compile("xxx$"), found=re.compile(re.escape(str(recipe.parent)))):
         find_recipe("/" + "x" * 300)  # longer than a name may be
     assert find_recipe("mine.yaml") == find_recipe(recipe) == recipe
     (recipe.parent / "gsm8k").mkdir()  # a folder of that name does not hide the recipe
     assert find_recipe("gsm8k").name == "gsm8k.yaml"
-    with pytest.raises(ConfigError, match=r"did you mean mine\.yaml"):
+    with raises(ConfigError, "recipe mine", change=re.compile(r"mine\.yaml\?$")):
         find_recipe("mine")
-    with pytest.raises(ConfigError, match=r"did you mean gsm8k\?.*shipped recipe: .*ppo_gsm8k"):
+    with raises(ConfigError, "recipe gsm8kk", expected=re.compile("ppo_gsm8k"), change=re.compile(r"gsm8k\?$")):
         find_recipe("gsm8kk")
     (recipe.parent / "other.yml").write_text("")
-    with pytest.raises(ConfigError, match=r"the name of a recipe ends in \.yaml"):
+    with raises(ConfigError, "recipe other.yml", found=re.compile(r"\.yaml"), change="rename it"):
         find_recipe("other.yml")
 
 
@@ -227,7 +225,7 @@ def test_lines_of_keys_are_those_of_the_file(recipe: Path) -> None:
 def test_the_name_of_another_frameworks_config_is_answered_with_a_recipe(name: str, system: str, recipe: str) -> None:
     with pytest.raises(ConfigError) as raised:
         find_recipe(name)
-    assert f"a config of {system}: name the recipe {recipe}" in str(raised.value)
-    given = str(raised.value).partition("`whet config convert SCRIPT --from ")[2].partition("`")[0]
+    assert f"{system}: name the recipe {recipe}" in raised.value.change
+    given = raised.value.change.partition(" convert SCRIPT --from ")[2].partition("`")[0]
     assert system.lower() in given.split("|")
     assert recipe in shipped_recipes()

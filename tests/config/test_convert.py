@@ -26,6 +26,7 @@ from tests.config.published import (
     written,
 )
 from tests.peers.peer import ask, interpreter
+from tests.raising import raises
 from whet.config import TrainConfig, load_config
 from whet.config.algorithm_checks import aggregation
 from whet.config.compose import flatten
@@ -56,9 +57,8 @@ def test_a_published_form_is_read(name: str, tmp_path: Path) -> None:
 
 
 MISSING = re.compile(
-    r"(data\.\w+|reward\.function): \S+ does not exist|model\.path=\S+ is not a folder|data\.train_files is empty"
-    r"|reward\.function is not set|trainer\.val_freq=\d+, but data\.val_files is empty"
-    r"|trainer\.logger names \w+, which is not installed"
+    r"(data\.\w+|reward\.function|model\.path): \S+ (does|is) not |data\.train_files=\[\]|reward\.function is not"
+    r"|trainer\.val_freq=\d+|trainer\.logger: \w+ is not"
 )
 
 
@@ -175,9 +175,7 @@ def test_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
 
 
 def test_keys_of_something_else_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^no key of EasyR1 is set, but a, b\.c, d, \.\.\.; name a file or command of it$"
-    ):
+    with raises(ConfigError, "EasyR1", found=re.compile(r" a, b\.c, d, \.\.\.$")):
         convert(Written({"a": 1, "b.c": 2, "d": 3, "e": 4}), "easyr1")
 
 
@@ -322,11 +320,11 @@ def test_values_of_several_lines_stay_comments() -> None:
     assert yaml.safe_load("\n".join(lines))["algorithm"]["kl"]["coef"] == 0.1
 
 
-@pytest.mark.parametrize("source", ["no_such_file.sh", "echo nothing here"])
-def test_what_sets_nothing_is_an_error(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected a file, or a command|sets no key of verl"):
+@pytest.mark.parametrize(("source", "found"), [("no_such_file.sh", ""), ("echo nothing here", "verl")])
+def test_what_sets_nothing_is_an_error(source: str, found: str) -> None:
+    with raises(ConfigError, source, found=re.compile(found)):
         read(source, "verl")
-    with pytest.raises(ConfigError, match="expected verl, easyr1, roll, trl, openrlhf, slime"):
+    with raises(ConfigError, "--from", found="nemo", expected=re.compile("verl, easyr1, roll, trl, openrlhf, slime")):
         convert(Written({"a": 1}), "nemo")
 
 
@@ -455,7 +453,7 @@ def test_branches_that_depend_on_what_is_not_in_the_script_are_a_choice() -> Non
     script = 'N=2\nif [ "$1" = long ]; then\n  N=8\nfi\n' + command
     with pytest.raises(ConfigError) as raised:
         convert(read(script, "verl"), "verl")
-    assert str(raised.value).splitlines()[1:] == [
+    assert raised.value.change.splitlines()[1:] == [
         "  --set 1=: rollout.n=2",
         "  --set 1=long: rollout.n=8",
         "  --set 1=ANY: rollout.n=2",

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from tests.raising import check_fields, raises
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config, to_yaml
 from whet.errors import ConfigError
 
@@ -14,10 +16,10 @@ def load(*overrides: str, recipe: str | None = None) -> TrainConfig:
     return load_config(TrainConfig, recipe, overrides, checked=False).config
 
 
-def refusal(*overrides: str) -> str:
+def refusals(*overrides: str) -> list[ConfigError]:
     with pytest.raises(ConfigError) as raised:
         load(*overrides)
-    return str(raised.value)
+    return [raised.value, *raised.value.others]
 
 
 def test_the_config_reads_like_an_object_and_like_a_dict_and_is_frozen() -> None:
@@ -29,44 +31,45 @@ def test_the_config_reads_like_an_object_and_like_a_dict_and_is_frozen() -> None
         config.actor.epochs = 2  # type: ignore[misc]
 
 
-REFUSED = {
-    "rollout.temprature=1": "unknown key rollout.temprature (command line); did you mean rollout.temperature?",
-    "+rollout.topp=1": "unknown key rollout.topp (command line); did you mean rollout.top_p?",
-    "rollot={n: 3}": "unknown key rollot.n (command line); did you mean rollout.n?",
-    "foo=1": "unknown key foo (command line); `whet config` lists all keys; put keys of your own below extra",
-    "rollout.n=two": 'rollout.n="two" (command line) is text; expected a whole number > 0',
-    "data.train_batch_size=8.5": "data.train_batch_size=8.5 (command line) is a number; expected a whole number > 0",
-    "ref.max_tokens_per_micro_batch=0": (
-        "ref.max_tokens_per_micro_batch=0 (command line) is a whole number; expected a whole number > 0 or null"
-    ),
-    "actor.epochs=true": "actor.epochs=true (command line) is true or false; expected a whole number > 0",
-    "critic.epochs=null": "critic.epochs=null (command line) is null; expected a whole number > 0",
-    "data.shuffle=maybe": 'data.shuffle="maybe" (command line) is text; expected true or false',
-    "model.dtype=fp8": 'model.dtype="fp8" (command line) is text; expected one of auto, float32, bfloat16',
-    "actor.optim.betas=[0.9]": (
-        "actor.optim.betas=[0.9] (command line) is a list of 1 (a number); expected a list of 2, each a number >= 0 "
-        "and < 1"
-    ),
-    "model.freeze=[[x],y]": (
-        'model.freeze=[["x"], "y"] (command line) is a list of 2 (a list, text); expected a list, each text'
-    ),
+WHOLE = "a whole number > 0"
+UNKNOWN = {  # the key that is wrong, and what is near to it
+    "rollout.temprature=1": ("rollout.temprature", "rollout.temperature"),
+    "+rollout.topp=1": ("rollout.topp", "rollout.top_p"),
+    "rollot={n: 3}": ("rollot.n", "rollout.n"),
+    "foo=1": ("foo", "`whet config`"),
+}
+REFUSED = {  # the key, the value found, what was expected
+    "rollout.n=two": ("rollout.n", "two", WHOLE),
+    "data.train_batch_size=8.5": ("data.train_batch_size", 8.5, WHOLE),
+    "ref.max_tokens_per_micro_batch=0": ("ref.max_tokens_per_micro_batch", 0, f"{WHOLE} or null"),
+    "actor.epochs=true": ("actor.epochs", True, WHOLE),
+    "critic.epochs=null": ("critic.epochs", None, WHOLE),
+    "data.shuffle=maybe": ("data.shuffle", "maybe", "true or false"),
+    "model.dtype=fp8": ("model.dtype", "fp8", "one of auto, float32, bfloat16"),
+    "actor.optim.betas=[0.9]": ("actor.optim.betas", [0.9], "a list of 2, each a number >= 0 and < 1"),
+    "model.freeze=[[x],y]": ("model.freeze", [["x"], "y"], "a list, each text"),
     "trainer.logger=[console,weights]": (
-        'trainer.logger=["console", "weights"] (command line) is a list of 2 (text); expected a list, each one of '
-        "console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"
+        "trainer.logger",
+        ["console", "weights"],
+        "a list, each one of console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio",
     ),
     "cluster=3": (
-        "cluster=3 (command line) is a whole number; expected a section with backend, "
-        "address, nnodes, n_gpus_per_node, processes, placement, deadline_seconds"
+        "cluster",
+        3,
+        "a section with backend, address, nnodes, n_gpus_per_node, processes, placement, deadline_seconds",
     ),
-    "extra=3": "extra=3 (command line) is a whole number; expected a mapping",
-    "reward.function={a: 1}": (  # two types would do, and it is refused once
-        'reward.function={"a": 1} (command line) is a mapping; expected text or a list, each text or null'
-    ),
+    "extra=3": ("extra", 3, "a mapping"),
+    "reward.function={a: 1}": ("reward.function", {"a": 1}, "text or a list, each text or null"),  # refused once
 }
 
 
-def test_each_mistake_is_one_line_with_what_was_found_and_what_was_expected() -> None:
-    assert sorted(refusal(*REFUSED).splitlines()) == sorted(REFUSED.values())
+def test_each_mistake_is_one_error_with_what_was_found_and_what_was_expected() -> None:
+    errors = {each.key: each for each in refusals(*UNKNOWN, *REFUSED)}
+    assert len(errors) == len(UNKNOWN) + len(REFUSED)
+    for key, value, expected in REFUSED.values():
+        check_fields(errors[key], found=value, expected=expected, change=re.compile("command line"))
+    for key, near in UNKNOWN.values():
+        check_fields(errors[key], found=re.compile("command line"), change=re.compile(re.escape(near)))
 
 
 def test_all_mistakes_are_shown_at_once_with_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,17 +77,20 @@ def test_all_mistakes_are_shown_at_once_with_their_sources(tmp_path: Path, monke
     (tmp_path / "mine.yaml").write_text("rollout:\n  n: many\n  rollout.top_p: 0.9\nactr:\n  epochs: 2\n")
     with pytest.raises(ConfigError) as raised:
         load_config(TrainConfig, "mine.yaml", ["model.dtype=half"])
-    assert sorted(str(raised.value).splitlines()) == [
-        'model.dtype="half" (command line) is text; expected one of auto, float32, bfloat16',
-        'rollout.n="many" (mine.yaml:2) is text; expected a whole number > 0',
-        "unknown key actr.epochs (mine.yaml:5); did you mean actor.epochs?",
-        "unknown key rollout.rollout.top_p (mine.yaml:3); did you mean rollout.top_p?",
-    ]
+    errors = {each.key: str(each) for each in raised.value.others} | {raised.value.key: str(raised.value)}
+    places = {
+        "model.dtype": ("(command line)", ""),
+        "rollout.n": ("(mine.yaml:2)", ""),
+        "actr.epochs": ("(mine.yaml:5)", "actor.epochs"),
+        "rollout.rollout.top_p": ("(mine.yaml:3)", "rollout.top_p?"),
+    }
+    assert errors.keys() == places.keys()
+    assert all(fact in errors[key] for key, facts in places.items() for fact in facts)
 
 
 def test_a_dotted_name_in_a_recipe_is_answered_with_the_nested_form(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("rollout.n: 4\n")
-    with pytest.raises(ConfigError, match=r"rollout\.n .*write it as nested sections"):
+    with raises(ConfigError, "rollout.n", found=re.compile(r"mine\.yaml:1"), expected="nested sections"):
         load_config(TrainConfig, tmp_path / "mine.yaml")
 
 
@@ -120,13 +126,17 @@ def test_verls_name_of_a_reward_function_is_an_alias() -> None:
 
 
 def test_the_alias_and_the_key_may_not_name_two_functions() -> None:
-    assert "name two functions" in refusal("custom_reward_function.path=my.py", "reward.function=gsm8k")
+    [two] = refusals("custom_reward_function.path=my.py", "reward.function=gsm8k")
+    check_fields(two, "reward.function", found="gsm8k", expected=re.compile(r"my\.py:compute_score"))
     assert load("custom_reward_function.path=a.py", "reward.function=a.py:compute_score").reward.function == (
         "a.py:compute_score"
     )
-    assert "expected path and name" in refusal("custom_reward_function.file=my.py")
-    assert "expected path and name" in refusal("custom_reward_function=my.py")
-    with pytest.raises(ConfigError, match="unknown key custom_reward_function"):
+    for alias, found in (
+        ("custom_reward_function.file=my.py", {"file": "my.py"}),
+        ("custom_reward_function=my.py", "my.py"),
+    ):
+        check_fields(refusals(alias)[0], "custom_reward_function", found=found, expected=re.compile("path and name"))
+    with raises(ConfigError, "custom_reward_function.path", found=re.compile("command line")):
         load_config(SFTConfig, None, ["custom_reward_function.path=my.py"])
 
 
@@ -145,7 +155,7 @@ def test_sources_say_default_where_nothing_was_set() -> None:
 
 
 def test_unchecked_values_that_do_not_go_together_are_refused_when_checked() -> None:
-    with pytest.raises(ConfigError, match=r"data\.train_files is empty"):
+    with raises(ConfigError, "data.train_files", found=[]):
         load_config(TrainConfig, "gsm8k", ["model.path=owner/name"])
 
 

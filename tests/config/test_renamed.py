@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.load import rename
 from whet.errors import ConfigError
@@ -78,7 +80,5 @@ def test_the_folder_of_an_older_run_is_read(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_an_old_name_of_no_known_value_is_refused_like_the_new_one() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout\.engine\.name: no rollout engine is called 'hff'; did you mean 'hf'"
-    ):
+    with raises(ConfigError, "rollout.engine.name", found="hff", change=re.compile("'hf'")):
         load_config(TrainConfig, None, ["rollout.name=hff"])

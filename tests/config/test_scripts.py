@@ -85,7 +85,7 @@ def test_the_recipe_is_one_that_the_command_reads(name: str, tmp_path: Path) -> 
 def test_a_branch_that_changes_numbers_is_a_choice(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         converted(name, tmp_path)
-    lines = [line.strip().removeprefix("--set ") for line in str(raised.value).splitlines()[1:]]
+    lines = [line.strip().removeprefix("--set ") for line in raised.value.change.splitlines()[1:]]
     assert [line for line in lines if any(map(line.startswith, SCRIPTS[name]["choices"]))] == SCRIPTS[name]["choices"]
 
 

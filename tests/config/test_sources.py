@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from whet.config.schema import DataConfig, SupervisedDataConfig
 from whet.config.sources import Source, check_files, files_of, read_sources, read_weights
 from whet.errors import ConfigError
@@ -57,27 +59,27 @@ def test_what_an_entry_names(entry: Any, source: Source) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "key", "found", "advice"),
     [
-        ("b.csv", "b.csv ends in .csv; expected .jsonl, .json, .parquet"),
-        ("saved/nothing", "saved/nothing does not exist (seen from "),
-        ("./owner/name", "./owner/name does not exist"),
-        ("nothing", "nothing does not exist"),
-        ("yours.py:rows", "yours.py does not exist"),
-        ({"file": "a.jsonl"}, "unknown key 'file' in an entry; did you mean filter?"),
-        ({"path": "a.jsonl", "wieght": 1}, "unknown key 'wieght' in an entry; did you mean weight?"),
-        ({"path": "a.jsonl", "response_key": "r"}, "unknown key 'response_key' in an entry"),
-        ({"weight": 1}, "the entry {'weight': 1} has no path"),
-        ({"path": "a.jsonl", "weight": 0}, "the weight of a.jsonl is 0; expected a number > 0"),
-        ({"path": "a.jsonl", "split": "train"}, "a.jsonl is a file, which has no config and no split"),
-        ({"path": "a.jsonl", "options": {"n": 1}}, "a.jsonl is a file, and only a function has options"),
-        ({"path": "a.jsonl", "filter": "level"}, "filter of a.jsonl is 'level'; expected a mapping"),
+        ("b.csv", "", re.compile(r"^b\.csv .*\.csv$"), r"\.jsonl, \.json, \.parquet"),
+        ("saved/nothing", "", re.compile("^saved/nothing .*/"), ""),
+        ("./owner/name", "", re.compile(r"^\./owner/name "), ""),
+        ("nothing", "", re.compile("^nothing "), ""),
+        ("yours.py:rows", "", re.compile(r"^yours\.py "), ""),
+        ({"file": "a.jsonl"}, "", re.compile("'file'"), r"filter\?"),
+        ({"path": "a.jsonl", "wieght": 1}, "", re.compile("'wieght'"), r"weight\?"),
+        ({"path": "a.jsonl", "response_key": "r"}, "", re.compile("'response_key'"), "prompt_key"),
+        ({"weight": 1}, "", {"weight": 1}, "path: "),
+        ({"path": "a.jsonl", "weight": 0}, ": weight of a.jsonl", 0, "> 0"),
+        ({"path": "a.jsonl", "split": "train"}, ": a.jsonl", re.compile(" file,.* split$"), ""),
+        ({"path": "a.jsonl", "options": {"n": 1}}, ": a.jsonl", re.compile(" file,.* options$"), ""),
+        ({"path": "a.jsonl", "filter": "level"}, ": filter of a.jsonl", "level", "mapping"),
     ],
 )
-def test_what_names_nothing_is_refused(entry: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_what_names_nothing_is_refused(entry: Any, key: str, found: object, advice: str) -> None:
+    with raises(ConfigError, f"{KEY}{key}", found=found) as raised:
         read(entry)
-    assert said in str(raised.value) and str(raised.value).startswith(KEY)
+    assert re.search(advice, f"{raised.value.expected}; {raised.value.change}")
 
 
 def test_entries_of_sft_have_its_keys() -> None:
@@ -91,13 +93,11 @@ def test_weights_are_shares() -> None:
     assert read_weights(sources, [1, 3]) == [0.25, 0.75]
     own = read({"path": "a.jsonl", "weight": 4}, {"path": "saved", "weight": 1})
     assert read_weights(own, None) == [0.8, 0.2]
-    with pytest.raises(
-        ConfigError, match=r"data.weights has length 1 and data.train_files length 2; set one weight for each entry"
-    ):
+    with raises(ConfigError, "data.weights", found=[1], expected=re.compile("2")):
         read_weights(sources, [1])
-    with pytest.raises(ConfigError, match=r"data.weights is set, but the entry a.jsonl has a weight too"):
+    with raises(ConfigError, "data.weights", found=[1, 2], expected=re.compile(r"a\.jsonl")):
         read_weights(own, [1, 2])
-    with pytest.raises(ConfigError, match=r"a.jsonl has a weight and openai/gsm8k has none; set one for every entry"):
+    with raises(ConfigError, "data.train_files", found=re.compile(r"^a\.jsonl .*openai/gsm8k")):
         read_weights([own[0], sources[1]], None)
 
 
@@ -106,7 +106,7 @@ def test_files_are_looked_for(folder: Path) -> None:
     assert files_of(f"{folder}/saved/*-0.jsonl") == [folder / "saved" / "x-0.jsonl"]
     assert files_of("a.jsonl") == [Path("a.jsonl")] and files_of("c.jsonl") == []
     check_files(KEY, ["saved/*.jsonl", "saved", "owner/name", "mine.py:rows"], DataConfig(), required=True)
-    with pytest.raises(ConfigError, match=r"saved/\*.parquet does not exist"):
+    with raises(ConfigError, KEY, found=re.compile(r"saved/\*\.parquet ")):
         check_files(KEY, ["saved/*.parquet"], DataConfig(), required=True)
-    with pytest.raises(ConfigError, match=r"data.val_files: a.jsonl has a weight, but validation reads every row"):
+    with raises(ConfigError, "data.val_files", found=re.compile(r"a\.jsonl .*weight"), change="remove the weight"):
         check_files("data.val_files", [{"path": "a.jsonl", "weight": 1}], DataConfig(), required=False)

@@ -44,6 +44,7 @@ from whet.config import load_config, problems
 from whet.config.render import json_schema
 from whet.config.schema import COMMANDS
 from whet.config.section import Section
+from whet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?[^\n`]*$")
@@ -51,8 +52,6 @@ MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -
 PIECES = ("whet/", "examples/")  # titles of blocks that are pieces of files
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
 SCHEMAS = COMMANDS
-# A path of the reader's; a library that is theirs to install.
-NOT_HERE = ("does not exist (seen from", "is not a folder;", "has no config.json", "is not installed; run pip install")
 SHELL = set("|;&<>$`(){}*#")
 DEADLINE_SECONDS = 280
 
@@ -225,7 +224,7 @@ def check_command(words: list[str], block: Block) -> None:
             recipe, overrides = split_recipe([w for w in rest if w not in ("--dry-run", "-m")], None)
             for each in [run.overrides for run in members(overrides)] if "-m" in rest else [overrides]:
                 loaded = load_config(schema, recipe, each, checked=False)
-                wrong = [each for each in problems(loaded.config) if not any(part in each for part in NOT_HERE)]
+                wrong = [each for each in problems(loaded.config) if not _is_not_here(each)]
                 assert not wrong, f"{block.place}: {wrong}"
         case ["whet", command, *rest]:
             group = get_command(app)
@@ -244,6 +243,12 @@ def check_command(words: list[str], block: Block) -> None:
             pass
         case _:
             raise AssertionError(f"{block.place}: {shlex.join(words)} cannot be checked; mark the block skip")
+
+
+def _is_not_here(error: ConfigError) -> bool:
+    """Tells whether a path of the reader's is missing, or a library that is theirs to install."""
+    is_folder = error.key in ("model.path", "trainer.resume") and isinstance(error.found, str)
+    return is_folder or str(Path.cwd()) in str(error.found) or "run pip install" in error.change
 
 
 def logical_lines(code: str) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.raising import raises
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.config.compose import flatten
@@ -206,5 +207,5 @@ def test_weights_kept_in_bfloat16_need_a_machine_that_multiplies_it(set_machine:
     set_machine("avx512_bf16")
     assert with_named_dtypes(config).model.dtype == "bfloat16"
     set_machine("avx2")
-    with pytest.raises(ConfigError, match=r"actor\.optim\.weight_rounding=kahan"):
+    with raises(ConfigError, "actor.optim.weight_rounding", found="kahan"):
         with_named_dtypes(config)

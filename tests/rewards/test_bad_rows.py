@@ -80,21 +80,21 @@ TABLE: list[tuple[str, Callable[[], str], tuple[str, str, str, str]]] = [
     (
         "unknown domain",
         raised(lambda: DOMAINS.assign(prompts(("additions", {}), ("words", {"domain": "word"})))),
-        ("row 1", "has the domain 'word'", "expected one of sums, words", "correct its field 'domain'"),
+        ("row 1: domain (data source 'words'): word", "expected one of sums, words", "correct its field 'domain'"),
     ),
     (
         "data source of no domain",
         raised(lambda: DOMAINS.assign(prompts(("poems", {})))),
-        ("row 0", "data source 'poems'", "the domains are sums: additions, openai/*; words", "add the source to one"),
+        ("row 0: data source: poems", "sums: additions, openai/*; words", "add the source to one"),
     ),
     (
         "domain without rows",
         raised(lambda: DOMAINS.check_used(DOMAINS.assign(prompts(("additions", {}), ("openai/x", {}))))),
         (
             "reward.domains.words",
-            "no row is of it",
-            "expected a row with the field domain=words",
-            "correct its sources or the rows, or leave the domain out (~reward.domains.words)",
+            "additions (2)",
+            "domain=words",
+            "(~reward.domains.words)",
         ),
     ),
     (

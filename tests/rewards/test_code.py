@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from tests.rewards.mutants import HUMAN_EVAL, PAGE, of_human_eval, page
 from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import ConfigError, SandboxError
@@ -476,7 +477,7 @@ def test_a_tolerance_of_values() -> None:
     assert score(code.replace("5)", "5.000001)"), truth, tolerance=1e-5)["reward"] == 1.0
     assert score(code.replace("5)", "6)"), truth, tolerance=0.9)["reward"] == 0.0  # both are whole
     assert score("def f(x): return True", {**truth, "outputs": [1.000001]}, tolerance=1e-5)["reward"] == 0.0
-    with pytest.raises(ConfigError, match=r"tolerance=2; expected a number from 0 to 1|tolerance=2"):
+    with raises(ConfigError, "reward.kwargs.tolerance", found=2):
         REWARDS["code"].check({"tolerance": 2}, "reward.kwargs.")
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.raising import raises
 from whet.algorithms.shaping import RunningScores
 from whet.config import TrainConfig, load_config
 from whet.config.schema import RewardConfig
@@ -69,28 +71,25 @@ def test_a_domain_has_its_own_deadline_and_processes(tmp_path: Path) -> None:
 def test_rows_of_no_domain() -> None:
     domains = {"sums": {"function": "gsm8k", "sources": ["openai/*"]}, "text": {"function": "exact_match"}}
     scorer = build_scorer(config({"domains": domains, "num_workers": 0}))
-    with pytest.raises(
-        DataError, match=r"no domain takes rows of data source 'x'; the domains are sums: openai/\*; text"
-    ):
+    with raises(DataError, "data source", found="x", expected=re.compile(r"sums: openai/\*; text")):
         scorer.submit_batch([item("x", "7")])
-    with pytest.raises(
-        DataError, match="has the domain 'code'; expected one of sums, text: correct its field 'domain'"
-    ):
+    key, known = "domain (data source 'text')", "one of sums, text"
+    with raises(DataError, key, found="code", expected=known, change=re.compile("'domain'")):
         scorer.submit_batch([item("text", "7", domain="code")])
 
 
 @pytest.mark.parametrize(
     ("domain", "message"),
     [
-        ({"function": "gsm9k"}, r"reward.domains.a.function.*did you mean 'gsm8k'"),
-        ({}, r"reward.domains.a.function"),
-        ({"function": "gsm8k", "kwargs": {"format_score": 2}}, r"reward.domains.a.kwargs.format_score=2"),
-        ({"function": "missing.py:f"}, r"reward.domains.a.function: missing.py does not exist"),
-        ({"function": "gsm8k", "source": ["x"]}, r"reward.domains.a.source"),
+        ({"function": "gsm9k"}, "function: gsm9k; .*'gsm8k'"),
+        ({}, "function "),
+        ({"function": "gsm8k", "kwargs": {"format_score": 2}}, "kwargs.format_score=2;"),
+        ({"function": "missing.py:f"}, "function: missing.py "),
+        ({"function": "gsm8k", "source": ["x"]}, "source: "),
     ],
 )
 def test_what_is_wrong_is_said_before_a_run(domain: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"reward.domains.a.{message}"):
         load_config(TrainConfig, None, {"reward.domains": {"a": domain}, "model.path": "m"}, given={"data"})
 
 

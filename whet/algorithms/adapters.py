@@ -116,10 +116,8 @@ def policy_loss(
     result = call(entry, columns, options, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.shape not in (shape, ()) or not isinstance(reported, Mapping):
-        raise RegistryError(
-            f"{entry.kind} {entry.name!r} returned {_describe(result)}; "
-            f"expected a loss of shape {list(shape)} (per token) or a scalar (aggregated), alone or with a metrics dict"
-        )
+        expected = f"a loss of shape {list(shape)} (per token) or a scalar (aggregated), alone or with a metrics dict"
+        raise _unusable(entry, result, expected)
     diagnostics = {
         name: value.detach() for name, value in reported.items() if isinstance(value, Tensor) and value.shape == shape
     }
@@ -139,10 +137,9 @@ def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None
 def _refuse_batch(entry: Entry) -> None:
     asked = BATCH & {*entry.parameters, *entry.options}
     if asked:
-        raise RegistryError(
-            f"{entry.kind} {entry.name!r} takes {min(asked)!r}, but in this batch a trajectory has several rows, "
-            "and an estimator sees one row per trajectory; let it take the columns that it reads instead"
-        )
+        found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
+        change = "let it take the columns that it reads instead"
+        raise RegistryError(_named(entry), found, "columns, of one row per trajectory", change)
 
 
 def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
@@ -155,19 +152,15 @@ def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
         elif isinstance(part, Mapping) and metrics is None:
             metrics = part
         else:
-            raise RegistryError(
-                f"{entry.kind} {entry.name!r} returned {_describe(result)}; "
-                "expected advantages, (advantages, returns) or (advantages, dict of metrics)"
-            )
+            expected = "advantages, (advantages, returns) or (advantages, dict of metrics)"
+            raise _unusable(entry, result, expected)
     return advantages, returns, metrics or {}
 
 
 def _checked(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
-        raise RegistryError(
-            f"{entry.kind} {entry.name!r} returned {_describe(value)} as {name}; "
-            f"expected a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
-        )
+        expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
+        raise _unusable(entry, value, expected, name)
     return value.detach() if value.is_floating_point() else value.detach().float()
 
 
@@ -180,9 +173,10 @@ def _to_column(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
     if not bool(column.sum().isfinite()) and len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(
-            f"{entry.kind} {entry.name!r} gave {name} that are not finite at {len(bad)} sampled tokens, "
-            f"the first in row {row}, position {position}; expected finite numbers: "
-            f"look for nan or inf in the columns that it reads: {', '.join(entry.columns)}"
+            f"{_named(entry)}: {name}",
+            f"not finite at {len(bad)} sampled tokens, the first in row {row}, position {position}",
+            "finite numbers",
+            f"look for nan or inf in the columns that it reads: {', '.join(entry.columns)}",
         )
     return column
 
@@ -191,11 +185,17 @@ def _scalars(entry: Entry, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
     scalars = {}
     for name, value in metrics.items():
         if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise RegistryError(
-                f"{entry.kind} {entry.name!r} reports {name!r} as {_describe(value)}; expected one number"
-            )
+            raise _unusable(entry, value, "one number", name)
         scalars[name] = value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
     return scalars
+
+
+def _named(entry: Entry) -> str:
+    return f"{entry.kind} {entry.name!r}"
+
+
+def _unusable(entry: Entry, result: Any, expected: str, part: str = "result") -> RegistryError:
+    return RegistryError(f"{_named(entry)}: {part}", _describe(result), expected, "correct the function")
 
 
 def _describe(value: Any) -> str:
@@ -237,10 +237,8 @@ class TrajectoryLayout:
         if len(differs):
             row = int(differs[0, 0])
             other = int(self.first_row[self.trajectory_of_row[row]])
-            raise DataError(
-                f"rows {other} and {row} have one trajectory_uid but different {name!r}; "
-                "give every row of a trajectory the same value"
-            )
+            found, change = f"differs in rows {other} and {row}", "give every row of a trajectory the same value"
+            raise DataError(f"column {name!r}", found, "one value in the rows of one trajectory_uid", change)
         return first
 
     def cut(self, result: Tensor) -> Tensor:

@@ -108,13 +108,11 @@ def _entries(name: str) -> list[Entry]:
         if found := [replace(entry, name=name) for kind in KINDS if (entry := kind.registered(function))]:
             return found
         decorators = ", ".join(f"@{kind.decorator}" for kind in KINDS)
-        raise RegistryError(f"{name} is not registered; expected one of these decorators on it: {decorators}")
+        raise RegistryError(name, "not registered", f"one of these decorators on it: {decorators}", "add it")
     known = sorted({each for kind in KINDS for each in kind.names()})
-    hint = did_you_mean(name, known, quoted=False, most=3)
-    raise RegistryError(
-        f"no registered function is called {name!r}; expected a name that `whet algorithms` lists"
-        f"{hint and f' ({hint})'}, or path/file.py:function"
-    )
+    hint = did_you_mean(name, known, "correct the name", quoted=False, most=3)
+    expected = "a name that `whet algorithms` lists, or path/file.py:function"
+    raise RegistryError("registered function", name, expected, hint)
 
 
 @algorithms.command(cls=Command)
@@ -155,10 +153,8 @@ def certify_all(name: str | None = None) -> list[list[str]]:
     else:
         found = [row for entry in _entries(name) for row in rows_of(entry)]
     if not found:
-        raise RegistryError(
-            f"{name} has no certificate of its own; expected a function with a part in the gradient, by its own name, "
-            "not an alias, or a recipe whose algorithm no other has"
-        )
+        expected = "a function with a part in the gradient, by its own name, or a recipe whose algorithm no other has"
+        raise RegistryError(str(name), "no certificate of its own", expected, "name another, not an alias")
     return [[row.kind, row.name, *cells(row)] for row in counting(found)]
 
 

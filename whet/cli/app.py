@@ -34,7 +34,7 @@ from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exi
 from whet.threads import yield_soon
 from whet.version import __version__
 
-COME_WITH = {"play": f"it comes with {registry.GAMES}"}
+COME_WITH = {"play": f"install it; it comes with {registry.GAMES}"}
 LOOK = "Checks and reference"
 
 
@@ -80,10 +80,9 @@ def whet(
 def _check_encoding(words: Sequence[str]) -> None:
     encoding = sys.getfilesystemencoding()
     if wrong := next((word for word in words if re.search("[\ud800-\udfff]", word)), None):
-        raise ConfigError(
-            f"{os.fsencode(wrong)!r} has characters that {encoding}, the encoding of this locale, cannot read; set "
-            "PYTHONUTF8=1, or a locale of UTF-8 such as LC_ALL=C.UTF-8, and write the word in UTF-8"
-        )
+        found = f"{os.fsencode(wrong)!r} has characters that {encoding}, the encoding of this locale, cannot read"
+        change = "set PYTHONUTF8=1, or a locale of UTF-8 such as LC_ALL=C.UTF-8, and write the word in UTF-8"
+        raise ConfigError("command line", found, change=change)
 
 
 class ConsoleHandler(logging.Handler):
@@ -142,7 +141,7 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     if name in installed:
         return registry.load_target(installed[name])
     hint = did_you_mean(name, [*_own_commands(), *installed, *COME_WITH], "`whet --help` lists the commands")
-    raise RegistryError(f"whet has no command {name!r}; {COME_WITH.get(name, hint)}")
+    raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))
 
 
 def _is_below(error: SystemExit) -> bool:

@@ -50,7 +50,7 @@ def plan(
     from whet.tracking.long_phases import long_phase
 
     with long_phase("planning"):
-        made, refused = forecast_of(config, device_memory, host_memory), problems(config)
+        made, refused = forecast_of(config, device_memory, host_memory), [str(each) for each in problems(config)]
     if as_json:
         typer.echo(numbers(made))
     else:
@@ -102,7 +102,7 @@ def _of_run(config: RunConfig) -> Iterator[Finding]:
     from whet.planning.units import duration, size
 
     for problem in problems(config):
-        yield Finding("config", "refused", problem, is_problem=True)
+        yield Finding("config", "refused", str(problem), is_problem=True)
     if config.model.path is None:
         return
     try:

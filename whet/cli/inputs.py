@@ -71,15 +71,15 @@ def _convert(words: list[str], system: str | None, output: Path | None, variable
 
     if len(words) != 1 or system is None:
         found = "--from is missing" if system is None else f"there are {len(words)} words before --from"
-        raise ConfigError(
-            f"{found}; expected one file, or one command in quotes, and the framework that it is of: "
-            f"whet config convert run.sh --from {'|'.join(SYSTEMS)}"
-        )
+        expected = "one file, or one command in quotes, and the framework that it is of"
+        change = f"write whet config convert run.sh --from {'|'.join(SYSTEMS)}"
+        raise ConfigError("arguments", found, expected, change)
     if output is not None and output.exists():
-        raise ConfigError(f"-o {output} exists; name a new file, so that nothing is overwritten, or remove that one")
+        change = "name a new file, so that nothing is overwritten, or remove that one"
+        raise ConfigError("-o", f"{output} exists", "a new file", change)
     pairs = [each.partition("=") if re.match(r"\w+=", each) else each.rpartition("=") for each in variables]
     if unset := next((each for each, pair in zip(variables, pairs, strict=True) if not pair[0]), None):
-        raise ConfigError(f"--set {unset} sets nothing; expected NAME=VALUE, such as --set DEVICE=gpu")
+        raise ConfigError("--set", f"{unset} sets nothing", "NAME=VALUE, such as --set DEVICE=gpu", "add the value")
     fixed = {name: value for name, _, value in pairs}
     text = convert(read(words[0], system, fixed), system).to_yaml()
     if output is None:
@@ -167,7 +167,7 @@ def run_config_of(command: Command | None, recipe: str | None, overrides: list[s
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig | GenerateConfig):
-        raise ConfigError(f"--for {command} is not a training run; expected --for train, sft or train-reward")
+        raise ConfigError("--for", command, "a training run: train, sft or train-reward", "name one")
     return config
 
 

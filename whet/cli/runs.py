@@ -39,7 +39,8 @@ def runs(
     from whet.tracking.runs import find_runs, is_run, read_run
 
     if not folder.exists():
-        raise DataError(f"{folder} does not exist; name the folder of a run, or one with runs: `whet runs FOLDER`")
+        expected = "a run's folder, or one with runs: `whet runs FOLDER`"
+        raise DataError(str(folder), "does not exist", expected, "correct the path")
     found, console = [], shared_console()
     for each in find_runs(folder):
         try:
@@ -80,7 +81,7 @@ def plot(
     output: Annotated[Path, typer.Option("--output", "-o", help="the PNG file to write")] = Path("plot.png"),
 ) -> None:
     """Draw metrics of one or several runs into a PNG file."""
-    check_png("--output ", output)
+    check_png("--output", output)
     found = with_metrics(folders)
     figure, names = drawn(found, metric)
     figure.write(output)
@@ -90,7 +91,8 @@ def plot(
 def check_png(option: str, output: Path) -> None:
     """Raises: DataError naming the option where the file would be no PNG file."""
     if output.suffix != ".png":
-        raise DataError(f"{option}{output} ends in {output.suffix or 'nothing'}, expected .png; name a .png file")
+        found = f"{output} ends in {output.suffix or 'nothing'}"
+        raise DataError(option, found, "a name that ends in .png", "name a .png file")
 
 
 def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
@@ -101,11 +103,11 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     found = [read_run(path) for path in dict.fromkeys(paths)]
     if not found:
-        raise DataError("no run is named; name the folder of a run")
+        raise DataError("run", None, "a run's folder", "name one")
     read, empty = [run for run in found if run.records], [run.path for run in found if not run.records]
     if wrong := [path for path in empty if path in folders or not read]:
-        problem = f"{', '.join(map(str, wrong))}: no metrics to draw yet"
-        raise DataError(f"{problem}; wait for a first step, or add jsonl to trainer.logger")
+        change = "wait for a first step, or add jsonl to trainer.logger"
+        raise DataError(", ".join(map(str, wrong)), "no metrics to draw yet", change=change)
     if empty:
         log.warning("left out, without metrics: %s", ", ".join(map(str, empty)))
     return read
@@ -120,7 +122,8 @@ def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Draw
 
     names = chosen_metrics(read, metric) if metric else [name.lstrip("-~") for name in main_metrics(read)]
     if not names:
-        raise DataError(f"the runs have none of the main metrics; name others: {', '.join(read[0].metrics)}")
+        found, expected = "the runs have none of the main ones", f"some of {', '.join(read[0].metrics)}"
+        raise DataError("metrics", found, expected, "name some")
     labels, panels = short_names([run.path for run in read]), []
     for name in names:
         curves = [(label, *run.curve(name)) for label, run in zip(labels, read, strict=True)]

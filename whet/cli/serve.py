@@ -77,7 +77,7 @@ def serve_sandbox(
     from whet.sandbox.open import open_sandbox
 
     if sandbox not in ("bubblewrap", "unisolated"):
-        raise ConfigError(f"--sandbox {sandbox} cannot be served; expected bubblewrap or unisolated")
+        raise ConfigError("--sandbox", sandbox, "bubblewrap or unisolated, which can be served", "name one of them")
     with _of_servers():
         from whet.serving.sandbox import serve as run
     box = open_sandbox(sandbox, python, paths=tuple(path or ()))
@@ -93,7 +93,7 @@ def _of_servers() -> Iterator[None]:
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
-        raise ConfigError(f"{error.name} is not installed; install it with {pip_install('serve')}") from error
+        raise ConfigError(str(error.name), "not installed", change=f"run {pip_install('serve')}") from error
 
 
 def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
@@ -104,11 +104,11 @@ def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"{name} {word} has no value; expected {name} KEY=VALUE")
+            raise ConfigError(name, f"{word} has no value", f"{name} KEY=VALUE", "add the value")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{name} {word} cannot be read: {error}") from error
+            raise ConfigError(f"{name} {word}", f"cannot be read: {error}", "a value as YAML", "quote it") from error
     return options
 
 

@@ -55,11 +55,11 @@ def members(words: Sequence[str]) -> list[Member]:
         try:
             swept[override.key_or_group] = list(override.sweep_string_iterator())
         except HydraException as error:  # interval, glob
-            problem = f"{word} does not list its values"
-            raise ConfigError(f"{problem}; write key=1,2, key=range(1,4) or key=choice(a,b)") from error
+            found, forms = "it does not list its values", "key=1,2, key=range(1,4) or key=choice(a,b)"
+            raise ConfigError(word, found, forms, "list them") from error
     if not swept or "trainer.run_dir" in swept:
         found = "trainer.run_dir with several values" if swept else "no key with several values"
-        raise ConfigError(f"-m found {found}; expected a sweep of other keys, such as actor.optim.lr=1e-5,1e-6")
+        raise ConfigError("-m", found, "a sweep of other keys, such as actor.optim.lr=1e-5,2e-5", "name one")
     made = []
     for chosen in product(*swept.values()):
         values = dict(zip(swept, chosen, strict=True))

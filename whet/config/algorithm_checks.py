@@ -22,17 +22,16 @@ def aggregation(algorithm: schema.AlgorithmConfig) -> str:
     Raises: ConfigError where two of these disagree."""
     loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     estimator = _estimator(algorithm)
-    chosen, why = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
+    chosen, key = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
     for entry in (loss, estimator):
         fixed = entry.marks.get("aggregation")
         if fixed is None:
             continue
         if chosen is not None and chosen != fixed:
-            raise ConfigError(
-                f"{why} is {chosen}, but {entry.kind} {entry.name!r} is defined with {fixed}; leave "
-                f"algorithm.loss_agg_mode unset, or choose a loss and an estimator that agree"
-            )
-        chosen, why = fixed, f"the aggregation of {entry.kind} {entry.name!r}"
+            expected = f"{fixed}, with which {entry.kind} {entry.name!r} is defined"
+            change = "leave algorithm.loss_agg_mode unset, or choose a loss and an estimator that agree"
+            raise ConfigError(key, chosen, expected, change)
+        chosen, key = fixed, f"aggregation of {entry.kind} {entry.name!r}"
     return chosen or DEFAULT_AGGREGATION
 
 
@@ -43,60 +42,51 @@ def uses_critic(algorithm: schema.AlgorithmConfig) -> bool:
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
 
 
-def algorithm_rule(algorithm: schema.AlgorithmConfig, at: Place) -> Iterator[str]:
+def algorithm_rule(algorithm: schema.AlgorithmConfig, at: Place) -> Iterator[ConfigError]:
     """Checks KL, overlong penalty, teacher, correction and aggregation."""
     wrapper = algorithm.adv_options.get("wrap_method")
     if isinstance(wrapper, str):  # the option of `cpo` that names a registered function
         entry_at(registry.WRAPPERS, "algorithm.adv_options.wrap_method", wrapper)
     kl, overlong, limit = algorithm.kl, algorithm.overlong, at.whole["data"].max_response_length
     if kl.controller == "adaptive" and kl.where != "reward":
-        yield (
-            f"algorithm.kl.controller=adaptive needs the KL in the reward, but algorithm.kl.where is {kl.where}; set "
-            "algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
-        )
+        expected = f"fixed with algorithm.kl.where={kl.where}: the KL must be in the reward to be adapted"
+        change = "set algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
+        yield ConfigError("algorithm.kl.controller", kl.controller, expected, change)
     if overlong.penalty > 0 and overlong.buffer_length >= limit:
-        yield (
-            f"algorithm.overlong.buffer_length={overlong.buffer_length} must be below "
-            f"data.max_response_length={limit}, since the buffer is the end of that length; try {max(1, limit // 4)}"
-        )
+        expected = f"less than data.max_response_length={limit}, of which the buffer is the end"
+        change = f"try {max(1, limit // 4)}"
+        yield ConfigError("algorithm.overlong.buffer_length", overlong.buffer_length, expected, change)
     estimator, teacher = _estimator(algorithm), at.whole["teacher"]
     if "teacher_log_probs" in estimator.columns and not teacher.model_paths and teacher.hint is None:
-        yield (
-            f"{estimator.name!r} reads teacher_log_probs, but without a teacher or a hint these are the policy's own; "
-            "set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
-        )
+        expected = "a teacher or a hint, without which teacher_log_probs are the policy's own"
+        change = "set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
+        yield ConfigError("algorithm.adv_estimator", estimator.name, expected, change)
     given = teacher.hint_options
     if teacher.hint == "judge" and ("complete" in given) == ("endpoint" in given and "model" in given):
-        yield (
-            "teacher.hint=judge requires either teacher.hint_options.complete, a function, or "
-            f"teacher.hint_options.endpoint and .model; found {', '.join(given) or 'none of them'}; set one of the two"
-        )
+        expected = "with teacher.hint=judge either complete, a function, or endpoint and model"
+        yield ConfigError("teacher.hint_options", dict(given), expected, "set one of the two")
     yield from _correction(algorithm)
     entry = entry_at(registry.AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
     required = [name for name, default in entry.options.items() if default is registry.REQUIRED]
     if unknown := [name for name in (*entry.parameters, *required) if name not in AGGREGATED]:
-        yield (
-            f"algorithm.loss_agg_mode={entry.name} has a parameter {unknown[0]!r}; an aggregation may have "
-            f"{', '.join(AGGREGATED)}; make it an option with a default after the `*`, or remove it"
-        )
+        expected = f"parameters of an aggregation only ({', '.join(AGGREGATED)}), not {unknown[0]!r}"
+        change = "make it an option with a default after the `*`, or remove it"
+        yield ConfigError("algorithm.loss_agg_mode", entry.name, expected, change)
 
 
-def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[str]:
+def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
     correction = algorithm.correction
     loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     if correction.weight is not None and loss.marks.get("corrects"):
-        yield (
-            f"policy loss {loss.name!r} corrects for the mismatch of trainer and rollout itself, and "
-            f"algorithm.correction.weight={correction.weight} would correct it twice; unset "
-            "algorithm.correction.weight, or set algorithm.policy_loss=ppo_clip"
-        )
+        expected = f"no value with policy loss {loss.name!r}, which corrects the mismatch of trainer and rollout itself"
+        change = "unset it, or set algorithm.policy_loss=ppo_clip"
+        yield ConfigError("algorithm.correction.weight", correction.weight, expected, change)
     given = correction.rejection_options
     bounds = [given.get("high"), given.get("low") if given.get("form") == "k1" else None]  # the others are never < 0
     if correction.rejection == "divergence" and all(each in (None, math.inf, -math.inf) for each in bounds):
-        yield (
-            "algorithm.correction.rejection=divergence has no bound, so no token is rejected; set "
-            "algorithm.correction.rejection_options.high, such as 0.3: the k3 of a token that became twice as likely"
-        )
+        change = "set rejection_options.high, such as 0.3: the k3 of a token that became twice as likely"
+        expected = "a bound in algorithm.correction.rejection_options, without which no token is rejected"
+        yield ConfigError("algorithm.correction.rejection", correction.rejection, expected, change)
     if correction.old_log_probs == "trainer":
         return
     for name, kind in (("weight", registry.WEIGHTS), ("rejection", registry.REJECTIONS)):
@@ -104,36 +94,35 @@ def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[str]:
         reads = entry_at(kind, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
         if {"old_log_probs", "rollout_log_probs"} <= set(reads):
             is_same = correction.old_log_probs == "rollout"
-            does = "uses the rollout's for both" if is_same else "has the former in the loss alone"
-            yield (
-                f"algorithm.correction.{name}={chosen} compares the trainer's log-probs with the rollout's, but "
-                f"algorithm.correction.old_log_probs={correction.old_log_probs} {does}; unset one of these two keys"
+            does = "uses the rollout's for both" if is_same else "has the trainer's in the loss alone"
+            expected = (
+                "no value: it compares the trainer's log-probs with the rollout's, but "
+                f"algorithm.correction.old_log_probs={correction.old_log_probs} {does}"
             )
+            yield ConfigError(f"algorithm.correction.{name}", chosen, expected, "unset one of the two keys")
     if correction.old_log_probs == "interpolated" and algorithm.kl.where == "reward":
-        yield (
-            "algorithm.kl.where=reward reads old log-probs before the loss, but algorithm.correction.old_log_probs="
-            "interpolated has them in the loss alone; set algorithm.kl.where=loss, or unset one of these two keys"
+        expected = (
+            "loss with algorithm.correction.old_log_probs=interpolated, which has old log-probs in the loss alone"
         )
+        change = "set algorithm.kl.where=loss, or unset one of the two keys"
+        yield ConfigError("algorithm.kl.where", algorithm.kl.where, expected, change)
 
 
-def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[str]:
+def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError]:
     """Requires several responses a prompt for estimators and filters that compare them."""
     if rollout.n > 1 or not isinstance(at.whole, schema.TrainConfig):
         return
     entry, chosen = _estimator(at.whole.algorithm), at.whole.algorithm.filter.name
     if "uid" in entry.columns:
-        yield (
-            f"rollout.n=1, but {entry.name!r} compares the responses to one prompt; set rollout.n to 2 or more, or "
-            "algorithm.adv_estimator to one that does not (gae, reinforce_plus_plus)"
-        )
+        expected = f"at least 2 with {entry.name!r}, which compares the responses to one prompt"
+        change = "raise it, or set algorithm.adv_estimator to one that does not (gae, reinforce_plus_plus)"
+        yield ConfigError("rollout.n", rollout.n, expected, change)
     if chosen is not None:
-        yield (
-            f"rollout.n=1, but algorithm.filter.name={chosen} compares the responses to one prompt; set rollout.n to 2 "
-            "or more, or unset algorithm.filter.name"
-        )
+        expected = f"at least 2 with algorithm.filter.name={chosen}, which compares the responses to one prompt"
+        yield ConfigError("rollout.n", rollout.n, expected, "raise it, or unset algorithm.filter.name")
 
 
-def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[str]:
+def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[ConfigError]:
     """Checks the mini-batch and micro-batch sizes of a trained role."""
     if at.key == "critic" and not uses_critic(at.whole["algorithm"]):
         return
@@ -141,50 +130,44 @@ def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[str]:
     batch, mini_batch = data.train_batch_size, role.mini_batch_size or data.train_batch_size
     if batch % mini_batch:
         near = " or ".join(map(str, nearest_divisors(batch, mini_batch)))
-        yield (
-            f"{at.key}.mini_batch_size={mini_batch} must divide data.train_batch_size={batch} (both in prompts); "
-            f"try {near}"
-        )
+        expected = f"a divisor of data.train_batch_size={batch} (both in prompts)"
+        yield ConfigError(at.of("mini_batch_size"), mini_batch, expected, f"try {near}")
     longest = data.max_prompt_length + data.max_response_length
-    if role.max_tokens_per_micro_batch is not None and role.max_tokens_per_micro_batch < longest:
-        yield (
-            f"{at.key}.max_tokens_per_micro_batch={role.max_tokens_per_micro_batch} cannot hold one row of "
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens; set it to {longest} or more"
-        )
+    if (most := role.max_tokens_per_micro_batch) is not None and most < longest:
+        expected = f"at least {longest}, one row of data.max_prompt_length + data.max_response_length tokens"
+        yield ConfigError(at.of("max_tokens_per_micro_batch"), most, expected, f"set it to {longest} or more")
 
 
-def optim_rule(optim: schema.OptimConfig, at: Place) -> Iterator[str]:
+def optim_rule(optim: schema.OptimConfig, at: Place) -> Iterator[ConfigError]:
     """Allows the options of AdamW's states with AdamW only."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
-            yield f"{at.of(name)}={optim[name]} is an option of adamw, but {at.of('name')} is {optim.name}; unset one"
+            expected = f"no value with {at.of('name')}={optim.name}: it is an option of adamw"
+            yield ConfigError(at.of(name), optim[name], expected, "unset one of the two keys")
 
 
-def critic_rule(critic: schema.CriticConfig, at: Place) -> Iterator[str]:
+def critic_rule(critic: schema.CriticConfig, at: Place) -> Iterator[ConfigError]:
     """Checks that the value loss trains the model that the estimator reads: a value model or a process reward model."""
     algorithm, steps = at.whole["algorithm"], at.whole["trainer"].total_steps
     if not uses_critic(algorithm):
         if critic.warmup_steps > 0:
-            yield (
-                f"critic.warmup_steps={critic.warmup_steps}, but no critic is trained: neither estimator "
-                f"{algorithm.adv_estimator!r} nor loss {algorithm.policy_loss!r} reads values"
+            readers = f"estimator {algorithm.adv_estimator!r} nor loss {algorithm.policy_loss!r}"
+            expected = f"0, as no critic is trained: neither {readers} reads values"
+            yield ConfigError(
+                "critic.warmup_steps", critic.warmup_steps, expected, "unset it, or choose another estimator"
             )
         return
     if steps is not None and critic.warmup_steps >= steps:
-        yield (
-            f"critic.warmup_steps={critic.warmup_steps} must be below trainer.total_steps={steps}, or the policy is "
-            "never trained; lower it"
-        )
+        expected = f"less than trainer.total_steps={steps}, or the policy is never trained"
+        yield ConfigError("critic.warmup_steps", critic.warmup_steps, expected, "lower it")
     estimator = _estimator(algorithm)
     wanted, output = (
         ("log_probs", "process_rewards") if "process_rewards" in estimator.columns else ("values", "values")
     )
     if wanted not in entry_at(registry.VALUE_LOSSES, "critic.value_loss", critic.value_loss).columns:
         fitting = [entry.name for entry in registry.VALUE_LOSSES if wanted in entry.columns]
-        yield (
-            f"{estimator.name!r} reads {output}, but critic.value_loss={critic.value_loss} trains a model without that "
-            f"output; set critic.value_loss to {' or '.join(fitting)}"
-        )
+        expected = f"a loss that trains a model with {output}, which {estimator.name!r} reads"
+        yield ConfigError("critic.value_loss", critic.value_loss, expected, f"set it to {' or '.join(fitting)}")
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:

@@ -67,24 +67,26 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
     from hydra.errors import HydraException  # imported before the time limit starts: a disk may be slow
     from omegaconf.errors import OmegaConfBaseException
 
+    what = "overrides" if recipe is None else f"recipe {recipe} with its includes and overrides"
     try:
         with bounded():
             yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        message = str(error) if isinstance(error, ConfigError) else _explain(error)
+        own = error if isinstance(error, ConfigError) else _explain(error, what)
         # A config of another framework may include files that are missing here: its keys are the better explanation.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
         unknown = [each for each in written if not is_known(schema, each[0])]
         foreign = [unknown_key(schema, key, source) for key, source in unknown if foreign_key(schema, key) is not None]
-        raise ConfigError("\n".join([*foreign, message])) from error
+        raise ConfigError.joined([*foreign, own]) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"the recipe is not valid YAML: {' '.join(str(error).split())}; correct it there") from error
+        raise ConfigError(what, " ".join(str(error).split()), "valid YAML", "correct it there") from error
     except Exception as error:  # a recipe is other people's code: it includes files and refers to values
-        what = "the overrides" if recipe is None else f"the recipe {recipe} with its includes and overrides"
-        raise ConfigError(
-            f"{what} cannot be composed: {_first_line(cause(error)) or type(error).__name__}; look for aliases (*name) "
-            "and references (${key}) that expand without end, and for a section that is set to a single value"
-        ) from error
+        found = f"cannot be composed: {_first_line(cause(error)) or type(error).__name__}"
+        change = (
+            "look for aliases (*name) and references (${key}) that expand without end, and for a section that is set "
+            "to a single value"
+        )
+        raise ConfigError(what, found, change=change) from error
 
 
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
@@ -102,9 +104,9 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         return path.resolve()
     near = difflib.get_close_matches(name, shipped_recipes(), n=1)
     is_file_name = path.suffix in (".yaml", ".yml") or "/" in name
-    missing = f"the recipe {name} does not exist (seen from {Path.cwd()})" if is_file_name else f"no recipe {name!r}"
+    found = f"does not exist (seen from {Path.cwd()})" if is_file_name else "unknown"
     if exists:
-        missing, hint = f"no recipe {name!r}", "the file exists, but the name of a recipe ends in .yaml"
+        found, hint = "its name does not end in .yaml", "rename it"
     elif os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif foreign := foreign_config(name.removesuffix(".yaml")):
@@ -113,8 +115,8 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         hint = f"did you mean {near[0]}?"
     else:
         hint = "correct the path" if is_file_name else "write an override as key=value"
-    known = ", ".join(shipped_recipes())
-    raise ConfigError(f"{missing}; {hint} (expected the path of a YAML file or a shipped recipe: {known})")
+    expected = f"the path of a YAML file or a shipped recipe: {', '.join(shipped_recipes())}"
+    raise ConfigError(f"recipe {name}", found, expected, hint)
 
 
 def shipped_recipes() -> list[str]:
@@ -139,38 +141,39 @@ def parse_override(text: str) -> Override:
 
     key, equals, _ = text.partition("=")
     if not equals and not text.startswith("~"):
-        raise ConfigError(f"{text!r} is not an override; write key=value, or ~key to remove a value of the recipe")
+        raise ConfigError(text, "not an override", "key=value, or ~key to remove a value of the recipe")
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
         hint = f"quote a value that has commas, braces, brackets or quotes in it: '{key}=\"...\"'"
-        raise ConfigError(f"{text[:200]!r} cannot be read ({_first_line(error)}); {hint}") from error
+        raise ConfigError(text[:200], f"cannot be read ({_first_line(error)})", change=hint) from error
 
 
 def _parse(schema: type[Section], text: str) -> Override:
     override = parse_override(text)
     if override.is_sweep_override():
         key, _, written = text.partition("=")
-        raise ConfigError(
-            f"{text} is a Hydra sweep over several values, expected one value; write a list as {key}=[{written}], text "
-            f"with commas as {key}='\"...\"', or add -m to `whet train`, which starts a run for each value"
+        change = (
+            f"write a list as {key}=[{written}], text with commas as {key}='\"...\"', or add -m to `whet train`, which "
+            "starts a run for each value"
         )
+        raise ConfigError(key, f"{written} is a Hydra sweep over several values", "one value", change)
     if override.is_delete() and not is_known(schema, override.key_or_group):
-        raise ConfigError(unknown_key(schema, override.key_or_group, COMMAND_LINE))
+        raise unknown_key(schema, override.key_or_group, COMMAND_LINE)
     return override
 
 
-def unknown_key(schema: type[Section], key: str, source: str) -> str:
+def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
     """Returns the error for an unknown key, with our name for another framework's key, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
-        return f"{key} ({source}) is one name with dots; write it as nested sections"
+        return ConfigError(key, f"one name with dots ({source})", "nested sections", "write a section for each part")
     meant = f"did you mean {near}?" if near else "`whet config` lists all keys; put keys of your own below extra"
     is_elsewhere = key.partition(".")[0] not in schema.model_fields
     own = next((each.command for each in COMMANDS.values() if is_elsewhere and is_known(each, key)), None)
     of_another = f"a key of `whet {own}`, which `whet {schema.command}` does not read; leave it out"
     hint = (of_another if own and schema.command else foreign_key(schema, key)) or meant
-    return f"unknown key {key} ({source}); {hint}"
+    return ConfigError(key, f"unknown key ({source})", change=hint)
 
 
 def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:
@@ -280,8 +283,8 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             plain[str(name)] = json.loads(json.dumps(value, default=_as_plain))
         except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for several numbers
-            hint = "; hand a function over as reward=" if callable(value) else ""
-            raise ConfigError(f"{name} is {value!r:.80}; expected text, numbers, lists and mappings{hint}") from error
+            change = "hand a function over as reward=" if callable(value) else "convert it"
+            raise ConfigError(name, f"{value!r:.80}", "text, numbers, lists and mappings", change) from error
     return plain
 
 
@@ -290,13 +293,14 @@ def _as_plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
-def _explain(error: Exception) -> str:
-    """The config key of an error of Hydra or OmegaConf, and the first lines of the error and its cause."""
+def _explain(error: Exception, what: str) -> ConfigError:
+    """The error for one of Hydra or OmegaConf: its config key, and the first lines of it and its cause."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]
     keys = [each.full_key for each in chain if isinstance(each, OmegaConfBaseException) and each.full_key]
-    return ": ".join(dict.fromkeys([*keys[:1], *filter(None, map(_first_line, chain))]))
+    found = ": ".join(dict.fromkeys(filter(None, map(_first_line, chain))))
+    return ConfigError(keys[0] if keys else what, found, change="correct the recipe or the override")
 
 
 def _first_line(error: BaseException | str) -> str:
@@ -310,15 +314,15 @@ def read_document(file: Path) -> str:
     name = shown(file)
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{name} has {file.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}")
+            raise ConfigError(name, f"{file.stat().st_size:,} bytes", f"at most {MAX_BYTES:,} bytes", "shorten it")
         text = file.read_text(encoding="utf-8")
         check_document(text, name)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}; save it as UTF-8") from error
+        raise ConfigError(name, f"cannot be read: {error}", "text in UTF-8", "save it as UTF-8") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}; correct it there") from error
+        raise ConfigError(name, " ".join(str(error).split()), "valid YAML", "correct it there") from error
     except RecursionError as error:
-        raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep; write it flatter") from error
+        raise _too_deep(name) from error
     return text
 
 
@@ -347,12 +351,14 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
     parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
     place = f"{name}:{node.start_mark.line + 1}"
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{place}: this value is nested more than {MAX_DEPTH} levels deep; write it flatter")
+        raise _too_deep(place)
     size = 1 + sum(_check(part, name, sizes, depth + 1) for part in parts)
     if size > MAX_VALUES:
-        raise ConfigError(
-            f"{place}: this value expands to more than {MAX_VALUES:,} values, or without end; replace its aliases "
-            "(*name) by what they stand for"
-        )
+        change = "replace its aliases (*name) by what they stand for"
+        raise ConfigError(place, "this value expands too far, or without end", f"at most {MAX_VALUES:,} values", change)
     sizes[id(node)] = size
     return size
+
+
+def _too_deep(place: str) -> ConfigError:
+    return ConfigError(place, "a value is nested too deeply", f"at most {MAX_DEPTH} levels", "write it flatter")

@@ -77,7 +77,7 @@ def convert(written: Written, system: str) -> Converted:
     name, _, trainer = system.lower().partition("@")
     known = [f"{table.system.lower()}@{table.trainer}" for table in tables() if table.trainer]
     if name not in SYSTEMS or (trainer and system.lower() not in known):
-        raise ConfigError(f"--from {system} is no known framework; expected {', '.join([*SYSTEMS, *known])}")
+        raise ConfigError("--from", system, f"one of {', '.join([*SYSTEMS, *known])}", "correct the name")
     found, is_own = (trainer, True) if trainer else trainer_of(SYSTEMS[name], written.program, written.values)
     if not is_own:
         written.unread.append(f"`{written.program[:200]}` is no program of {SYSTEMS[name]}: what it adds is not read")
@@ -122,10 +122,9 @@ def _check_branches(written: Written, result: Converted) -> None:
             chosen = shlex.quote(f"{name}={'ANY' if value == OTHER else value}")
             (choices if is_choice else result.parallel).append(f"--set {chosen}: {told}")
     if choices:
-        raise ConfigError(
-            "branches of the script that change the recipe are not decided; choose one of each, or give the resolved "
-            "config that the framework prints (`--cfg job`), as YAML:\n  " + "\n  ".join(choices)
-        )
+        change = "choose one of each, or give the resolved config that the framework prints (`--cfg job`), as YAML:"
+        found = "branches of the script that change the recipe are not decided"
+        raise ConfigError(result.system, found, change="\n  ".join([change, *choices]))
 
 
 class Conversion:
@@ -170,7 +169,7 @@ class Conversion:
                 try:
                     self._convert(row, key, ours)
                 except ConfigError as error:
-                    self.result.check.append(str(error))
+                    self.result.check.append(f"{error.key}={error.found}: {error.change}")
                 except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):  # of another type
                     asked = f"set {' and '.join(ours)}; " if ours else ""
                     self.result.check.append(f"{key.partition('=')[0]}={self.value(key)}: {asked}the value is not read")
@@ -288,7 +287,7 @@ class Conversion:
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
         if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
             found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
-            raise ConfigError(f"no key of {self.result.system} is set, but {found}; name a file or command of it")
+            raise ConfigError(self.result.system, f"none of its keys is set, but {found}", change="name a file of it")
         for key, value in self.given.items():
             if key in known:
                 continue
@@ -383,20 +382,19 @@ class Conversion:
             try:
                 loaded = load_config(self.schema, None, self.result.values, checked=False)
             except ConfigError as error:
-                lines = str(error).splitlines()
+                errors = [error, *error.others]
                 refused = [
-                    key for key in self.result.values for line in lines if line.startswith((f"{key}=", f"{key}."))
+                    key for key in self.result.values if any(f"{each.key}.".startswith(f"{key}.") for each in errors)
                 ]
-                self.result.check += lines
+                self.result.check += str(error).splitlines()
                 if not refused:
                     raise
                 for key in refused:
                     self._drop(key, "refused")
                 continue
             return loaded.config
-        raise ConfigError(
-            f"nothing of {self.result.system} is left: {'; '.join(self.result.check[:9])}; give other keys"
-        )
+        found = f"nothing is left: {'; '.join(self.result.check[:9])}"
+        raise ConfigError(self.result.system, found, change="give other keys")
 
     def _count_defaults(self) -> None:
         """Counts keys at their default, or in a section that is switched off, in place of lines about them."""

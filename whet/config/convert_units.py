@@ -2,7 +2,7 @@
 """Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function.
 
 A function yields keys of whet with their values, for one `key` of a `row`, its value, and its counterparts `ours`. It
-raises ConfigError with a line of the report where a value has to be set by hand."""
+raises ConfigError, of which the report has a line, where a value has to be set by hand."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def overlong(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str,
 def response_length(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[str, ...]) -> Unit:
     """The length from which DAPO's penalty counts back: that of responses here."""
     if value != of.given.get(ours[0], leaf_fields(TrainConfig)[ours[0]].default):  # one default here and there
-        raise ConfigError(f"{key}={value}: the penalty counts back from data.max_response_length here")
+        raise ConfigError(key, value, change="the penalty counts back from data.max_response_length here")
     yield from ()
 
 
@@ -125,7 +125,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
     text = of.given.get(row.theirs[1], default)
     found = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(text))
     if found is None or float(found[2]) <= 0:
-        raise ConfigError(f"{row.theirs[0]}: set {row.ours[0]} by hand, since {row.theirs[1]}={text} is no bound")
+        raise ConfigError(row.theirs[1], text, "a bound", f"no bound; set {row.ours[0]} by hand")
     return float(found[1]) if found[1] else None, float(found[2])
 
 
@@ -135,7 +135,8 @@ def verl_rejection(of: Conversion, key: str, value: Any, row: KeyRow, ours: tupl
         return
     level, _, form = value.rpartition("_")
     if "," in value or form not in ("k1", "k2", "k3") or not of.given.get(row.theirs[1]):
-        raise ConfigError(f"{key}={value}: set {ours[0]} to one of these, with the bounds {row.theirs[1]}")
+        change = f"set {ours[0]} to one of these, with the bounds {row.theirs[1]}"
+        raise ConfigError(key, value, change=change)
     low, upper = _bounds(of, row, None)
     yield "algorithm.correction.rejection", "divergence"
     options = {"form": form, "level": level.replace("seq", "sequence")}
@@ -315,7 +316,8 @@ def trl_rewards(of: Conversion, key: str, value: Any, row: KeyRow, ours: tuple[s
                 other = ", or reward.function=math" if "accuracy" in name else ""
                 of.result.check.append(f"{key}={name}: reads trl.rewards, so install trl{other}")
         else:
-            raise ConfigError(f"{key}={', '.join(names)}: set reward.function, with {name} as path/file.py:function")
+            change = f"set reward.function, with {name} as path/file.py:function"
+            raise ConfigError(key, ", ".join(names), change=change)
     if "reward.weights" in of.result.values:
         of.result.values["reward.weights"] = list(kept.values())
     if kept:

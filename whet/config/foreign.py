@@ -105,10 +105,10 @@ def trainer_of(system: str, program: str, keys: Mapping[str, Any]) -> tuple[str,
     for rule, is_named in zip(rules, named, strict=True):
         if is_named or any(key.startswith(each) for each in rule.get("keys", ()) for key in given):
             if "refused" in rule:
-                raise ConfigError(f"{rule['refused']}; expected a trainer that whet has: {has}")
+                raise ConfigError(system, rule["refused"], f"a trainer that whet has: {has}")
             return str(rule["trainer"]), any(named) or " " not in program
     if program and rules:
-        raise ConfigError(f"`{program[:200]}` is no trainer of {system} that whet knows; expected {has}")
+        raise ConfigError(system, f"no trainer that whet knows: `{program[:200]}`", has, "name another program")
     return "", True
 
 

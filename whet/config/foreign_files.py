@@ -69,7 +69,7 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
     # isfile never raises, for a text that is too long for a name either
     path = Path(source) if os.path.isfile(source) else None  # noqa: PTH113
     if path is None and not re.search(r"\s", source):
-        raise ConfigError(f"{source} does not exist; expected a file, or a command in quotes")
+        raise ConfigError(source, "does not exist", "a file, or a command in quotes", "correct the path")
     shown = "the command" if path is None else source
     try:
         with bounded():
@@ -80,18 +80,16 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{shown}{place}: {error.problem}; expected YAML; correct that place") from error
+        raise ConfigError(f"{shown}{place}", str(error.problem), "YAML", "correct that place") from error
     except (TooMuch, TimeoutError, MemoryError) as error:
         instead = "give a shorter one, or the resolved config that the framework prints (`--cfg job`), as YAML"
-        raise ConfigError(f"{shown} cannot be read within limits: {cause(error)}; {instead}") from error
+        raise ConfigError(shown, f"cannot be read within limits: {cause(error)}", change=instead) from error
     except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
-        found = f"cannot be read: {' '.join(str(error).split())}; expected YAML, Python or a shell script, in UTF-8"
-        raise ConfigError(f"{shown} {found}; correct that place") from error
+        found = f"cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError(shown, found, "YAML, Python or a shell script, in UTF-8", "correct that place") from error
     if not written.values:
-        notes = "".join(f"; {note}" for note in written.unread)
-        raise ConfigError(
-            f"{source[:200]} sets no key of {system}; expected key=value, --key value, YAML or Config(key=value){notes}"
-        )
+        forms = "key=value, --key value, YAML or Config(key=value)"
+        raise ConfigError(source[:200], f"sets no key of {system}", forms, "; ".join(written.unread))
     return written
 
 

@@ -21,7 +21,6 @@ from whet.config.keys import describe_type, field_at, is_free
 from whet.config.managers import MANAGERS
 from whet.config.section import Section
 from whet.errors import ConfigError
-from whet.options import WORDS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -77,7 +76,7 @@ def load_config(
     the caller passes as objects ("reward", "data", "val_data"), whose keys are then not required. `checked=False` skips
     the consistency checks (`whet.config.checks`).
 
-    Raises: ConfigError with one line for each error."""
+    Raises: ConfigError for the first error, with the `others`."""
     values, sources = compose(schema, recipe, overrides)
     _apply_reward_alias(values, sources)
     _apply_manager(values, sources)
@@ -95,17 +94,16 @@ def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None
         return
     alias = values.pop("custom_reward_function") or {}
     if not isinstance(alias, dict) or not alias.keys() <= {"path", "name"}:
-        raise ConfigError(f"custom_reward_function={alias!r}; expected path and name; put options below reward.kwargs")
+        change = "put options below reward.kwargs"
+        raise ConfigError("custom_reward_function", alias, "a mapping with path and name alone", change)
     if alias.get("path") is None:
         return
     function = f"{alias['path']}:{alias.get('name') or 'compute_score'}"
     source = sources.get("custom_reward_function.path", DEFAULT)
     if sources.get("reward.function") in (COMMAND_LINE, ARGUMENT):
         if source in (COMMAND_LINE, ARGUMENT) and reward["function"] != function:
-            raise ConfigError(
-                f"reward.function={reward['function']} and custom_reward_function.path ({function}) name two "
-                "functions; unset one of these two keys"
-            )
+            expected = f"the function of custom_reward_function.path, {function}"
+            raise ConfigError("reward.function", reward["function"], expected, "unset one of the two keys")
         return
     values["reward"] = {**reward, "function": function}
     sources["reward.function"] = f"alias custom_reward_function ({source})"
@@ -130,19 +128,19 @@ def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[st
             what = (
                 "half of a surrogate pair" if half else "a number of more than 4,300 digits, or a key of no plain type"
             )
-            place = f"{key} ({sources.get(key, DEFAULT)})"
-            raise ConfigError(f"{place} has {what}, which no file can store; write it as plain text") from error
+            change = f"write it as plain text ({sources.get(key, DEFAULT)})"
+            raise ConfigError(key, what, "a value that a file can store", change) from error
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        lines = [line for finding in error.errors() for line in _explain(schema, finding, values, sources)]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        errors = [each for finding in error.errors() for each in _explain(schema, finding, values, sources)]
+        raise ConfigError.joined({str(each): each for each in errors}.values()) from None
 
 
 def _explain(
     schema: type[Section], finding: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
-) -> Iterator[str]:
-    """Yields one line for each key of an error of pydantic."""
+) -> Iterator[ConfigError]:
+    """Yields an error for each key of one of pydantic."""
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
@@ -158,19 +156,7 @@ def _explain(
         found = next((value for name, value in found.items() if str(name) == rest[0]), found)
         key, expected = f"{key}.{rest[0]}", describe_type(get_args(field.annotation)[1])
     below = next((source for each, source in sources.items() if each.startswith(f"{key}.")), DEFAULT)
-    yield (
-        f"{key}={json.dumps(found, ensure_ascii=False, default=str)} ({sources.get(key, below)}) "
-        f"is {_kind(found)}; "
-        f"expected {expected}"
-    )
-
-
-def _kind(found: Any) -> str:
-    """Returns the type of a value in words; for a list also its length and the types of its items."""
-    if not isinstance(found, list):
-        return WORDS.get(type(found), type(found).__name__)
-    items = ", ".join(dict.fromkeys(WORDS.get(type(item), type(item).__name__) for item in found))
-    return f"a list of {len(found)}" + (f" ({items})" if items else "")
+    yield ConfigError(key, "''" if found == "" else found, expected, f"change it ({sources.get(key, below)})")
 
 
 def rename(

@@ -120,7 +120,7 @@ class Choice:
         if name is not None:
             entry_at(self.registry, key, name).resolve_options(options, where)
         elif options:
-            raise ConfigError(f"{where}={dict(options)}, but {key} is not set; set {key}, or remove the options")
+            raise ConfigError(where, dict(options), f"none, as {key} is not set", f"set {key}, or remove the options")
 
 
 def entry_at(registry: Registry, key: str, reference: str) -> Entry:
@@ -128,4 +128,5 @@ def entry_at(registry: Registry, key: str, reference: str) -> Entry:
     try:
         return registry[reference]
     except RegistryError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        key = key if error.key == registry.kind else f"{key}: {error.key}"
+        raise ConfigError(key, error.found, error.expected, error.change) from error

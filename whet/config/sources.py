@@ -22,6 +22,10 @@ OWN_KEYS = (
     *("data_source", "system_prompt", "format_prompt", "image_key", "video_key"),
 )
 _NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
+_FORMS = (
+    f"file ({', '.join(FILE_SUFFIXES[:3])}), folder, data set on the hub (owner/name), or function "
+    "(path/file.py:function)"
+)
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -59,16 +63,16 @@ def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> 
     if weights is None and not own:
         return None
     if weights is not None and own:
-        raise ConfigError(f"data.weights is set, but the entry {own[0].name} has a weight too; remove one of them")
+        expected = f"no value, as the entry {own[0].name} has a weight too"
+        raise ConfigError("data.weights", list(weights), expected, "remove one of the two")
     if weights is None and len(own) < len(sources):
         missing = next(source.name for source in sources if source.weight is None)
-        raise ConfigError(
-            f"data.train_files: {own[0].name} has a weight and {missing} has none; set one for every entry"
-        )
+        found = f"{own[0].name} has a weight and {missing} has none"
+        raise ConfigError("data.train_files", found, change="set one for every entry")
     given = [source.weight or 0.0 for source in sources] if weights is None else list(weights)
     if len(given) != len(sources):
-        lengths = f"data.weights has length {len(given)} and data.train_files length {len(sources)}"
-        raise ConfigError(f"{lengths}; set one weight for each entry")
+        expected = f"length {len(sources)}, that of data.train_files"
+        raise ConfigError("data.weights", given, expected, "set one weight for each entry")
     return [weight / sum(given) for weight in given]
 
 
@@ -77,17 +81,20 @@ def check_files(
 ) -> None:
     """Checks that the entries exist, as far as that is known without a network.  Raises: ConfigError."""
     if required and not entries:
-        raise ConfigError(
-            f"{key} is empty; name at least one file ({', '.join(FILE_SUFFIXES[:3])}), folder, data set on the hub "
-            "(owner/name) or function (path/file.py:function)"
-        )
+        raise ConfigError(key, [], f"at least one {_FORMS}", "name one")
     for source in read_sources(key, entries, data):
         if source.kind == "file" and not files_of(source.path):
-            raise ConfigError(f"{key}: {source.path} does not exist (seen from {Path.cwd()})")
+            raise missing_file(key, source.path)
         if key == "data.val_files" and source.weight is not None:
-            raise ConfigError(f"{key}: {source.name} has a weight, but validation reads every row; remove the weight")
+            expected = "no weight: validation reads every row"
+            raise ConfigError(key, f"{source.name} has a weight", expected, "remove the weight")
     if key == "data.train_files":
         read_weights(read_sources(key, entries, data), data.weights)
+
+
+def missing_file(key: str, path: str) -> ConfigError:
+    """The error for a file that does not exist."""
+    return ConfigError(key, f"{path} does not exist (seen from {Path.cwd()})", change="correct the path")
 
 
 def files_of(path: str) -> list[Path]:
@@ -103,16 +110,16 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Examples
     for name in entry:
         if name not in (*ENTRY_KEYS, *own_keys):
             known = (*ENTRY_KEYS, *own_keys)
-            hint = did_you_mean(str(name), known, f"expected {', '.join(known)}", quoted=False)
-            raise ConfigError(f"{key}: unknown key {name!r} in an entry; {hint}")
+            hint = did_you_mean(str(name), known, "correct the name", quoted=False)
+            raise ConfigError(key, f"unknown key {name!r} in an entry", f"one of {', '.join(known)}", hint)
     path, weight = entry.get("path"), entry.get("weight")
     if not isinstance(path, str):
-        raise ConfigError(f"{key}: the entry {dict(entry)} has no path; expected path: FILE, FOLDER, HUB or FUNCTION")
+        raise ConfigError(key, dict(entry), "an entry with path: FILE, FOLDER, HUB or FUNCTION", "add it")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
-        raise ConfigError(f"{key}: the weight of {path} is {weight!r}; expected a number > 0")
+        raise ConfigError(f"{key}: weight of {path}", weight, "a number > 0", "correct it")
     for name in ("filter", "options"):
         if not isinstance(entry.get(name, {}), Mapping):
-            raise ConfigError(f"{key}: {name} of {path} is {entry[name]!r}; expected a mapping")
+            raise ConfigError(f"{key}: {name} of {path}", entry[name], "a mapping", "correct it")
     kind, name, config, split = _kind(key, path)
     source = Source(
         kind=kind,
@@ -125,9 +132,9 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Examples
         fields={name: entry[name] for name in own_keys if name in entry},
     )
     if kind in ("file", "function") and (source.config or source.split):
-        raise ConfigError(f"{key}: {path} is a {kind}, which has no config and no split; remove them")
+        raise ConfigError(f"{key}: {path}", f"a {kind}, which has no config and no split", change="remove them")
     if kind != "function" and source.options:
-        raise ConfigError(f"{key}: {path} is a {kind}, and only a function has options; remove the options")
+        raise ConfigError(f"{key}: {path}", f"a {kind}, and only a function has options", change="remove the options")
     return source
 
 
@@ -141,18 +148,16 @@ def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "functi
         return "file", path, None, None
     location, _, function = path.rpartition(":")
     if location.endswith(".py") and not Path(location).expanduser().is_file():
-        raise ConfigError(f"{key}: {location} does not exist (seen from {Path.cwd()})")
+        raise missing_file(key, location)
     if location.endswith(".py") or (location and "/" not in path and function.isidentifier()):
         return "function", path, None, None
     if parts and Path(parts["path"]).expanduser().is_dir():
         return "folder", parts["path"], parts["config"], parts["split"]
     file = Path(path).expanduser()
     if file.is_file():
-        raise ConfigError(f"{key}: {path} ends in {file.suffix or 'nothing'}; expected {', '.join(FILE_SUFFIXES[:3])}")
+        found, suffixes = f"{path} ends in {file.suffix or 'nothing'}", ", ".join(FILE_SUFFIXES[:3])
+        raise ConfigError(key, found, suffixes, "convert it, or read it with a function (path/file.py:function)")
     if parts and _HUB.fullmatch(parts["path"]) and not path.startswith((".", "~")) and not file.parent.is_dir():
         return "hub", parts["path"], parts["config"], parts["split"]
-    raise ConfigError(
-        f"{key}: {path} does not exist (seen from {Path.cwd()}); expected a file ({', '.join(FILE_SUFFIXES[:3])}), a "
-        "folder, owner/name or hub:owner/name of a data set on the hub, with :config and @split, or "
-        "path/file.py:function"
-    )
+    found, more = f"{path} does not exist (seen from {Path.cwd()})", "hub:owner/name, :config and @split for the hub"
+    raise ConfigError(key, found, f"a {_FORMS}; {more}", "correct the path")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PositiveFloat
 
 from whet.config.section import Choice, Place, Section, entry_at, key
+from whet.config.sources import missing_file
 from whet.errors import ConfigError
 from whet.registry import TOOL_PARSERS, TOOLS
 
@@ -50,24 +51,24 @@ class ToolsConfig(Section):
     tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
 
 
-def tool_rule(section: ToolsConfig, at: Place) -> Iterator[str]:
+def tool_rule(section: ToolsConfig, at: Place) -> Iterator[ConfigError]:
     """Checks entries and limits without running user code."""
     known = [each.name for each in dataclasses.fields(ToolLimits)]
     if unknown := sorted({*section.tool_limits} - {*known}):
-        yield f"{at.of('tool_limits')} has {unknown[0]!r}; expected {', '.join(known)}; correct the name"
+        yield ConfigError(at.of("tool_limits"), unknown[0], f"one of {', '.join(known)}", "correct the name")
         return
     if not section.tools:
         given = [name for name in ("tool_parser", "tool_limits") if section[name]]
         if given:
-            yield f"{at.of(given[0])} is set, but {at.of('tools')} is empty; set {at.of('tools')}, or unset it"
+            change = f"set {at.of('tools')}, or unset it"
+            yield ConfigError(at.of(given[0]), section[given[0]], f"no value, as {at.of('tools')} is empty", change)
         return
     limits = ToolLimits(**section.tool_limits)
     for name, most in (("seconds", "step_seconds"), ("start_seconds", "reset_seconds")):
         if getattr(limits, name) >= section[most]:
-            yield (
-                f"{at.of('tool_limits')}.{name}={getattr(limits, name):g} is not below {at.of(most)}="
-                f"{section[most]:g}, which would fail the episode first: lower it, or raise {at.of(most)}"
-            )
+            expected = f"less than {at.of(most)}={section[most]:g}, which would fail the episode first"
+            key, change = f"{at.of('tool_limits')}.{name}", f"lower it, or raise {at.of(most)}"
+            yield ConfigError(key, getattr(limits, name), expected, change)
     for number, entry in enumerate(section.tools):
         where = f"{at.of('tools')}[{number}]"
         try:
@@ -77,9 +78,9 @@ def tool_rule(section: ToolsConfig, at: Place) -> Iterator[str]:
             elif kind == "python":
                 location = value.rpartition(":")[0]
                 if location.endswith(".py") and not Path(location).expanduser().is_file():
-                    yield f"{where}: {location} does not exist (seen from {Path.cwd()}); correct the path"
+                    yield missing_file(where, location)
         except ConfigError as error:
-            yield str(error)
+            yield error
 
 
 def read_entry(entry: Any, where: str) -> tuple[str, Any, Mapping[str, Any]]:
@@ -88,12 +89,10 @@ def read_entry(entry: Any, where: str) -> tuple[str, Any, Mapping[str, Any]]:
         entry = {"python": entry}
     kinds = [kind for kind in ("python", "mcp") if kind in entry]
     if len(kinds) != 1 or {*entry} - {"options", *kinds} or ("options" in entry and kinds == ["mcp"]):
-        raise ConfigError(
-            f"{where}={dict(entry)}; expected a name, {{python: path/file.py:function, options: {{...}}}}, or "
-            "{mcp: {command: [...]}}: correct the entry"
-        )
+        forms = "a name, {python: path/file.py:function, options: {...}}, or {mcp: {command: [...]}}"
+        raise ConfigError(where, dict(entry), forms, "correct the entry")
     value = entry[kinds[0]]
     if not isinstance(value, str if kinds == ["python"] else Mapping):
         expected = "text" if kinds == ["python"] else "a mapping with command, url or python"
-        raise ConfigError(f"{where}.{kinds[0]}={value!r}; expected {expected}: correct it")
+        raise ConfigError(f"{where}.{kinds[0]}", value, expected, "correct it")
     return kinds[0], value, entry.get("options") or {}

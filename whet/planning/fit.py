@@ -103,7 +103,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
             found = rooms(setup)
             room = max(found, key=lambda each: each.used)
             if room.free is not None and room.tensors > room.free:
-                raise ConfigError(_too_much_memory(setup, room, replan))
+                raise _too_much_memory(setup, room, replan)
             if room.free is not None and room.needed > 0.8 * room.free:
                 log.warning(
                     "this run needs about %s of memory, and %s has %s free; `whet plan` shows the parts",
@@ -213,7 +213,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
     }
 
 
-def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> str:
+def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> ConfigError:
     memory = room.memory
     phase = max(memory.phases, key=lambda each: memory.total(each, on_device=room.on_device))
     items = [item for item in memory.items if item.on_device == room.on_device]
@@ -222,12 +222,12 @@ def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -
     if memory.untouched_bytes:
         largest += f"; without {size(memory.untouched_bytes)} of the KV cache that are reserved but never written"
     lines = [
-        f"this run needs about {size(room.needed)} of memory in the phase {phase} ({largest}), "
-        f"but {room.name} has {size(room.free or 0)} free; change some of these settings:",
+        "change some of these settings:",
         *advice(changes(setup, room, replan), room.free or 0),
         f"`whet plan` shows the whole estimate; {ANYWAY}=1 in the environment starts the run anyway",
     ]
-    return "\n".join(lines)
+    found = f"this run needs about {size(room.needed)} in the phase {phase} ({largest})"
+    return ConfigError("memory", found, f"at most {size(room.free or 0)}, free in {room.name}", "\n".join(lines))
 
 
 def advice(found: list[Change], free: int) -> list[str]:
@@ -247,7 +247,6 @@ def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
     """Checks that a checkpoint of `needed` bytes fits onto the disk.  Raises: ConfigError."""
     free = free_disk(run_dir) + reclaimed_bytes
     if needed > free and os.environ.get(ANYWAY, "0") in ("", "0"):
-        raise ConfigError(
-            f"a checkpoint needs about {size(needed)}, but {run_dir} has {size(free)} free; free disk space, choose "
-            f"another trainer.run_dir, or set {ANYWAY}=1 in the environment to go on anyway"
-        )
+        found, expected = f"a checkpoint needs about {size(needed)}", f"at most {size(free)}, free in {run_dir}"
+        change = "free disk space, choose another trainer.run_dir"
+        raise ConfigError("disk", found, expected, f"{change}, or set {ANYWAY}=1 in the environment to go on anyway")

@@ -111,10 +111,8 @@ def forecast(
 
     Raises: ConfigError, ModelError."""
     if config.model.path is None:
-        raise ConfigError(
-            "model.path is not set; set it to a hub name, or to a model folder (a config.json is enough, with the "
-            "preprocessor_config.json of a model that reads images)"
-        )
+        needs = "a config.json is enough, with the preprocessor_config.json of a model that reads images"
+        raise ConfigError("model.path", None, f"a hub name, or a model folder ({needs})", "set it")
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
     device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")

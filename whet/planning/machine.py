@@ -64,7 +64,7 @@ def stated(gib: float | None, name: str) -> FreeMemory | None:
     if gib is None:
         return None
     if not 0 < gib < math.inf:
-        raise ConfigError(f"the memory of {name} is stated as {gib:g} GiB; expected a number above 0, such as 80")
+        raise ConfigError(f"memory of {name}", f"{gib:g} GiB", "more than 0, such as 80 GiB", "state another")
     return FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB", round(gib * 2**30))
 
 

@@ -251,7 +251,8 @@ class Outline:
                 run = self._compute if self.kept is COMPILED else self._run
                 _PASSES[key] = run(rows, needs, accumulates)
             except RuntimeError as error:  # for instance an operator whose output shape depends on numbers
-                raise ModelError(f"{role.model_path} cannot be planned without its numbers: {error}") from error
+                found = f"cannot be planned without its numbers: {error}"
+                raise ModelError(str(role.model_path), found, change="start the run without `whet plan`") from error
         return Counter(_PASSES[key]) + Counter({"vision activations": self.vision_bytes(rows)})
 
     def _compute(self, rows: Sequence[RowLength], _: frozenset[str], accumulates: bool) -> Counter[str]:

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from benchmarks.workers.card_invariant import batch_of
 from tests.models.interpreted import exact_products
+from tests.raising import raises
 from tests.rollout.standin import install
 from whet.config import TrainConfig, load_config
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
@@ -156,5 +157,5 @@ def test_an_engine_names_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         engine.attach(load_policy(folder), 0)
     base = {"model.path": str(folder), "rollout.engine.options": {"batch_invariant": True}, "model.dtype": "bfloat16"}
     load_config(TrainConfig, None, base, given={"reward", "data"})
-    with pytest.raises(ConfigError, match=r"actor\.engine\.name=fsdp"):
+    with raises(ConfigError, "actor.engine.name", found="fsdp"):
         load_config(TrainConfig, None, {**base, "actor.engine.name": "fsdp"}, given={"reward", "data"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ import server_conformance as servers
 from fake_engines import CPU, Start, events_of, request, starting
 
 from tests import pictures
+from tests.raising import raises
 from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.load import load_policy
@@ -362,7 +364,8 @@ def test_the_option_has_an_earlier_name(caplog: pytest.LogCaptureFixture) -> Non
         found = ROLLOUT_ENGINES[engine].resolve_options({"keep_cache": is_kept}, "rollout.engine.options")
         assert found["on_new_weights"] == new and "keep_cache" not in found
     assert "rollout.engine.options: keep_cache is now called on_new_weights" in caplog.text
-    with pytest.raises(ConfigError, match=r"on_new_weights='stop'; expected one of recompute, keep, wait, abort"):
+    ways = "one of recompute, keep, wait, abort"
+    with raises(ConfigError, "rollout.engine.options.on_new_weights", found="stop", expected=ways):
         ROLLOUT_ENGINES["vllm"].resolve_options({"on_new_weights": "stop"}, "rollout.engine.options")
 
 
@@ -733,9 +736,9 @@ def test_options_are_checked_before_anything_starts(start: Start, model_folder: 
     model = ModelConfig(path=str(model_folder))
     with pytest.raises(ConfigError, match=r"adapter=true with model.lora.rank=None; expected a rank of 1 to 512"):
         VLLMEngine(torch.float32, 8, CPU, model, adapter=True)
-    with pytest.raises(ConfigError, match="has no option 'weights_dirs'; did you mean 'weights_dir'"):
+    with raises(ConfigError, re.compile("weights_dirs$"), found=True, change="did you mean 'weights_dir'?"):
         ROLLOUT_ENGINES["vllm"].resolve_options({"weights_dirs": True}, "rollout.engine.options")
-    with pytest.raises(ConfigError, match="kv_cache_bytes=0; expected a whole number > 0"):
+    with raises(ConfigError, re.compile("kv_cache_bytes$"), found=0, expected=re.compile("a whole number > 0")):
         ROLLOUT_ENGINES["vllm"].resolve_options({"kv_cache_bytes": 0}, "rollout.engine.options")
 
 
