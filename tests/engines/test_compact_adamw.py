@@ -214,7 +214,5 @@ def test_state_resumes_to_the_same_bits(state_dtype: Kept, model_folder: Path) -
 
 def test_only_adamw_has_it(model_folder: Path) -> None:
     overrides = {"model.path": str(model_folder), "actor.optim.name": "muon", "actor.optim.state_dtype": "int8"}
-    with pytest.raises(
-        ConfigError, match=r"actor\.optim\.state_dtype=int8 is an option of adamw, but actor\.optim\.name is muon"
-    ):
+    with pytest.raises(ConfigError, match=r"actor\.optim\.state_dtype.*int8.*actor\.optim\.name.*muon"):
         load_config(TrainConfig, None, overrides, given={"reward", "data"})

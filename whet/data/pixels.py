@@ -228,8 +228,8 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        found = "it is another one, or the file is cut off"
-        raise _OtherFormatError("format", found, f"one of {', '.join(formats)}", REPLACE) from error
+        problem = "it is another one, or the file is cut off"
+        raise _OtherFormatError("format", problem, f"one of {', '.join(formats)}", REPLACE) from error
     except Image.DecompressionBombError as error:
         size = f"{int(found[0]):,}" if (found := re.findall(r"\((\d+) pixels\)", str(error))) else "too many"
         raise DataError("size", f"{size} pixels", f"at most {MAX_PIXELS:,} in all", SMALLER) from error

@@ -103,7 +103,7 @@ def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
             is_limited = value is not None and limits
             yield {"type": OBJECTS[form], "value": {OBJECTS[form]: value, **limits} if is_limited else value}
         elif "audio" in form:
-            raise DataError(f"message {number}", f"has a part of type {form!r}", "text, images and videos only")
+            raise DataError(f"message {number}", f"has a part of type {form!r}", "only text, images and videos")
         elif form == "text" and not has_objects and message.role != "assistant":
             yield from _split(part)
         else:

@@ -144,7 +144,7 @@ class PromptFormat:
             self.refuse_media(row, messages)
             return tuple(messages), []
         if has(row, "audio") or has(row, "audios"):
-            raise DataError("audio", "is in a field", "images and videos only", "exclude such rows (data.filter)")
+            raise DataError("audio", "is in a field", "only images and videos", "exclude such rows (data.filter)")
         placed, values = place(messages, values_of(row, self.media_keys))
         limit = self.reader.limits.limit_images
         if limit is not None and len(values) > limit:
