@@ -128,7 +128,7 @@ def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> It
     for name, weight in weights:
         if name not in own or own[name].shape != weight.shape:
             has = f"{name} of {list(own[name].shape)}" if name in own else f"no {name}"
-            found = f"{list(weight.shape)} came for a rollout whose model has {has}"
+            found = f"shape {list(weight.shape)} came for a rollout whose model has {has}"
             raise MisfitError(name, found, "trainer and rollout of the same model", "let both load model.path")
         left.pop(name, None)
         yield name, weight
