@@ -27,7 +27,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"ModelError: {tmp_path}/none" in error(capsys, tmp_path / "none", "--port", 0)
     (tmp_path / "empty").mkdir()
-    assert "is no checkpoint and no run with one" in error(capsys, tmp_path / "empty", "--port", 0)
+    assert f"CheckpointError: {tmp_path}/empty" in error(capsys, tmp_path / "empty", "--port", 0)
 
 
 def test_a_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

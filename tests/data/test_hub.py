@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import datasets
 import huggingface_hub
 import pytest
 
+from tests.raising import raises
 from whet.data import sources
 from whet.data.sources import read_hub
 from whet.errors import DataError, DeadlineError
@@ -40,13 +42,14 @@ def test_a_folder_is_read_by_split(folder: Path) -> None:
     assert read(folder) == TRAIN
     assert read(folder, split="test") == TEST
     assert read(folder, split="train[:1]") == TRAIN[:1]
-    with pytest.raises(DataError, match=r"additions has 2 splits; it has train, test: write .*additions@train for one"):
+    two = {"found": re.compile(" 2 "), "expected": re.compile("train, test"), "change": re.compile("additions@train")}
+    with raises(DataError, re.compile("additions$"), **two):
         read(folder, default=None)
-    with pytest.raises(
-        DataError, match=r"additions@dev cannot be read: Unknown split \"dev\".*write .*additions@SPLIT"
-    ):
+    change = re.compile("additions@SPLIT")
+    with raises(DataError, re.compile("additions@dev$"), found=re.compile('Unknown split "dev"'), change=change):
         read(folder, split="dev")
-    with pytest.raises(DataError, match=r"additions:main cannot be read: .*Available.*write .*additions:CONFIG"):
+    change = re.compile("additions:CONFIG")
+    with raises(DataError, re.compile("additions:main$"), found=re.compile("Available"), change=change):
         read(folder, config="main")
 
 
@@ -56,9 +59,9 @@ def test_what_save_to_disk_wrote_is_read(folder: Path, tmp_path: Path) -> None:
     both["val"].save_to_disk(tmp_path / "one")
     assert (read(tmp_path / "both"), read(tmp_path / "both", split="val")) == (TRAIN, TEST)
     assert read(tmp_path / "one", default=None) == TEST
-    with pytest.raises(DataError, match=r"both has no split 'test'; it has train, val: write"):
+    with raises(DataError, re.compile("both$"), found=re.compile("'test'"), expected=re.compile("train, val")):
         read(tmp_path / "both", split="test")
-    with pytest.raises(DataError, match=r"one has a single split without a name; remove @val"):
+    with raises(DataError, re.compile("one$"), change=re.compile("@val$")):
         read(tmp_path / "one", split="val")
 
 
@@ -71,15 +74,14 @@ def test_a_set_that_was_fetched_before_is_read_without_network(folder: Path, tmp
 
 
 def test_without_network_the_error_says_what_to_do(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"owner/unknown@train cannot be fetched .*; there is no network, .*HF_HUB_OFF"):
+    with raises(DataError, key="owner/unknown@train", change=re.compile("HF_HUB_OFFLINE=1")):
         read("owner/unknown", split="train")
 
 
 def test_what_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_read_datasets", lambda *arguments: time.sleep(5))
     start = time.monotonic()
-    with pytest.raises(
-        DeadlineError, match=r"owner/slow was not downloaded within data.hub_deadline_seconds=0.05; raise it"
-    ):
+    found = re.compile(r"data\.hub_deadline_seconds=0\.05")
+    with raises(DeadlineError, key="owner/slow", found=found, change=re.compile("HF_HUB_OFFLINE=1")):
         read_hub("owner/slow", None, None, default_split=None, deadline_seconds=0.05)
     assert time.monotonic() - start < 4.5  # not the five seconds that it sleeps

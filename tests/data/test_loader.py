@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
+from tests.raising import raises
 from whet.data.loader import OrderLoader, PromptLoader, steps_per_epoch
 from whet.errors import DataError
 from whet.keyed import key
@@ -66,7 +67,7 @@ def test_row_numbers_come_in_the_order_of_the_prompts() -> None:
 def test_a_state_of_more_prompts_is_refused() -> None:
     loader = PromptLoader(prompts(4), seed=0)
     loader.take(3)
-    with pytest.raises(DataError, match="row 3 of an epoch of 3 rows"):
+    with raises(DataError, key="checkpoint", found=re.compile("row 3 of an epoch of 3")):
         PromptLoader(prompts(3), seed=0).load_state(loader.state())
 
 
@@ -75,7 +76,7 @@ def test_steps_per_epoch_counts_whole_steps() -> None:
 
 
 def test_no_prompts_are_refused() -> None:
-    with pytest.raises(DataError, match="no rows to load"):
+    with raises(DataError, key="number of rows", found=0):
         PromptLoader([], seed=0)
 
 

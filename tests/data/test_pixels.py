@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.data.seeing import encoded, picture
+from tests.raising import raises
 from whet.data.pixels import from_array, image_header, image_pixels, rgb, video_header, video_pixels
 from whet.errors import DataError
 
@@ -82,7 +84,7 @@ def test_a_truncated_file_is_found_when_it_is_read(form: str) -> None:
     content = encoded(noise, form)
     assert header(content) == (64, 64)
     for share in (0.5, 0.9):
-        with pytest.raises(DataError, match=r"it cannot be read as an image|it is no image"):
+        with raises(DataError, re.compile("^(content|format)$")):
             header(content[: int(len(content) * share)])
 
 
@@ -96,10 +98,10 @@ def test_a_picture_of_any_size_is_read_where_that_is_asked_for() -> None:
 
 
 def test_a_number_of_pixels_that_is_none_is_named() -> None:
-    code = "import whet.errors\ntry: import whet.data.pixels\nexcept whet.errors.ConfigError as error: print(error)"
+    code = "import whet.errors\ntry: import whet.data.pixels\nexcept whet.errors.ConfigError as e: print(e.args)"
     given = {**os.environ, "WHET_MAX_IMAGE_PIXELS": "abc"}
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, env=given, check=True)
-    assert b"WHET_MAX_IMAGE_PIXELS='abc' in the environment: expected a number above 0" in said.stdout
+    assert re.match(rb"\(.WHET_MAX_IMAGE_PIXELS.*, .abc.,", said.stdout)
 
 
 def test_a_jpeg_with_bytes_behind_its_end_is_whole() -> None:
@@ -107,26 +109,23 @@ def test_a_jpeg_with_bytes_behind_its_end_is_whole() -> None:
     assert header(content + bytes(5000)) == (28, 56)
 
 
+LARGE = {"expected": re.compile("67,108,864"), "change": re.compile("WHET_MAX_IMAGE_PIXELS=NUMBER$")}
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "key", "fields"),
     [
-        (
-            bomb(9_000, 9_000),
-            r"it is 9000 x 9000 pixels, expected at most 67,108,864 in all; save it smaller",
-        ),
-        (
-            bomb(20_000, 20_000),
-            r"it has 400,000,000 pixels, expected at most 67,108,864 in all; save it smaller[^()]*NUMBER$",
-        ),
-        (bomb(20_000, 1), r"it is 20000 x 1 pixels: one side is over 200 times the other"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", r"it is no image"),  # would run ghostscript
-        (b"<svg/>", r"it is no image"),
+        (bomb(9_000, 9_000), "size", {"found": "9000 x 9000 pixels", **LARGE}),
+        (bomb(20_000, 20_000), "size", {"found": "400,000,000 pixels", **LARGE}),
+        (bomb(20_000, 1), "size", {"found": "20000 x 1 pixels", "expected": re.compile(" 200 ")}),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "format", {}),  # would run ghostscript
+        (b"<svg/>", "format", {}),
     ],
 )
-def test_dangerous_files_are_refused_by_their_header(content: bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_dangerous_files_are_refused_by_their_header(content: bytes, key: str, fields: dict[str, object]) -> None:
+    with raises(DataError, key, **fields):
         header(content)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, key, **fields):
         image_pixels(io.BytesIO(content))
 
 
@@ -181,16 +180,16 @@ def test_films_without_pictures_are_refused(tmp_path: Path) -> None:
         out.mux(stream.encode())
     whole = film(tmp_path / "a.avi").read_bytes()
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
-    for content, message in [
-        ((tmp_path / "sound.mp4").read_bytes(), "it has no video stream, only sound or text"),
-        (b"not a film", "it cannot be read as a video"),
-        (b"", "it cannot be read as a video"),
-        (playlist, "it cannot be read as a video"),
-        (whole[:1500], "cannot be read as a video|without frames"),
+    for content, key in [
+        ((tmp_path / "sound.mp4").read_bytes(), "video stream"),
+        (b"not a film", "content"),
+        (b"", "content"),
+        (playlist, "content"),
+        (whole[:1500], re.compile("content|number of")),
     ]:
-        with pytest.raises(DataError, match=message):
+        with raises(DataError, key):
             video_header(io.BytesIO(content))
-    with pytest.raises(DataError, match=r"only 1 of 2 frames can be decoded"):
+    with raises(DataError, key="decoded frames", found=1, expected=re.compile("^2")):
         video_pixels(io.BytesIO(whole), (2, 200))
 
 
@@ -208,16 +207,15 @@ def test_half_a_film_is_refused(tmp_path: Path, name: str, options: dict[str, st
     for whole in (content, content + bytes(100) if name != "a.gif" else content):  # as some programs pad them
         assert len(video_header(io.BytesIO(whole)).seconds) == 8
     for share in (0.6, 0.9, 0.99):
-        with pytest.raises(
-            DataError, match=r"it cannot be read as a video: " + ("" if name == "a.gif" else "it is cut")
-        ):
-            video_header(io.BytesIO(content[: int(len(content) * share)]))
+        part = content[: int(len(content) * share)]
+        with raises(DataError, "content") if name == "a.gif" else raises(DataError, "number of bytes", found=len(part)):
+            video_header(io.BytesIO(part))
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
 def test_a_film_without_frames_says_so(tmp_path: Path, name: str) -> None:
     content = film(tmp_path / name, num_frames=0).read_bytes()
-    with pytest.raises(DataError, match=r"it is a video without frames; replace it, or drop the row"):
+    with raises(DataError, key="number of frames", found=0):
         video_header(io.BytesIO(content))
 
 

@@ -2,15 +2,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.seeing import encoded, picture
+from tests.raising import raises
 from whet.config.schema import EvalConfig, SFTConfig, TrainConfig
 from whet.data.load import EntryCounts
 from whet.data.preview import histogram, percentile, pieces, preview, shortened, spans, thumbnail
@@ -63,7 +64,7 @@ def test_prompts_over_the_limit_are_counted_and_shown(tokenizer: PreTrainedToken
     assert [row.title for row in preview(config, tokenizer, num_rows=2, index=3).rows] == ["row 3"]
     drawn = preview(config, tokenizer, num_rows=3, drawn=True)
     assert [row.title for row in drawn.rows] == ["row 0", "row 2", "row 0"]
-    with pytest.raises(DataError, match="there is no row 4; expected --index from 0 to 3"):
+    with raises(DataError, key="--index", found=4, expected=re.compile("row, from 0 to 3")):
         preview(config, tokenizer, num_rows=2, index=4)
     evaluation = EvalConfig.model_validate({"data": {**data, "train_files": [], "val_files": data["train_files"]}})
     assert preview(evaluation, tokenizer, num_rows=0).lengths == found.lengths
@@ -79,7 +80,7 @@ def test_examples_are_cut_and_show_what_is_learned(tokenizer: PreTrainedTokenize
     assert [row.mask for row in found.rows] == [(0, 0, 1, 1, 1, 1), (0, 0, *[1] * 8)]
     assert len(preview(config, tokenizer, num_rows=5, drawn=True).rows) == 5
     assert [row.title for row in preview(config, tokenizer, num_rows=5, index=1).rows] == ["example 1"]
-    with pytest.raises(DataError, match="there is no example 2; expected --index from 0 to 1"):
+    with raises(DataError, key="--index", found=2, expected=re.compile("example, from 0 to 1")):
         preview(config, tokenizer, num_rows=5, index=2)
 
 

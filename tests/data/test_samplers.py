@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.raising import raises
 from whet.config.schema import DataConfig
 from whet.data.load import EntryCounts, Loaded
 from whet.data.loader import in_order, mixture, shuffled
@@ -73,9 +75,8 @@ def test_each_source_goes_through_all_its_rows_before_one_comes_again() -> None:
 
 
 def test_a_weight_that_draws_nothing_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"data.weights gives entry 1 of train_files a weight of 0.01, which is no row in an epoch"
-    ):
+    weights = re.compile(r"entry 1 .* 0\.01, .* 18$")  # rows of an epoch
+    with raises(DataError, key="data.weights", found=weights):
         loader(loaded(9, 9, weights=[0.99, 0.01]))
 
 
@@ -95,7 +96,7 @@ def test_resuming_gives_the_same_prompts_with_names_that_are_used_once(
     data: dict[str, Any], weights: list[float] | None, before: int
 ) -> None:
     if weights and data.get("sampler") == "learnability":
-        with pytest.raises(DataError, match="chooses among all prompts, which excludes weights of data entries"):
+        with raises(DataError, key="data.sampler=learnability", found=re.compile("weights")):
             loader(loaded(3, 7, weights=weights), **data)
         return
     whole, stopped, resumed = (loader(loaded(3, 7, weights=weights), total_draws=30, **data) for _ in range(3))
@@ -205,21 +206,27 @@ def test_samplers_of_ones_own(tmp_path: Path) -> None:
 
     assert places(own("backwards").take(5)) == [3, 2, 1, 0, 3]
     assert places(own("backwards", first=2).take(5)) == [3, 2, 3, 2, 3]
-    for name, said in [
-        ("outside", "own.py:outside: returned row 99 of 4 prompts; expected 0 to 3"),
-        ("names", r"own.py:names: expected row numbers, found \['a'\]"),
-        ("raises", "own.py:raises raised AttributeError: 'Prompt' object has no attribute 'nothing'"),
-        ("Incomplete", "own.py:Incomplete has no method observe; an adaptive sampler needs take, observe, state"),
+    for name, found, expected in [
+        ("outside", re.compile(r"row 99 of 4"), "0 to 3"),
+        ("names", re.compile(r"\['a'\]"), None),
+        ("raises", re.compile("AttributeError: 'Prompt' object has no attribute 'nothing'"), None),
+        ("Incomplete", re.compile("observe"), re.compile("take, observe, state")),
     ]:
-        with pytest.raises(DataError, match=said):
+        with raises(
+            DataError,
+            key=f"data.sampler={tmp_path}/own.py:{name}",
+            found=found,
+            **({} if expected is None else {"expected": expected}),
+        ):
             own(name).take(1)
-    with pytest.raises(DataError, match=r"own.py:Short: take\(2\) returned 1 row numbers; expected 2"):
+    with raises(DataError, key=f"data.sampler={tmp_path}/own.py:Short: take(2)", found=re.compile("1 "), expected="2"):
         own("Short").take(2)
-    with pytest.raises(ConfigError, match="has no option 'frist'; did you mean 'first'"):
+    with pytest.raises(ConfigError, match=r"'frist'.*'first'"):
         own("backwards", frist=2)
-    with pytest.raises(DataError, match=r"data\.sampler changed since: restore it"):
+    with raises(DataError, key="checkpoint", found=re.compile("own.py:Short"), change=re.compile(r"data\.sampler")):
         own("Short").load_state({"epoch": 0, "index": 1})
-    with pytest.raises(DataError, match=r"of the 2 rows of an entry; with data\.weights it must"):
+    key = f"data.sampler={tmp_path}/own.py:backwards"
+    with raises(DataError, key=key, found=re.compile("1 of the 2 "), expected=re.compile(r"data\.weights")):
         loader(
             loaded(2, 2, weights=[0.5, 0.5]), sampler=f"{tmp_path}/own.py:backwards", sampler_options={"first": 1}
         ).take(1)

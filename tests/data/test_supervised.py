@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.raising import raises
 from whet.config.schema import SupervisedDataConfig
 from whet.data import supervised
 from whet.data.prompts import PromptFormat
@@ -137,7 +139,7 @@ def test_turns_that_end_with_another_token(with_template: WithTemplate) -> None:
 
 
 def test_a_template_that_rewrites_turns_is_refused(with_template: WithTemplate) -> None:
-    with pytest.raises(DataError, match=r"row 0: the chat template rewrites earlier turns.*\{% generation %\}"):
+    with raises(DataError, key="row 0: chat template", change=re.compile(r"\{% generation %\}")):
         one(with_template(LAST_TURN_DIFFERS), {"messages": CONVERSATION})
 
 
@@ -155,38 +157,41 @@ def test_long_examples_are_cut_dropped_or_refused(
     cut = build_examples(rows, prompt_format, max_length=limit)
     shortened = SupervisedExample(whole[1].input_ids[:limit], (*[0] * (limit - 2), 1, 1))
     assert cut == (whole[0], shortened)  # of the third only prompt would be left
-    assert f"truncated 1 and dropped 1 of 3 examples over data.max_length={limit} tokens" in caplog.text
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.args == (1, 1, 3, limit)
     dropped = build_examples(rows, prompt_format, max_length=limit, overlong="drop")
     assert dropped == (whole[0],)
-    with pytest.raises(DataError, match=rf"row 1 has {limit + 29} tokens, over data.max_length={limit}"):
+    with raises(DataError, "row 1: number of tokens", found=limit + 29, expected=re.compile(rf"max_length={limit}$")):
         build_examples(rows, prompt_format, max_length=limit, overlong="error")
-    with pytest.raises(DataError, match=r"no example is left of 3 rows \(data.max_length=2, data.overlong=drop\)"):
+    expected = re.compile(r" 3 .*data\.overlong=drop")
+    with raises(DataError, key="data.max_length", found=2, expected=expected):
         build_examples(rows, prompt_format, max_length=2, overlong="drop")
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "key", "fields"),
     [
-        ({"question": "hi"}, r"row 1: field 'prompt' is missing; the row has question; set data\.prompt_key or"),
-        ({"prompt": "hi", "answer": "x"}, r"row 1: field 'response' is missing; the row has prompt, answer"),
-        ({"prompt": "hi", "response": 3}, "row 1: expected text as the response, found int"),
-        ({"messages": "hi"}, r"row 1: field 'messages': expected a list of messages .*, found str; correct the row"),
-        ({"messages": CONVERSATION[:1]}, r"row 1: the messages \(roles user\) have no assistant text to train on"),
+        ({"question": "hi"}, "field 'prompt'",
+         {"found": re.compile("question$"), "change": re.compile(r"data\.prompt_key or data\.messages_key")}),
+        ({"prompt": "hi", "answer": "x"}, "field 'response'", {"found": re.compile("prompt, answer$")}),
+        ({"prompt": "hi", "response": 3}, "response type", {"found": "int"}),
+        ({"messages": "hi"}, "field 'messages'", {"found": re.compile("str$"), "expected": re.compile("^a list")}),
+        ({"messages": CONVERSATION[:1]}, "messages", {"found": re.compile(r"\(roles user\)")}),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be_learned_is_named(
-    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], message: str
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], key: str, fields: dict[str, object]
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, f"row 1: {key}", **fields):
         build_examples([{"prompt": "a", "response": "b"}, row], PromptFormat(tokenizer))
 
 
 def test_messages_need_a_chat_template_and_responses_an_end(with_template: WithTemplate) -> None:
     raw = with_template(None)
-    with pytest.raises(DataError, match="row 0: a list of messages needs a chat template"):
+    with raises(DataError, key="row 0: data.apply_chat_template", found=False):
         one(raw, {"messages": CONVERSATION}, apply_chat_template=False)
     raw.eos_token = None
-    with pytest.raises(DataError, match="the tokenizer has no eos token"):
+    with raises(DataError, key="row 0: tokenizer.eos_token", found=None):
         one(raw, {"prompt": "a", "response": "b"}, apply_chat_template=False)
 
 
@@ -304,7 +309,7 @@ def test_thoughts_that_the_template_leaves_out_are_counted_split_or_refused(
     assert tokenizer.decode(split[0].input_ids).count("<|im_start|>") == 2
     assert split[1].input_ids == whole[0].input_ids
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
-    with pytest.raises(DataError, match=r"row 0.*message 1"):
+    with raises(DataError, key="row 0: chat template", found=re.compile("message 1")):
         build_examples(rows, PromptFormat(tokenizer), unwritten="error")
     assert len(build_examples(rows[1:], PromptFormat(tokenizer), unwritten="error")) == 2
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
 from whet.data.prompts import Template
 from whet.errors import DataError
 
@@ -20,23 +22,23 @@ def test_a_template_is_text_or_a_file(tmp_path: Path) -> None:
     [
         (
             "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-            r"access to attribute '__class__' of 'str' object is unsafe;",
+            r"access to attribute '__class__' of 'str' object is unsafe$",
         ),
-        ("{{ fields.append(1) }}", r"access to attribute 'append' of 'list' object is unsafe;"),
-        ("{{ content * 10 ** 10 }}", r"it needs more than 1 GiB of memory;"),
-        ("{{ 1 / fields | length }}", r"division by zero;"),
+        ("{{ fields.append(1) }}", r"access to attribute 'append' of 'list' object is unsafe$"),
+        ("{{ content * 10 ** 10 }}", r"it needs more than 1 GiB of memory$"),
+        ("{{ 1 / fields | length }}", r"division by zero$"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"maximum recursion depth exceeded"),
         ("{% import 'os' as os %}", r"no loader for this environment"),
     ],
 )
 def test_a_template_runs_no_code_and_stays_within_limits(text: str, said: str) -> None:
     template = Template("data.key", text)
-    with pytest.raises(DataError, match=rf"data\.key cannot be rendered: {said}.*correct the template"):
+    with raises(DataError, key="data.key", found=re.compile(said)):
         template.render({"content": "a", "fields": []})
 
 
 def test_a_template_that_cannot_be_made_is_named() -> None:
-    with pytest.raises(DataError, match=r"key: line 2: Expected an expression"):
+    with raises(DataError, key="key: line 2", found=re.compile("Expected an expression")):
         Template("key", "\n{% if %}")
-    with pytest.raises(DataError, match=r"key cannot be compiled: too many statically nested blocks"):
+    with raises(DataError, key="key", found=re.compile("too many statically nested blocks")):
         Template("key", "{% for i in x %}" * 30 + "{% endfor %}" * 30)

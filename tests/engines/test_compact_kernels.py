@@ -94,4 +94,4 @@ def test_an_accelerator_without_triton_is_said_once(
     with caplog.at_level(logging.WARNING):
         found = [devices.runs_triton(torch.device(kind), "slower") for kind in ("cpu", "cuda", "cuda", "mps", "cuda")]
     assert found == [False] * 5 and len(caplog.records) == 2
-    assert ["slower" in each.getMessage() for each in caplog.records] == [True, True]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+
+from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
@@ -248,5 +251,5 @@ def test_a_torch_that_adds_no_zeros_trains_models_that_see_on_one_rank_alone(
 ) -> None:
     monkeypatch.setattr(sharding, "ADDS_ZEROS", False)
     model, ranks = load_policy(pictures.seeing_folder(tmp_path / "seeing", "qwen2.5_vl")), SimpleNamespace(dp_size=2)
-    with pytest.raises(ConfigError, match=r"Qwen2_5_VL\w+ has parts that rows without images do not reach"):
+    with raises(ConfigError, f"torch {torch.__version__}", found=re.compile("Qwen2_5_VL")):
         sharding.shard(model, cast(Any, ranks), is_narrow=False, reshard_after_forward=True, cpu_offload=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from functools import partial
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
+from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
@@ -137,7 +140,7 @@ def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
 
 
 def test_a_text_model_refuses_rows_with_images(folder: Path, model_folder: Path) -> None:
-    with pytest.raises(EngineError, match=r"has images, and .* reads text"):
+    with raises(EngineError, found=re.compile("images")):
         engine(model_folder, PADDED).forward(pictures.batch_of_rows(folder), frozenset({"log_probs"}))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
@@ -117,13 +120,13 @@ def test_state_resumes_to_the_same_bits(name: Literal["adamw", "muon"], model_fo
 
 
 def test_a_model_that_is_only_read_cannot_be_updated(model_folder: Path) -> None:
-    with pytest.raises(EngineError, match="only read"):
+    with raises(EngineError, "optimizer", found=None):
         engine(model_folder, suite.Variant(True, 64), None).update(suite.ragged_batch(), ImitationObjective())
 
 
 def test_state_of_another_model_is_refused(model_folder: Path, qwen25_folder: Path) -> None:
     of, other = engine(model_folder, suite.Variant(True, 64)), engine(qwen25_folder, suite.Variant(True, 64))
-    with pytest.raises(EngineError, match="another model"):
+    with raises(EngineError, re.compile("^state")):
         of.load_state(other.state())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.raising import raises
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.errors import DataError, ModelError
 from whet.evaluation.evaluate import evaluate
@@ -50,16 +52,17 @@ def test_a_half_downloaded_folder(sharded: Path) -> None:
     load_policy(sharded)
     first, *_, last = sorted(sharded.glob("model-*.safetensors"))
     last.unlink()
-    with pytest.raises(ModelError, match=rf"names \d files, and 1 of them are missing \({last.name}\); finish the"):
+    with raises(ModelError, f"{sharded}", found=re.compile(rf"\d files, .* 1 .* missing \({last.name}\)$")):
         load_policy(sharded)
     first.unlink()
-    with pytest.raises(ModelError, match=rf"2 of them are missing \({first.name}, {last.name}\)"):
+    with raises(ModelError, f"{sharded}", found=re.compile(rf" 2 .* \({first.name}, {last.name}\)$")):
         load_policy(sharded)
     (sharded / "model.safetensors.index.json").write_text('{"weight_map')
-    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+    index = f"{sharded / 'model.safetensors.index.json'}"
+    with raises(ModelError, index, found=re.compile("JSONDecodeError")):
         load_policy(sharded)
     (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
-    with pytest.raises(ModelError, match=r"index\.json names \.\./secret\.safetensors, which is no file of its folder"):
+    with raises(ModelError, index, found=re.compile(r"\.\./secret\.safetensors")):
         load_policy(sharded)
 
 
@@ -67,7 +70,7 @@ def test_a_half_downloaded_folder(sharded: Path) -> None:
 def test_a_file_that_was_cut_short(folder: Path, kept: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:kept])
-    with pytest.raises(ModelError, match=rf"model\.safetensors is damaged or was cut short at {kept:,} bytes"):
+    with raises(ModelError, f"{weights}", found=re.compile(f"{kept:,} ")):
         load_policy(folder)
 
 
@@ -75,12 +78,11 @@ def test_weights_that_are_not_there_are_not_made_up(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"lacks 1 weights of Qwen3ForCausalLM, such as model\.layers\.1\.mlp\.up_proj"
-    ):
+    lost = re.compile(r"1 weights of Qwen3ForCausalLM, .*model\.layers\.1\.mlp\.up_proj")
+    with raises(ModelError, f"{folder}", found=lost):
         load_policy(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no weights: expected model\.safetensors, found .*config\.json"):
+    with raises(ModelError, f"{folder}", found=re.compile(r"config\.json"), expected="model.safetensors"):
         load_policy(folder)
 
 
@@ -89,13 +91,12 @@ def test_pickles_are_refused_unless_asked_for(folder: Path, caplog: pytest.LogCa
     torch.save(dict(model.named_parameters()), folder / "pytorch_model.bin")
     load_policy(folder)  # beside safetensors a pickle is not read
     (folder / "model.safetensors").unlink()
-    with pytest.raises(
-        ModelError, match=r"pickles only \(pytorch_model\.bin\).*can run code.*model\.allow_pickle=true"
-    ):
+    allowed = re.compile(r"model\.allow_pickle=true")
+    with raises(ModelError, f"{folder}", found=re.compile(r"\(pytorch_model\.bin\)"), change=allowed):
         load_policy(folder)
     with caplog.at_level(logging.WARNING, "whet"):
         again = load_policy(folder, allow_pickle=True)
-    assert "weights come from pickles (pytorch_model.bin)" in caplog.text
+    assert "pytorch_model.bin" in [str(record.args[-1]) for record in caplog.records if record.args]
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
 
@@ -106,7 +107,7 @@ def test_a_run_asks_for_pickles_by_its_config(
     torch.save(dict(load_policy(folder).named_parameters()), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     once = {"model.path": str(folder), "trainer.total_steps": 1}
-    with pytest.raises(ModelError, match="pickles only"):
+    with raises(ModelError, f"{folder}", change=re.compile("model.allow_pickle")):
         train(train_config(once), reward=length, data=additions)
     asked = train_config({**once, "model.allow_pickle": True})
     assert train(asked, reward=length, data=additions).step == 1
@@ -121,16 +122,16 @@ NOT_FOUND = RepositoryNotFoundError("404", response=httpx2.Response(404, request
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "message"),
+    ("name", "answer", "found"),
     [
-        ("some-one/a", OSError("no\nroute"), r"the hub, which cannot be reached \(no route\): correct it$"),
-        ("some-one/b", NOT_FOUND, "the hub, which has no model of that name that you may see: correct"),
-        ("./c/d/e", None, "or the name of a model on the hub: correct it"),
-        (__file__, None, "is a file; expected a model's folder"),
+        ("some-one/a", OSError("no\nroute"), r"\(no route\)$"),
+        ("some-one/b", NOT_FOUND, "hub"),
+        ("./c/d/e", None, "here$"),
+        (__file__, None, "file"),
     ],
 )
 def test_a_name_that_is_no_model_is_said_at_once(
-    name: str, answer: Exception | None, message: str, monkeypatch: pytest.MonkeyPatch
+    name: str, answer: Exception | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[str]()
 
@@ -142,22 +143,26 @@ def test_a_name_that_is_no_model_is_said_at_once(
     monkeypatch.setattr("whet.models.folder.HfApi.model_info", model_info)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for load in (loading.load_config, load_tokenizer):
-        with pytest.raises(ModelError, match=message):
+        with raises(ModelError, name, found=re.compile(found)):
             load(name)
     assert asked == [name, name][: 2 * (answer is not None)]
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "key", "fields"),
     [
-        ("{", "is damaged or names no base_model_name_or_path"),
-        ('{"r": 4}', "is damaged or names no base_model_name_or_path"),
-        ('{"base_model_name_or_path": null}', r"names no base model; name that as model\.path"),
+        ("{", "adapter_config.json", {"found": re.compile("JSONDecodeError")}),
+        ('{"r": 4}', "adapter_config.json", {"found": re.compile("KeyError")}),
+        (
+            '{"base_model_name_or_path": null}',
+            "adapter_config.json: base_model_name_or_path",
+            {"found": None, "change": re.compile(r"model\.path")},
+        ),
     ],
 )
-def test_an_adapter_without_a_base(tmp_path: Path, config: str, message: str) -> None:
+def test_an_adapter_without_a_base(tmp_path: Path, config: str, key: str, fields: dict[str, object]) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, f"{tmp_path / key}", **fields):
         load_policy(tmp_path)
 
 
@@ -165,13 +170,13 @@ def test_adapters_that_lead_nowhere(folder: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(adapter)}))
-    with pytest.raises(ModelError, match="names itself as its base"):
+    with raises(ModelError, f"{adapter}: base_model_name_or_path"):
         load_tokenizer(adapter)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
-    with pytest.raises(ModelError, match=r"has no weights: expected adapter_model\.safetensors"):
+    with raises(ModelError, f"{adapter}", expected="adapter_model.safetensors"):
         load_policy(adapter)
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"holds a whole model and an adapter"):
+    with raises(ModelError, f"{folder}", found=re.compile("adapter_config.json"), change=re.compile("model.lora.path")):
         load_policy(folder)
 
 
@@ -179,25 +184,23 @@ def test_a_tokenizer_of_another_model(
     qwen25_folder: Path, train_config: Callable[..., TrainConfig], model_folder: Path, additions: list[dict[str, str]]
 ) -> None:
     """512 byte-level tokens for the 64 rows of a model of characters."""
-    message = (
-        r"has token ids up to 511, and the model at .*qwen3 only 64 embedding rows; name the tokenizer that belongs"
-    )
+    found = re.compile(r" 511, .*qwen3 only 64 ")
     load_tokenizer(qwen25_folder, qwen25_folder)
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, f"tokenizer at {qwen25_folder}", found=found):
         load_tokenizer(qwen25_folder, qwen25_folder, model_folder)
     wrong = {"model.path": str(model_folder), "model.tokenizer_path": str(qwen25_folder)}
     inline = {"reward.num_workers": 0}  # no process to wait for
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, found=found, change=re.compile("model.tokenizer_path")):
         train(train_config({**wrong, **inline}), reward=length, data=additions)
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, found=found):
         train(
             train_config({"model.path": str(qwen25_folder), "ref.model_path": str(model_folder), **inline}),
             data=additions,
             reward=length,
         )
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, found=found):
         train_sft(load_config(SFTConfig, None, wrong, given={"data"}).config, data=[])
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, found=found):
         evaluate(
             load_config(EvalConfig, None, {**wrong, **inline}, given={"data", "reward"}).config, reward=length, data=[]
         )
@@ -209,7 +212,7 @@ def test_a_tokenizer_without_padding_says_what_pads(folder: Path, caplog: pytest
     tokenizer.save_pretrained(folder)
     with caplog.at_level(logging.INFO, "whet"):
         load_tokenizer(folder)
-    assert "has no padding token; its end token '<|im_end|>' pads" in caplog.text
+    assert "<|im_end|>" in [arg for record in caplog.records for arg in record.args or ()]
 
 
 def test_a_tokenizer_without_a_chat_template(
@@ -217,13 +220,13 @@ def test_a_tokenizer_without_a_chat_template(
 ) -> None:
     (folder / "chat_template.jinja").unlink()
     config = train_config({"model.path": str(folder), "data.apply_chat_template": True})
-    message = r"has no chat template to use.* Set data\.apply_chat_template=false .* or set data\.chat_template_kwargs"
-    with pytest.raises(DataError, match=message):
+    change = re.compile(r"data\.apply_chat_template=false .* data\.chat_template_kwargs")
+    with raises(DataError, re.compile(f"tokenizer of {folder}$"), change=change):
         train(config, reward=length, data=additions)
 
 
 def test_a_config_of_an_adapter_that_is_something_else_is_named(tmp_path: Path) -> None:
     for content in (b"[" * 9**5, b"[]", b"\xff", b'{"base_model_name_or_path": 5}'):
         (tmp_path / "adapter_config.json").write_bytes(content)
-        with pytest.raises(ModelError, match=r"adapter_config\.json is damaged or names no base_model_name_or_path"):
+        with raises(ModelError, f"{tmp_path / 'adapter_config.json'}"):
             split_adapters(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.raising import raises
 from whet.errors import EngineError, ModelError
 from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import ForwardSettings, model_outputs
@@ -170,10 +171,10 @@ def test_a_fresh_value_model_says_zero_and_learns(model_folder: Path) -> None:
 
 
 def test_an_output_that_a_model_does_not_have_is_named(model_folder: Path) -> None:
-    with pytest.raises(EngineError, match="values"):
+    with raises(EngineError, "Qwen3ForCausalLM", expected="values"):
         model_outputs(load_policy(model_folder), random_batch(), frozenset({"values"}), ForwardSettings())
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is no folder here"):
+    with raises(ModelError, f"{tmp_path / 'nothing'}"):
         load_policy(tmp_path / "nothing")

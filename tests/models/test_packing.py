@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.raising import raises
 from whet.errors import DataError
 from whet.models.packing import LATER_MEDIA, MEDIA, layout, same_prompt
 from whet.types import Media
@@ -53,7 +54,7 @@ def test_pad_and_unpad_are_inverse_and_so_are_their_gradients() -> None:
 def test_a_response_without_a_prompt_is_refused() -> None:
     bad = batch()
     bad["attention_mask"][2, 1] = 0
-    with pytest.raises(DataError, match="no token before it"):
+    with raises(DataError, key="sampled token"):
         layout(bad)
 
 

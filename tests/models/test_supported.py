@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.raising import raises
 from whet.errors import ModelError
 from whet.models import attention, fused
 from whet.models.load import context_length, load_policy, outline
@@ -61,9 +63,8 @@ def test_a_model_of_another_kind_is_refused_by_its_part(
     model_type: str, changed: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path / "model", model_type, **changed)
-    with pytest.raises(ModelError, match=part) as raised, torch.device("meta"):
+    with raises(ModelError, f"{folder}", found=re.compile(part)), torch.device("meta"):
         outline(folder)
-    assert str(folder) in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +81,15 @@ def test_a_config_without_attention_over_positions_is_refused_before_its_rows_ar
 ) -> None:
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     for read in (context_length, load_policy):
-        with pytest.raises(ModelError, match=missing) as raised:
+        with raises(ModelError, f"{tmp_path}", found=re.compile(missing)):
             read(tmp_path)
-        assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss"])
 def test_it_is_refused_with_its_weights_too(model_type: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", model_type, **EXPERTS, head_dim=8)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-    with pytest.raises(ModelError, match=r"linear_attention|attention sinks"):
+    with raises(ModelError, f"{folder}", found=re.compile(r"linear_attention|attention sinks")):
         load_policy(folder)
 
 
@@ -134,8 +134,8 @@ def test_the_loss_of_a_router_is_left_out_with_a_line(
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
         caplog.clear()
         check_supported(model, "there")
-        said = [record.getMessage() for record in caplog.records]
-        assert bool(said) is asks and all("there" in each and f"{coefficient:g}" in each for each in said)
+        args = [record.args for record in caplog.records]
+        assert args == [("there", coefficient)] * asks
 
 
 def test_the_check_leaves_no_reference_to_the_weights() -> None:

@@ -398,6 +398,6 @@ def test_limits_and_fields_are_metrics(play: Any) -> None:
 def test_text_that_the_tokenizer_rejects_fails_its_own_episode(play: Any) -> None:
     played = play("Spells", "1", "2", n=2, options={"text": "\N{SNOWMAN}"})
     assert [each.failure is None for each in played] == [True, False]
-    assert "the tokenizer rejects one of 1 texts" in str(played[1].failure)
+    assert played[1].failure is not None and "'\\u2603" in ascii(played[1].failure.message)
     [failed] = play("Spells", "2", options={"text": "\ud800"})
-    assert "is half of a surrogate pair" in str(failed.failure)
+    assert failed.failure is not None and "surrogate" in failed.failure.message

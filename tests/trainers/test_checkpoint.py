@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.raising import raises
 from tests.rewards.judge_server import judging
 from whet import serialization
 from whet.checkpoints import checkpoint
@@ -257,14 +259,13 @@ def test_the_newest_whole_checkpoint_is_found(run_dir: Path, caplog: pytest.LogC
     (checkpoints / "global_step_2" / "manifest.json").write_text('{"actor.state": {"byt')
     assert newest(run_dir) == "global_step_1"
     (checkpoints / "global_step_1" / "actor.state").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 5 checkpoints in .* is whole .*start afresh in another"):
+    with raises(CheckpointError, key=f"{checkpoints}", found=re.compile(" 5 "), change=re.compile("trainer.run_dir")):
         newest(run_dir)
-    told = [record.getMessage().removeprefix(f"{checkpoints}/") for record in caplog.records]
-    assert "global_step_11 is an unfinished checkpoint; expected a folder global_step_N with a manifest.json" in told[0]
-    assert any(each.startswith("global_step_4: actor.state is damaged (its size or checksum") for each in told)
-    assert any(each.startswith("global_step_3: trainer.json is damaged") for each in told)
-    assert any(each.startswith("global_step_2: manifest.json is damaged") for each in told)
-    assert any(each.startswith("global_step_1: actor.state is missing") for each in told)
+    told = [each for record in caplog.records for each in record.args or ()]
+    passed_over = [each.key for each in told if isinstance(each, CheckpointError)]
+    assert passed_over[0] == f"{checkpoints / 'global_step_11'}"
+    damaged = ("4: actor.state", "3: trainer.json", "2: manifest.json", "1: actor.state")
+    assert {f"{checkpoints}/global_step_{each}" for each in damaged} <= {*passed_over}
 
 
 def test_a_path_is_resumed_from_under_any_name(
@@ -283,13 +284,11 @@ def test_a_path_is_resumed_from_under_any_name(
     assert_same_bits(run_dir / last, tmp_path / "other" / last)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("global_step_7", "is no such folder; expected"), (".", "is an unfinished checkpoint; expected")],
-)
-def test_a_path_without_a_checkpoint_is_refused(run_dir: Path, name: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.find(run_dir, str(run_dir / "checkpoints" / name))
+@pytest.mark.parametrize("name", ["global_step_7", "."])
+def test_a_path_without_a_checkpoint_is_refused(run_dir: Path, name: str) -> None:
+    folder = run_dir / "checkpoints" / name
+    with raises(CheckpointError, key=f"{folder}", expected=re.compile("manifest.json")):
+        checkpoint.find(run_dir, str(folder))
 
 
 def test_the_best_is_kept_beside_the_newest(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
@@ -370,9 +369,7 @@ def test_a_full_disk_names_what_is_whole_and_the_same_command_goes_on(
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, old[1]))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"global_step_3 could not be written: .*global_step_2 is whole; make"
-        ):
+        with raises(CheckpointError, re.compile("global_step_3$"), found=re.compile("MiB .*global_step_2")):
             finish(train_config(GRPO), additions)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -463,7 +460,7 @@ def test_a_damaged_file_in_any_checkpoint_is_passed_over(
 @pytest.mark.parametrize("content", ["{}", "[1]", '{"trainer.json": 3}', '{"../../x": {"bytes": 0, "sha256": ""}}'])
 def test_a_manifest_that_is_no_manifest_is_damage(content: str, run_dir: Path) -> None:
     (run_dir / "checkpoints" / "global_step_4" / "manifest.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"global_step_4: manifest\.json is damaged"):
+    with raises(CheckpointError, re.compile(r"global_step_4: manifest\.json$")):
         checkpoint.verify(run_dir / "checkpoints" / "global_step_4")
     assert newest(run_dir) == "global_step_3"
 
@@ -473,7 +470,7 @@ def test_a_link_in_a_checkpoint_is_not_followed(run_dir: Path, tmp_path: Path) -
     secret, folder = tmp_path / "secret", run_dir / "checkpoints" / "global_step_4"
     secret.write_text("mine alone")
     (folder / "model" / "notes.txt").symlink_to(secret)
-    with pytest.raises(CheckpointError, match=r"notes\.txt leads to .*/secret, outside of the checkpoint; a check"):
+    with raises(CheckpointError, re.compile(r"notes\.txt$"), found=re.compile("/secret")):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert newest(run_dir) == "global_step_3"
@@ -489,6 +486,6 @@ def test_a_checkpoint_of_supervised_training_is_named(
     trained = train_sft(load_config(SFTConfig, None, small, given={"data"}).config, data=rows)
     folder = checkpoint.newest(trained.run_dir)
     found = "dtype, is_good, loader, score, start, step"
-    message = rf"holds {found}, and this run needs .*rollouts.* `whet export {folder} OUT`, then set"
-    with pytest.raises(CheckpointError, match=message):
+    change = re.compile(f"`whet export {folder} OUT`")
+    with raises(CheckpointError, f"{folder}", found=f"holds {found}", expected=re.compile("rollouts"), change=change):
         finish(train_config({**GRPO, "trainer.resume": str(folder)}), additions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.conftest import SMALL_RUN
+from tests.raising import raises
 from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import export
@@ -173,7 +175,7 @@ def test_rounding_says_what_is_left_of_the_update(
     with caplog.at_level(logging.INFO, "whet"):
         export(run.run_dir, tmp_path / "again", dtype="bfloat16")
     assert "unknown share" in caplog.text
-    with pytest.raises(CheckpointError, match="float16"):
+    with raises(CheckpointError, found="float16", change=re.compile("--dtype")):
         export(run.run_dir, tmp_path / "never", dtype="float16")
 
 
@@ -259,14 +261,14 @@ def test_nothing_is_overwritten_and_nothing_is_guessed(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="mine is not empty; name a new folder"):
+    with raises(CheckpointError, f"{tmp_path / 'mine'}"):
         export(tmp_path / "run", tmp_path / "mine")
-    with pytest.raises(CheckpointError, match="run is no checkpoint and no run with one"):
+    with raises(CheckpointError, f"{tmp_path / 'run'}", expected=re.compile("manifest.json")):
         export(tmp_path / "run", tmp_path / "exported")
     train(train_config({"trainer.total_steps": 1}), reward=length, data=additions)
     state = tmp_path / "run" / "checkpoints" / "global_step_1" / "actor.state"
     state.write_bytes(state.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"global_step_1: actor\.state is damaged"):
+    with raises(CheckpointError, re.compile(r"global_step_1: actor\.state$")):
         export(state.parent, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
@@ -281,6 +283,6 @@ def test_weights_that_are_not_finite_are_no_model(train_config: MakeConfig, addi
     serialization.save(folder / "actor.state", state)
     (folder / "manifest.json").unlink()
     checkpoint._write_manifest(folder)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or infinite numbers in torch\.float32"):
+    with raises(CheckpointError, "model.norm.weight", found=re.compile("torch.float32")):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.raising import raises
 from whet import serialization
 from whet.checkpoints.export import export
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
@@ -137,7 +139,7 @@ def test_an_adapter_at_the_start_is_merged_and_is_the_reference(
         atol=1e-3, rtol=0,
     )  # fmt: skip
     if not as_path:
-        with pytest.raises(CheckpointError, match=r"merged into it, so its own adapter fits no saved model"):
+        with raises(CheckpointError, found=re.compile("adapter"), change=re.compile("--adapter$")):
             export(tmp_path / "on", tmp_path / "never", adapter=True)
 
 
@@ -149,9 +151,9 @@ def test_a_base_that_moved_or_changed(
     train(train_config({**LORA, "model.path": str(here)}), reward=length, data=additions)
     expected = logits(export(tmp_path / "run", tmp_path / "before"))
     there = here.rename(tmp_path / "there")
-    with pytest.raises(CheckpointError, match=r"here, which cannot be loaded; give the model.s folder with --base"):
+    with raises(CheckpointError, found=re.compile("here, "), change=re.compile("--base$")):
         export(tmp_path / "run", tmp_path / "exported")
-    with pytest.raises(CheckpointError, match="is an adapter for other weights than those at"):
+    with raises(CheckpointError, found=re.compile(f"{qwen25_folder}$"), change=re.compile("--base$")):
         export(tmp_path / "run", tmp_path / "exported", base=str(qwen25_folder))
     assert torch.equal(logits(export(tmp_path / "run", tmp_path / "exported", base=str(there))), expected)
     other = load_policy(there)

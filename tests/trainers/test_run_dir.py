@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.raising import raises
 from whet.checkpoints import checkpoint
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError, ConfigError, StorageError
@@ -196,7 +198,7 @@ def test_a_folder_that_cannot_be_one_is_named(kind: str, tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     (tmp_path / "odd" / ".lock").mkdir(parents=True)
     names = {"a file": "file", "below a file": "file/run", "too long": "r" * 300, "a dangling link": "link"}
-    with pytest.raises(StorageError, match=r"; expected a folder that can be written to: .* another trainer\.run_dir"):
+    with raises(StorageError, change=re.compile(r"trainer\.run_dir$")):
         open_run_dir(tmp_path / names.get(kind, "odd"), TrainConfig())
 
 
@@ -226,9 +228,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_cut_back(run_dir: Path) ->
     for state in (run_dir / "checkpoints").glob("*/actor.state"):
         state.write_bytes(state.read_bytes()[:-1])
     before = (run_dir / "metrics.jsonl").read_bytes()
-    with pytest.raises(
-        CheckpointError, match=r"none of the 4 checkpoints in .* is whole \(global_step_4 is the newest"
-    ):
+    with raises(CheckpointError, f"{run_dir / 'checkpoints'}", found=re.compile(r" 4 .*\(global_step_4 ")):
         opened(run_dir)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
@@ -401,9 +401,7 @@ def test_metrics_that_find_no_room_end_the_run_with_advice(
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, old[1]))
     try:
-        with pytest.raises(
-            StorageError, match=r"File too large .* MiB are free there\); make room, then .*global_step_2"
-        ):
+        with raises(StorageError, found=re.compile("File too large .* MiB"), change=re.compile("global_step_2$")):
             run("short", 9)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)

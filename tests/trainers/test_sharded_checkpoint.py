@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from tests.raising import raises
 from whet.checkpoints import checkpoint, export as exporting
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, load_config
@@ -80,7 +82,7 @@ def test_a_damaged_shard_sends_the_run_back_to_the_checkpoint_before(sft_config:
     trained(sft_config())
     [shard] = (tmp_path / "run" / "checkpoints" / "global_step_2" / "actor.state").glob("shard-*")
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"global_step_2: actor\.state/shard-00001.* is damaged"):
+    with raises(CheckpointError, re.compile(r"global_step_2: actor\.state/shard-00001")):
         checkpoint.verify(tmp_path / "run" / "checkpoints" / "global_step_2")
     resumed = trained(sft_config())
     assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_1"
@@ -92,9 +94,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_whole(sft_config: MakeConf
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, old[1]))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"global_step_2 could not be written: .*global_step_1 is whole; make"
-        ):
+        with raises(CheckpointError, re.compile("global_step_2$"), found=re.compile("MiB .*global_step_1")):
             trained(sft_config())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -107,7 +107,7 @@ def test_another_engine_and_another_model_are_named(
 ) -> None:
     trained(sft_config({"trainer.total_steps": 1}))
     taken = {"trainer.resume": str(tmp_path / "run/checkpoints/global_step_1"), "trainer.run_dir": str(tmp_path / "b")}
-    with pytest.raises(CheckpointError, match=r"was written by the engine fsdp; set engine\.name=fsdp"):
+    with pytest.raises(CheckpointError, match=r"engine fsdp.*engine\.name=fsdp"):
         trained(sft_config({**taken, "engine.name": "single"}))
     with pytest.raises(CheckpointError, match=r"global_step_1 does not fit model\.path=.*of another model"):
         trained(sft_config({**taken, "model.path": str(qwen25_folder)}))

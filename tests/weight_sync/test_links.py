@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.raising import raises
 from whet.errors import DeadlineError, WeightSyncError
 from whet.weight_sync import collective
 from whet.weight_sync.buckets import HEADER_BYTES, Digest, receive, send
@@ -143,14 +145,14 @@ def test_a_receiver_that_gives_up_is_heard(way: str) -> None:
     outlet, inlets = link(way, 2)
 
     def damaged(inlet: Inlet) -> None:
-        with pytest.raises(WeightSyncError, match="version 4 of the weights arrived; expected version 5"):
+        with raises(WeightSyncError, "weights: version", found=4, expected="5"):
             take(inlet, 5)
         inlet.close()
 
     with ThreadPoolExecutor(2) as threads:
         gives_up, other = threads.submit(damaged, inlets[0]), threads.submit(take, inlets[1], 4)
         began = time.monotonic()
-        with pytest.raises(LinkClosedError, match="the other side ended"):
+        with raises(LinkClosedError, re.compile("weights")):
             send(weights(4).items(), 4, [outlet], torch.float32)
         assert time.monotonic() - began < 60
         gives_up.result()
@@ -184,16 +186,14 @@ def test_nobody_waits_for_ever(way: str) -> None:
             taking = threads.submit(take, inlet, 0)
             send(weights(0).items(), 0, [outlet], torch.float32)
             taking.result()
-    with pytest.raises(DeadlineError, match=r"waiting for weights: .* within 0\.5 s"):
+    with raises(DeadlineError, "waiting for weights", found=re.compile(r" 0\.5 s")):
         take(inlet, 1)
     inlet.close()
 
 
 def test_a_sender_waits_no_longer_for_one_that_reads_nothing() -> None:
     outlet, (inlet,) = link("memory", 1, seconds=0.3)
-    with pytest.raises(
-        DeadlineError, match=r"waiting for a rollout rank to read its weights: nothing arrived within 0\.3 s"
-    ):
+    with raises(DeadlineError, re.compile("read"), found=re.compile(r" 0\.3 s")):
         send(weights(0).items(), 0, [outlet], torch.float32)
     outlet.close()
     inlet.close()
@@ -201,12 +201,10 @@ def test_a_sender_waits_no_longer_for_one_that_reads_nothing() -> None:
 
 def test_a_sender_waits_no_longer_for_one_that_never_connects() -> None:
     outlet = SharedMemoryOutlet(1, 0.2, BUCKET)
-    with pytest.raises(
-        DeadlineError, match=r"waiting for a rollout rank to connect for weights: nothing arrived within 0\.2 s"
-    ):
+    with raises(DeadlineError, re.compile("connect"), found=re.compile(r" 0\.2 s")):
         send(weights(0).items(), 0, [outlet], torch.float32)
     outlet.close()
-    with pytest.raises(LinkClosedError, match="connecting to the weights at"):
+    with raises(LinkClosedError, re.compile(re.escape(str(outlet.address)))):
         SharedMemoryInlet(outlet.address, 0.2)
 
 

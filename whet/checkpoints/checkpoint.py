@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 AFRESH = ("never", "overwrite")  # values of trainer.resume that go on from no checkpoint
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
+RESTORE = "put it back from a copy"
 TRAINED_ROLES = ("actor", "critic")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -109,7 +110,8 @@ def save(
 def step_of(folder: Path) -> int:
     """The step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
     if (step := _saved_step(folder)) < 0:
-        raise CheckpointError(f"{folder}: trainer.json is damaged: it names no step; go on from another checkpoint")
+        change = "go on from another checkpoint"
+        raise CheckpointError(f"{folder}: trainer.json", "is damaged: it names no step", "", change)
     return step
 
 
@@ -124,11 +126,9 @@ def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
     if resume == "auto":
         whole, damaged = _newest_whole(run_dir)
         if whole is None and damaged:
-            raise CheckpointError(
-                f"none of the {len(damaged)} checkpoints in {run_dir / 'checkpoints'} is whole ({damaged[0].name} is "
-                "the newest), so there is nothing to go on from; put one back from a copy, or start afresh in another "
-                "trainer.run_dir"
-            )
+            found = f"none of its {len(damaged)} checkpoints is whole ({damaged[0].name} is the newest), so there is "
+            change = "put one back from a copy, or start afresh in another trainer.run_dir"
+            raise CheckpointError(f"{run_dir / 'checkpoints'}", f"{found}nothing to go on from", "", change)
         return whole
     named = Path(resume).expanduser()
     whole = _newest_whole(run_dir)[0] if is_begun else None
@@ -211,15 +211,13 @@ def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, An
     """
     state = {**saved(folder), "step": step_of(folder)}
     if odd := [name for name in own if name in state and not fits(state[name], own[name])]:
-        raise CheckpointError(
-            f"{folder}: trainer.json is damaged: {odd[0]} is {state[odd[0]]!r:.80}, expected the form of "
-            f"{own[odd[0]]!r:.80}; go on from another checkpoint: trainer.resume=PATH"
-        )
+        name, change = odd[0], "go on from another checkpoint: trainer.resume=PATH"
+        found, expected = f"is damaged: {state[name]!r:.80}", f"the form of {own[name]!r:.80}"
+        raise CheckpointError(f"{folder}: trainer.json: {name}", found, expected, change)
     if missing := set(own) - state.keys():
-        raise CheckpointError(
-            f"{folder} holds {', '.join(sorted(state))}, and this run needs {', '.join(sorted(missing))} too: another "
-            f"kind of run wrote it; to start from its weights, `whet export {folder} OUT`, then set model.path=OUT"
-        )
+        expected = f"{', '.join(sorted(missing))} too, which this run needs: another kind of run wrote it"
+        change = f"to start from its weights, `whet export {folder} OUT`, then set model.path=OUT"
+        raise CheckpointError(f"{folder}", f"holds {', '.join(sorted(state))}", expected, change)
     for role in TRAINED_ROLES:
         if role in roles:
             roles[role].load(str(folder / f"{role}.state"))
@@ -231,23 +229,25 @@ def verify(folder: Path) -> None:
     manifest = folder / MANIFEST
     if not manifest.exists():
         found = "an unfinished checkpoint" if folder.exists() else "no such folder"
-        raise CheckpointError(f"{folder} is {found}; expected a folder global_step_N with a {MANIFEST}")
+        raise CheckpointError(f"{folder}", f"is {found}", f"a folder global_step_N with a {MANIFEST}")
     try:
         entries = json.loads(manifest.read_text())
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error!r}); put it back from a copy") from error
+        raise CheckpointError(f"{folder}: {MANIFEST}", f"is damaged ({error!r})", "", RESTORE) from error
     if "trainer.json" not in expected or any(Path(name).is_absolute() or ".." in Path(name).parts for name in expected):
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged: it names other files than were written")
+        found = "is damaged: it names other files than were written"
+        raise CheckpointError(f"{folder}: {MANIFEST}", found, "", RESTORE)
     if link := next(files.links_out(folder), None):
-        problem = f"{link} leads to {os.path.realpath(link)}, outside of the checkpoint"
-        raise CheckpointError(f"{problem}; a checkpoint holds its own files: replace the link with the file itself")
+        found = f"leads to {os.path.realpath(link)}, outside of the checkpoint"
+        raise CheckpointError(f"{link}", found, "files of its own", "replace the link with the file itself")
     for name, (size, digest) in expected.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{folder}: {name} is missing")
+            raise CheckpointError(f"{folder}: {name}", "is missing", "", RESTORE)
         if path.stat().st_size != size or _digest(path) != digest:
-            raise CheckpointError(f"{folder}: {name} is damaged (its size or checksum is not what was written)")
+            found = "is damaged (its size or checksum is not what was written)"
+            raise CheckpointError(f"{folder}: {name}", found, "", RESTORE)
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -268,10 +268,9 @@ def _write_error(target: Path, error: Exception) -> CheckpointError:
     free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
     last = newest(target.parent.parent)
     kept = "there is none before it" if last is None else f"{last} is whole"
-    return CheckpointError(
-        f"{target} could not be written: {error} ({free / 2**20:,.0f} MiB are free there); {kept}; make room (fewer "
-        "checkpoints: trainer.save_limit), then start the same command again (with trainer.resume=auto): it goes on"
-    )
+    found = f"could not be written: {error} ({free / 2**20:,.0f} MiB are free there); {kept}"
+    change = "make room (fewer checkpoints: trainer.save_limit), then start the same command again (with "
+    return CheckpointError(f"{target}", found, "", f"{change}trainer.resume=auto): it goes on")
 
 
 def _write_manifest(folder: Path) -> None:
@@ -321,13 +320,11 @@ def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
         if error.errno not in NO_ROOM:
             if not error.filename or not (named.is_relative_to(whole) or whole.is_relative_to(named)):
                 raise
-            raise StorageError(
-                f"{error.filename}: {error.strerror}; expected a folder that can be written to: correct its "
-                f"permissions, remove the file in its place, or choose another {key}"
-            ) from error
+            change = f"correct its permissions, remove the file in its place, or choose another {key}"
+            expected = "a folder that can be written to"
+            raise StorageError(f"{error.filename}", f"{error.strerror}", expected, change) from error
         last = newest(path)
         again = "starts afresh" if last is None else f"goes on from {last}"
-        raise StorageError(
-            f"{error.filename or path}: {error.strerror} ({shutil.disk_usage(path).free / 2**20:,.0f} MiB are free "
-            f"there); make room, then start the same command again (with trainer.resume=auto): it {again}"
-        ) from error
+        found = f"{error.strerror} ({shutil.disk_usage(path).free / 2**20:,.0f} MiB are free there)"
+        change = f"make room, then start the same command again (with trainer.resume=auto): it {again}"
+        raise StorageError(f"{error.filename or path}", found, "", change) from error

@@ -57,7 +57,7 @@ def export(
     """
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         if out.exists() and any(out.iterdir()):
-            raise CheckpointError(f"{out} is not empty; name a new folder, so that nothing is overwritten")
+            raise CheckpointError(f"{out}", "is not empty", "", "name a new folder, so that nothing is overwritten")
         folder = find_checkpoint(source)
         checkpoint.verify(folder)
         try:
@@ -65,7 +65,8 @@ def export(
         except BaseException as error:
             shutil.rmtree(out, ignore_errors=True)  # it may hold half a model
             if isinstance(error, serialization.MALFORMED) and not isinstance(error, WhetError):
-                raise CheckpointError(f"{folder} cannot be read ({error!r}); choose another checkpoint") from error
+                change = "choose another checkpoint"
+                raise CheckpointError(f"{folder}", f"cannot be read ({error!r})", "", change) from error
             raise
 
 
@@ -74,9 +75,10 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str
     saved = checkpoint.saved(folder)
     name = dtype or saved.get("dtype") or "float32"
     if name not in ("float32", "bfloat16"):
-        raise CheckpointError(f"{folder}: the dtype of weights is {name!r}; expected float32 or bfloat16: set --dtype")
+        raise CheckpointError(f"{folder}: dtype of weights", name, "float32 or bfloat16", "set --dtype")
     if origin is None and (adapter or base is not None):
-        raise CheckpointError(f"{folder} holds a whole model and no adapter; export it without --adapter and --base")
+        change = "export it without --adapter and --base"
+        raise CheckpointError(f"{folder}", "holds a whole model and no adapter", "", change)
     if origin is not None:
         model = _with_adapter(folder, origin | {"trust_remote_code": is_trusted}, weights, base)
         if adapter:
@@ -88,7 +90,8 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str
             options = {"is_reward_model": is_classifier(config), "trust_remote_code": is_trusted}
             shapes = body_of(outline(folder / "model", **options))
     except (ModelError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: model/config.json is damaged; put it back from a copy ({error})") from error
+        key, found = f"{folder}: model/config.json", f"is damaged ({error})"
+        raise CheckpointError(key, found, "", checkpoint.RESTORE) from error
     _check_names(shapes, weights, folder)
     # In the model's order: a state sorted by name would not have the weights of a layer together.
     ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())
@@ -127,8 +130,8 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
     expected = dict(model.named_parameters())  # tied weights are saved once
     missing, unexpected = expected.keys() - set(weights), set(weights) - expected.keys()
     if missing or unexpected:
-        problem = f"{folder}: its weights do not fit its config"
-        raise CheckpointError(f"{problem}: missing {sorted(missing)}, unexpected {sorted(unexpected)}")
+        found = f"they do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+        raise CheckpointError(f"{folder}: weights", found, "", "choose another checkpoint")
 
 
 def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: str | None) -> PreTrainedModel:
@@ -141,10 +144,11 @@ def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: 
         else:
             model = load_policy(path, **options)
     except ModelError as error:
-        problem = f"{folder} is an adapter for the model at {path}, which cannot be loaded"
-        raise CheckpointError(f"{problem}; give the model's folder with --base: {error}") from error
+        found = f"is an adapter for the model at {path}, which cannot be loaded: {error}"
+        raise CheckpointError(f"{folder}", found, "", "give the model's folder with --base") from error
     if fingerprint(model) != origin["fingerprint"]:
-        raise CheckpointError(f"{folder} is an adapter for other weights than those at {path}; name them with --base")
+        found = f"is an adapter for other weights than those at {path}"
+        raise CheckpointError(f"{folder}", found, "", "name them with --base")
     add_adapter(model, LoraConfig(**origin["lora"]), seed=0, dtype=torch_dtype(origin.get("dtype", "float32")))
     own = dict(model.named_parameters())
     with torch.no_grad():
@@ -157,10 +161,9 @@ def _write_adapter(
     model: PreTrainedModel, origin: dict[str, Any], weights: Weights, folder: Path, base: str | None, out: Path
 ) -> Path:
     if origin["adapter_path"] is not None:
-        raise CheckpointError(
-            f"{folder} started from {origin['model_path']} with the adapter {origin['adapter_path']} merged into it, "
-            "so its own adapter fits no saved model; export the merged model, without --adapter"
-        )
+        found = f"started from {origin['model_path']} with the adapter {origin['adapter_path']} merged into it, so its "
+        change = "export the merged model, without --adapter"
+        raise CheckpointError(f"{folder}", f"{found}own adapter fits no saved model", "", change)
     config: Any = model.peft_config[ADAPTER]
     config.base_model_name_or_path = base or origin["model_path"]
     if HEAD in weights:
@@ -176,8 +179,8 @@ def find_checkpoint(source: Path, also: str = "") -> Path:
     would do.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
-        problem = f"{source} is no checkpoint and no run with one"
-        raise CheckpointError(f"{problem}; expected a folder with {checkpoint.MANIFEST}{also}")
+        expected = f"a folder with {checkpoint.MANIFEST}{also}"
+        raise CheckpointError(f"{source}", "is no checkpoint and no run with one", expected)
     return folder
 
 
@@ -278,8 +281,8 @@ class MergedShards(Mapping[str, torch.Tensor]):
 
 def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
     if not weight.isfinite().all():
-        problem = f"{name} holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model"
-        raise CheckpointError(f"{problem}; choose a checkpoint of an earlier step")
+        found = f"holds NaN or infinite numbers in {weight.dtype}, so these weights are no usable model"
+        raise CheckpointError(name, found, "", "choose a checkpoint of an earlier step")
     return weight
 
 

@@ -32,10 +32,9 @@ def upload(folder: Path, repo: str, *, path: str | None = None, private: bool = 
         api.upload_folder(repo_id=repo, folder_path=folder, path_in_repo=path, commit_message=f"Upload {folder.name}")
     except Exception as error:  # of the hub's client and of what it stands on, which raise errors of their own
         reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{folder} was not uploaded to {address(repo)}: {reason}; check the name and HF_TOKEN, then upload it "
-            f"with `hf upload {repo} {folder}`"
-        ) from error
+        found = f"was not uploaded to {address(repo)}: {reason}"
+        change = f"check the name and HF_TOKEN, then upload it with `hf upload {repo} {folder}`"
+        raise CheckpointError(f"{folder}", found, "", change) from error
 
 
 class Uploads:

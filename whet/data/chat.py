@@ -29,6 +29,7 @@ TOOLS = "row_tools"  # a field of a row's first message: its tools, for a templa
 _OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>")  # sampled in the place of the end that the template writes
 _SYSTEM_TOOLS = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")  # Phi's way to the tools
 _MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; those of the template have none
+TEMPLATE, OWN_TEMPLATE = "chat template", "data.chat_template_kwargs.chat_template"  # in errors
 
 
 def render_chat(
@@ -57,8 +58,8 @@ def render_chat(
                     raise
                 return _rendered(tokenizer, _without_system(told), options)  # such as Gemma's first templates
     except Exception as error:  # the template is other people's code
-        found = roles(messages)
-        raise DataError(f"the chat template cannot render messages of roles ({found}): {cause(error)}") from error
+        found = f"cannot render messages of roles ({roles(messages)}): {cause(error)}"
+        raise DataError(TEMPLATE, found, "", f"correct the messages, or set {OWN_TEMPLATE}") from error
 
 
 def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> str:
@@ -172,8 +173,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_toke
     try:
         return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"])
     except Exception as error:  # the tokenizers library raises nothing narrower
-        problem = f"the tokenizer rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}"
-        raise TextError(f"{problem}; use only characters that are in its vocabulary") from error
+        found = f"rejects one of {len(texts)} texts, the first of which is {texts[0][:80]!r}: {error}"
+        raise TextError("tokenizer", found, "", "use only characters that are in its vocabulary") from error
 
 
 def plain_text(
@@ -278,18 +279,18 @@ def _continuation(
         without_new = render(with_probe)
     size = _size_of(before, after)
     if size is None:
-        raise _not_append_only("the messages before the response")
+        raise _not_append_only("messages before the response")
     opening, _, continuation = after[size:].partition(_RESPONSE)
     if calls:  # the template writes more of the call, up to the end of the turn
         end = _control_tokens(tokenizer).search(continuation)
         continuation = continuation[end.start() :] if end else ""
     elif thinks and _THOUGHT not in opening:
-        raise _not_append_only("the response: it removes the thoughts")
+        raise _not_append_only("thoughts of the response")
     if not continuation or (not thinks and not calls and opening.strip()):
-        raise _not_append_only("the response itself")
+        raise _not_append_only("response")
     if after == without_new:
-        problem = f"the chat template renders nothing for the new messages (roles {roles(new_messages)})"
-        raise DataError(f"{problem}; use a template that supports these roles, or send their text as a user message")
+        found = f"renders nothing for the new messages (roles {roles(new_messages)})"
+        raise DataError(TEMPLATE, found, "", "send their text as a user message, or use another template")
     return continuation
 
 
@@ -361,11 +362,9 @@ def _num_sampled(tokenizer: Tokenizer, turn: Turn, ids: Sequence[int]) -> int:
 
 
 def _not_append_only(what: str) -> DataError:
-    return DataError(
-        f"the chat template is not append-only: with the new messages it rewrites {what}, so the sampled ids cannot be "
-        "continued as one row. Use a template that renders earlier turns as they were generated "
-        "(data.chat_template_kwargs.chat_template), or let the environment start a new row for each turn"
-    )
+    found = "it rewrites them when new messages follow, so the sampled ids cannot be continued as one row"
+    change = f"set {OWN_TEMPLATE}, or let the environment start a new row for each turn"
+    return DataError(f"{TEMPLATE}: {what}", found, "a template that is append-only", change)
 
 
 def check_message(message: Message) -> None:
@@ -375,15 +374,14 @@ def check_message(message: Message) -> None:
 
 def _check_text(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
-        raise TextError(f"the text has {len(text):,} characters, over the limit of {MAX_CHARACTERS:,}; shorten it")
+        raise TextError("number of characters", len(text), f"at most {MAX_CHARACTERS:,}", "shorten the text")
     try:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
-        raise TextError(
-            f"character {error.start} of the text, after {text[max(0, error.start - 20) : error.start]!r}, is half of "
-            "a surrogate pair, which no encoding can hold; fix the program that wrote it, or remove the character"
-        ) from error
+        found = f"character {error.start}, after {text[max(0, error.start - 20) : error.start]!r}, is half of a "
+        found += "surrogate pair, which no encoding can hold"
+        raise TextError("text", found, "", "fix the program that wrote it, or remove the character") from error
 
 
 @lru_cache(maxsize=4)
@@ -402,8 +400,6 @@ def template_text(tokenizer: Tokenizer, options: Options) -> str:
     try:
         return tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     except (ValueError, TypeError) as error:
-        raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template to use: {error} "
-            "Set data.apply_chat_template=false to use the text without a template, or set "
-            "data.chat_template_kwargs.chat_template"
-        ) from error
+        found = f"has no chat template to use: {cause(error)}"
+        change = f"set data.apply_chat_template=false to use the text without a template, or set {OWN_TEMPLATE}"
+        raise DataError(f"tokenizer of {tokenizer.name_or_path or 'this model'}", found, "", change) from error

@@ -121,7 +121,7 @@ def _prompts(
 
 def _examples(data: Any, prompt_format: PromptFormat, read: _Read) -> Sequence[Any]:
     if read.prompts:
-        raise DataError("returns prompts, but examples and pairs are made from rows; return mappings instead")
+        raise DataError("item type", "Prompt", "mappings: examples and pairs are made from rows", "return rows")
     make = build_pairs if isinstance(data, PreferenceDataConfig) else build_examples
     return make(read.rows, prompt_format, data, numbers=read.numbers)
 
@@ -129,7 +129,7 @@ def _examples(data: Any, prompt_format: PromptFormat, read: _Read) -> Sequence[A
 def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:
     """The rows that meet the conditions, or the prompts.  Raises: DataError, ConfigError."""
     if not given:
-        raise DataError("the data set is empty: it has no rows; expected at least one")
+        raise DataError("number of rows", 0, "at least one")
     if not any(isinstance(item, Prompt) for item in given):
         rows = given if are_rows else read_rows(given)
         numbers = matching(rows, conditions)
@@ -138,9 +138,11 @@ def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are
         return _Read([rows[number] for number in numbers], numbers, len(rows))
     for number, item in enumerate(given):
         if not isinstance(item, Prompt):
-            raise DataError(f"item {number} is a {type(item).__name__} among prompts; return only prompts or only rows")
+            found = f"is a {type(item).__name__} among prompts"
+            raise DataError(f"item {number}", found, "", "return only prompts or only rows")
     if conditions:
-        raise DataError(f"returns prompts, and data.filter ({', '.join(conditions)}) reads only rows; return rows")
+        found = f"it reads only rows ({', '.join(conditions)}), and the items are prompts"
+        raise DataError("data.filter", found, "", "return rows, or remove the conditions")
     return _Read([], [], len(given), tuple(replace(prompt, index=i, uid=f"0:{i}") for i, prompt in enumerate(given)))
 
 
@@ -164,19 +166,17 @@ def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
     names = set(inspect.signature(function).parameters) & supplied.keys()
     options = {**entry.options, **source.options}
     if unknown := [name for name in entry.parameters if name not in names and name not in source.options]:
-        raise DataError(
-            f"its parameter {unknown[0]!r} has no value; expected {', '.join(supplied)}, or an option, set as "
-            f"{{path: {source.path}, options: {{{unknown[0]}: ...}}}}"
-        )
+        expected, option = ", ".join(supplied), f"{{path: {source.path}, options: {{{unknown[0]}: ...}}}}"
+        raise DataError(f"parameter {unknown[0]!r}", None, f"one of {expected}, or an option", f"set it: {option}")
     if not entry.accepts_any_option:
         for name in source.options:
             if name not in entry.options and name not in entry.parameters:
                 known = ", ".join([*entry.parameters, *entry.options]) or "none"
-                raise DataError(f"it has no option {name!r}; its options are {known}")
+                raise DataError(f"option {name!r}", "is not one of its options", known, "correct or remove it")
     try:
         return function(**{**options, **{name: supplied[name] for name in names if name not in source.options}})
     except Exception as error:  # other people's code
-        raise DataError(f"it raised {type(error).__name__}: {error}") from error
+        raise DataError("", f"raised {type(error).__name__}: {error}", "rows or prompts") from error
 
 
 def listed(items: Any) -> list[Any]:
@@ -185,16 +185,15 @@ def listed(items: Any) -> list[Any]:
         if not hasattr(items, "__iter__") and hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             return [items[index] for index in range(len(items))]
         if isinstance(items, str | bytes | Mapping) or not hasattr(items, "__iter__"):
-            hint = "; a file is named in data.train_files or data.val_files" if isinstance(items, str) else ""
-            found = type(items).__name__
-            raise DataError(f"expected a sequence or an iterable of rows or prompts, found {found}{hint}")
+            change = "name a file in data.train_files or data.val_files" if isinstance(items, str) else ""
+            raise DataError("type", type(items).__name__, "a sequence or an iterable of rows or prompts", change)
         items = list(islice(items, MAX_ITEMS + 1))
     except DataError:
         raise
     except Exception as error:  # other people's code
-        raise DataError(f"it raised {type(error).__name__}: {error}") from error
+        raise DataError("", f"raised {type(error).__name__}: {error}", "rows or prompts") from error
     if len(items) > MAX_ITEMS:
-        raise DataError(f"it returns more than {MAX_ITEMS:,} rows; expected a data set that ends")
+        raise DataError("number of rows", f"more than {MAX_ITEMS:,}", "a data set that ends")
     return items
 
 
@@ -204,6 +203,6 @@ def _named(source: Source | None, argument: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        if source is not None and str(error).startswith(source.path):
+        if source is not None and error.key.startswith(source.path):
             raise
-        raise DataError(f"{argument if source is None else source.name}: {error}") from error
+        raise error.at(argument if source is None else source.name) from error

@@ -18,6 +18,9 @@ from whet.types import Group, Prompt
 
 RowNumbers: TypeAlias = NDArray[np.int64]  # row numbers
 T = TypeVar("T")
+RESTORE = (
+    "restore the data files, data.filter or data.max_prompt_length, which changed since, or set trainer.resume=never"
+)
 Order: TypeAlias = Callable[[int], RowNumbers]  # from an epoch to its row numbers
 
 
@@ -49,10 +52,8 @@ def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[fl
     drawn = _rounded(weights, total)
     if 0 in drawn:
         least = drawn.index(0)
-        raise DataError(
-            f"data.weights gives entry {least} of train_files a weight of {weights[least]:.2g}, which is no row in an "
-            f"epoch of {total}; raise the weight, or remove the entry"
-        )
+        found = f"entry {least} of train_files has a weight of {weights[least]:.2g}, no row in an epoch of {total}"
+        raise DataError("data.weights", found, "at least one row", "raise the weight, or remove the entry")
     first = np.cumsum([0, *counts])
 
     def order(epoch: int) -> RowNumbers:
@@ -83,7 +84,7 @@ class OrderLoader(Generic[T]):
     def __init__(self, items: Sequence[T], *, seed: int = 0, shuffle: bool = True, order: Order | None = None) -> None:
         count = len(items)
         if count < 1:
-            raise DataError("no rows to load; expected at least one")
+            raise DataError("number of rows", 0, "at least 1")
         self.items = items
         self._is_own = order is not None
         self._order_of = order or (partial(shuffled, count, seed) if shuffle else partial(in_order, count))
@@ -113,10 +114,8 @@ class OrderLoader(Generic[T]):
         """Restores a position.  Raises: DataError if it cannot be a position in these rows."""
         self._start(state["epoch"], state["index"])
         if not 0 <= self._index < len(self._order):
-            raise DataError(
-                f"the saved position is row {self._index} of an epoch of {len(self._order)} rows; the data files, "
-                "data.filter or data.max_prompt_length changed since: restore them, or set trainer.resume=never"
-            )
+            found = f"its position is row {self._index} of an epoch of {len(self._order)} rows"
+            raise DataError("checkpoint", found, "", RESTORE)
 
     def _start(self, epoch: int, index: int) -> None:
         self._epoch, self._index = epoch, index
@@ -165,7 +164,7 @@ class SamplerLoader:
         """Draws the next n prompts.  Raises: DataError if the sampler does not return n row numbers."""
         rows = checked_rows(self.sampler.take(n), len(self.prompts), self._name).tolist() if n else []
         if len(rows) != n:
-            raise DataError(f"{self._name}: take({n}) returned {len(rows)} row numbers; expected {n}")
+            raise DataError(f"{self._name}: take({n})", f"returned {len(rows)} row numbers", str(n))
         self._drawn += n
         chosen = [self.prompts[row] for row in rows]
         return [replace(p, uid=f"{draw}:{p.index}") for draw, p in enumerate(chosen, self._drawn - n)]
@@ -184,7 +183,8 @@ class SamplerLoader:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state.  Raises: DataError for the state of another sampler."""
         if "sampler" not in state:
-            raise DataError(f"the checkpoint has no state of {self._name}; data.sampler changed since: restore it")
+            found = f"has no state of {self._name}"
+            raise DataError("checkpoint", found, "", "restore data.sampler, which changed since")
         self._drawn = state["drawn"]
         self.sampler.load_state(state["sampler"])
 
@@ -195,20 +195,18 @@ def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
     for prompt in prompts:
         if str(prompt.index) == index:
             return replace(prompt, uid=uid)
-    raise DataError(
-        f"the checkpoint has responses to row {index}, which is not among the {len(prompts)} prompts; the data files, "
-        "data.filter or data.max_prompt_length changed since: restore them, or set trainer.resume=never"
-    )
+    problem = f"has responses to row {index}, which is not among the {len(prompts)} prompts"
+    raise DataError("checkpoint", problem, "", RESTORE)
 
 
 def checked_rows(given: object, count: int, name: str) -> RowNumbers:
     """Checks the row numbers that a user's sampler returned.  Raises: DataError."""
     rows = np.asarray(given)
     if rows.ndim != 1 or not len(rows) or not np.issubdtype(rows.dtype, np.integer):
-        raise DataError(f"{name}: expected row numbers, found {str(given)[:80]} ({type(given).__name__})")
+        raise DataError(name, f"returned {str(given)[:80]} ({type(given).__name__})", "row numbers")
     if rows.min() < 0 or rows.max() >= count:
         wrong = next(row for row in rows.tolist() if not 0 <= row < count)
-        raise DataError(f"{name}: returned row {wrong} of {count} prompts; expected 0 to {count - 1}")
+        raise DataError(name, f"returned row {wrong} of {count} prompts", f"0 to {count - 1}")
     return rows.astype(np.int64)
 
 

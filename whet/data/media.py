@@ -100,28 +100,28 @@ class MediaReader:
         these}, with limits of its own (`OWN_LIMITS`). Raises: DataError."""
         if self.vision is None or kind not in self.vision.kinds:
             reads = "text" if self.vision is None else f"text and {' and '.join(sorted(self.vision.kinds))}s"
-            raise DataError(f"it has a {kind}, but the model reads only {reads}; exclude such rows (data.filter)")
+            raise DataError(kind, f"the model reads {reads} alone", "", "exclude such rows (data.filter)")
         try:
             content, own = unwrapped(value)
             return self._for(own)._read(kind, content)
         except DataError as error:
-            raise DataError(f"the {kind} {_name(value)}: {error}") from error
+            raise error.at(f"{kind} {_name(value)}") from error
 
     def _for(self, own: Mapping[str, Any]) -> MediaReader:
         """The reader within the limits that an object gives itself.  Raises: DataError."""
         given = {name: number for name, number in own.items() if number is not None}
         for name, number in given.items():
             if name in UNREAD:
-                raise DataError(f"it has {name}, which whet does not read; remove it, or give {', '.join(OWN_LIMITS)}")
+                raise DataError(name, number, f"one of {', '.join(OWN_LIMITS)}", "remove it: whet ignores it")
             if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-                raise DataError(f"its {name} is {number!r}; expected a number above 0")
+                raise DataError(name, number, "a number above 0")
         if not given:
             return self
         values = {OWN_LIMITS[name]: float(each) if name == "fps" else int(each) for name, each in given.items()}
         limits = replace(self.limits, **values)  # type: ignore[arg-type]
         if (low := limits.min_pixels) is not None and (high := limits.max_pixels) is not None and low > high:
             if {"min_pixels", "max_pixels"} <= given.keys():
-                raise DataError(f"its min_pixels is {low}, over its max_pixels {high}; raise one of them")
+                raise DataError("min_pixels", low, f"at most max_pixels={high}", "lower it, or raise max_pixels")
             both = high if "max_pixels" in given else low
             limits = replace(limits, min_pixels=both, max_pixels=both)
         return MediaReader(limits, self.vision, self.folder)
@@ -131,7 +131,7 @@ class MediaReader:
         if kind == "video":
             return self._video(source)
         if isinstance(source, tuple):
-            raise DataError("it is a list; expected one image")
+            raise DataError("type", "list", "one image")
         header = _frame_header(source)
         digest = self._digest(kind, source)
         media = Media(kind, digest, self._stored(digest, source, header.suffix))
@@ -147,9 +147,9 @@ class MediaReader:
         else:
             headers = list(map(_frame_header, source))
             if not headers:
-                raise DataError("it is a list without frames; expected at least one")
+                raise DataError("number of frames", 0, "at least one")
             if len(sizes := {(each.height, each.width) for each in headers}) > 1:
-                raise DataError(f"its frames have {len(sizes)} sizes, as {sorted(sizes)[:2]}; expected one size")
+                raise DataError("frames", f"they have {len(sizes)} sizes, as {sorted(sizes)[:2]}", "one size")
             header = replace(headers[0], seconds=tuple(at / self.limits.video_fps for at in range(len(source))))
             frames = self.limits.frames(header.seconds)
             digests = [self._digest("image", frame) for frame in source]
@@ -166,19 +166,19 @@ class MediaReader:
             is_enlarged = low is not None and header.height * header.width < low
             limit = f"min_pixels={low} (data.min_pixels)" if is_enlarged else f"max_pixels={high} (data.max_pixels)"
             frames = " or data.max_frames" if media.kind == "video" else ""
-            expected = f"expected at most {MAX_TOKENS:,}; lower {limit}{frames}"
-            raise DataError(f"it becomes {found.tokens.count:,} tokens, {expected}")
+            change = f"lower {limit}{frames}"
+            raise DataError("number of tokens", found.tokens.count, f"at most {MAX_TOKENS:,}", change)
         return found
 
     def _source(self, kind: Kind, value: Any) -> Encoded | tuple[Encoded, ...]:
         """The path or bytes of a value, or those of its frames.  Raises: DataError."""
         if isinstance(value, Media):
             if value.kind != kind:
-                raise DataError(f"it is a Media of the kind {value.kind!r}; expected {kind!r}")
+                raise DataError("kind", value.kind, kind)
             value = value.source
         value, own = unwrapped(value)
         if own:
-            raise DataError(f"a part of it has {next(iter(own))}; give the limits of a frame to the whole video")
+            raise DataError(next(iter(own)), "is in a part of it", "", "give the limits of a frame to the whole video")
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if isinstance(value, str | Path):
@@ -189,7 +189,7 @@ class MediaReader:
             return png(from_array(value))
         if kind == "video" and isinstance(value, list | tuple | np.ndarray):
             return tuple(cast(Encoded, self._source("image", frame)) for frame in value)
-        raise DataError(f"it is of the type {type(value).__name__}; expected a path, bytes or a PIL image")
+        raise DataError("type", type(value).__name__, "a path, bytes or a PIL image")
 
     def _named(self, text: str) -> Encoded:
         """The path or bytes that a text names.  Raises: DataError."""
@@ -198,7 +198,8 @@ class MediaReader:
             return _of_uri(text)
         if scheme.startswith(("http://", "https://")):
             if not self.limits.allow_urls:
-                raise DataError("it is a URL, which is not fetched; download it, or set data.allow_media_urls=true")
+                change = "download it, or set data.allow_media_urls=true"
+                raise DataError("", "it is a URL, which is not fetched", "", change)
             return _fetched(text)
         path = Path(unquote(urlparse(text).path) if scheme.startswith("file://") else text).expanduser()
         folders = [self.limits.image_dir] if self.limits.image_dir is not None else [self.limits.beside or ".", "."]
@@ -207,10 +208,10 @@ class MediaReader:
             place = next((each for each in places if each.is_file()), places[0])
             is_file, is_folder = place.is_file(), place.is_dir()
         except OSError as error:
-            raise DataError(f"it is no path ({error.strerror}); expected a path, bytes or a data: URI") from error
+            raise DataError("path", f"{error.strerror}", "a path, bytes or a data: URI") from error
         if not is_file:
             state = "is a folder" if is_folder else "does not exist"
-            raise DataError(f"{str(place)[:300]} {state}; correct the path, or set data.image_dir to its folder")
+            raise DataError(str(place)[:300], state, "a file", "correct the path, or set data.image_dir to its folder")
         return str(place.absolute())
 
     def _digest(self, kind: Kind, source: Encoded) -> str:
@@ -229,7 +230,8 @@ class MediaReader:
                 if not path.is_file():
                     files.write(path, source)
         except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}; free space, or move the run") from error
+            found = f"cannot be written: {error.strerror}"
+            raise StorageError(str(path), found, "", "free space, or move the run") from error
         return str(path)
 
 
@@ -240,7 +242,7 @@ def unwrapped(value: Any) -> tuple[Any, dict[str, Any]]:
         limits = {name: value[name] for name in (*OWN_LIMITS, *UNREAD) if value.get(name) is not None} | limits
         found = [value[name] for name in CONTENT if value.get(name) is not None]
         if not found:
-            raise DataError(f"it is an object with {', '.join(map(str, value)) or 'nothing'}; expected bytes or path")
+            raise DataError("object", f"it has {', '.join(map(str, value)) or 'nothing'}", "bytes or path")
         value = found[0]
     return value, limits
 
@@ -275,8 +277,8 @@ def images(media: Media) -> list[Image.Image]:
         with opened(media.source) as file:
             return video_pixels(file, media.frames)
     except DataError as error:
-        row = f"{media.origin}: " if media.origin else ""
-        raise DataError(f"{row}the {media.kind} {_name(media.source)} (digest {media.digest[:12]}): {error}") from error
+        place = f"{media.kind} {_name(media.source)} (digest {media.digest[:12]})"
+        raise error.at(place).at(media.origin) from error
 
 
 def _frame_header(source: Encoded) -> Header:
@@ -296,7 +298,7 @@ def _of_uri(text: str) -> bytes:
             raise ValueError("it has no comma")
         return base64.b64decode(content, validate=True) if head.endswith(";base64") else unquote_to_bytes(content)
     except (ValueError, binascii.Error) as error:
-        raise DataError(f"its data: URI cannot be decoded ({error}); correct it") from error
+        raise DataError("data: URI", f"cannot be decoded ({error})", "", "correct it") from error
 
 
 def _fetched(url: str) -> bytes:
@@ -310,9 +312,10 @@ def _fetched(url: str) -> bytes:
             for chunk in response.iter_bytes(2**16):
                 found += chunk
                 if len(found) > URL_BYTES or time.monotonic() > until:
-                    raise DataError(f"it takes more than {URL_SECONDS:g} s or {URL_BYTES >> 20} MiB; download it once")
+                    problem = f"it takes more than {URL_SECONDS:g} s or {URL_BYTES >> 20} MiB"
+                    raise DataError("", problem, "", "download it once, and name the file")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DataError(f"it cannot be fetched ({error}); download it once, and name the file") from error
+        raise DataError("", f"it cannot be fetched ({error})", "", "download it once, and name the file") from error
     return bytes(found)
 
 

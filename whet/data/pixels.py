@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000
 ANIMATIONS = ("GIF", "WEBP", "PNG", "AVIF")
 _given = os.environ.get("WHET_MAX_IMAGE_PIXELS", "")
 if _given and not (_given.isdecimal() and int(_given)):
-    raise ConfigError(f"WHET_MAX_IMAGE_PIXELS={_given!r} in the environment: expected a number above 0, or none")
+    raise ConfigError("WHET_MAX_IMAGE_PIXELS in the environment", _given, "a number above 0, or none")
 MAX_PIXELS = int(_given or 2**26)  # of one frame; 2**26 are 192 MiB as RGB
 Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, MAX_PIXELS)  # Pillow refuses twice as many by itself
 SMALLER = "save it smaller, or allow it with the environment variable WHET_MAX_IMAGE_PIXELS=NUMBER"
@@ -31,7 +31,7 @@ CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,h2
 ORIENTATION = 0x0112  # the EXIF tag
 BOXES = frozenset(b"ftyp styp mdat moov moof free skip wide uuid sidx mfra meta pdin".split())  # of MP4
 FRAME_SECONDS = 0.1  # of an animation that does not say it, as browsers take it
-NO_FRAMES = "it is a video without frames; replace it, or drop the row"
+REPLACE = "replace it, or drop the row"
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
         file: IO[bytes] = io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"the file cannot be opened ({reason}); correct the path") from error
+        raise DataError("file", f"cannot be opened ({reason})", "", "correct the path") from error
     with file:
         if not file.read(1):
-            raise DataError("the file is empty; replace it, or drop the row")
+            raise DataError("number of bytes", 0, "at least one", REPLACE)
         file.seek(0)
         yield file
 
@@ -65,10 +65,8 @@ def image_header(file: IO[bytes]) -> Header:
     Raises: DataError for what is no image or an animation, and for one that is truncated, too large or too narrow."""
     with _picture(file, FORMATS) as image:
         if (count := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # of which the others are previews
-            raise DataError(
-                f"it has {count} frames, expected one image: use it as a video (field `videos`, tag <video>), or save "
-                "one frame of it"
-            )
+            change = "use it as a video (field `videos`, tag <video>), or save one frame of it"
+            raise DataError("number of frames", count, "one image", change)
         width, height = _checked(*image.size)
         if _is_turned(image, file):
             width, height = height, width
@@ -121,7 +119,7 @@ def video_pixels(file: IO[bytes], numbers: Sequence[int]) -> list[Image.Image]:
             if number == numbers[-1]:
                 break
     if len(found) < len(numbers):
-        raise DataError(f"only {len(found)} of {len(numbers)} frames can be decoded: it is damaged; replace it")
+        raise DataError("decoded frames", len(found), f"{len(numbers)}: the file is damaged", REPLACE)
     return found
 
 
@@ -151,10 +149,8 @@ def from_array(array: np.ndarray[Any, Any]) -> Image.Image:
         array = array[:, :, 0]
     is_shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (2, 3, 4))
     if not is_shaped or 0 in array.shape or (array.dtype != np.uint8 and array.dtype.kind != "f"):
-        raise DataError(
-            f"it is an array {[*array.shape]} of {array.dtype}; expected [height, width] or [height, width, channels] "
-            "of uint8, or of floats from 0 to 1"
-        )
+        expected = "[height, width] or [height, width, channels] of uint8, or of floats from 0 to 1"
+        raise DataError("array", f"{[*array.shape]} of {array.dtype}", expected)
     if array.dtype != np.uint8:
         array = np.rint(np.clip(np.nan_to_num(array), 0, 1) * 255).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(array))
@@ -173,13 +169,14 @@ def _grey(image: Image.Image) -> Image.Image:
 
 def _checked(width: int, height: int) -> tuple[int, int]:
     """Raises: DataError before anything is decoded."""
-    size = f"it is {width} x {height} pixels"
+    size = f"{width} x {height} pixels"
     if width < 1 or height < 1:
-        raise DataError(f"{size}; expected at least one: replace it")
+        raise DataError("size", size, "at least one", "replace it")
     if width * height > MAX_PIXELS:
-        raise DataError(f"{size}, expected at most {MAX_PIXELS:,} in all; {SMALLER}")
+        raise DataError("size", size, f"at most {MAX_PIXELS:,} in all", SMALLER)
     if max(width, height) > MAX_ASPECT * min(width, height):
-        raise DataError(f"{size}: one side is over {MAX_ASPECT} times the other, which no model reads; crop or drop it")
+        expected = f"no side over {MAX_ASPECT} times the other, which no model reads"
+        raise DataError("size", size, expected, "crop or drop it")
     return width, height
 
 
@@ -231,11 +228,11 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        problem = f"it is no image ({', '.join(formats)}), or is cut off"
-        raise _OtherFormatError(f"{problem}; replace it, or drop the row") from error
+        problem = "it is another one, or the file is cut off"
+        raise _OtherFormatError("format", problem, f"one of {', '.join(formats)}", REPLACE) from error
     except Image.DecompressionBombError as error:
         size = f"{int(found[0]):,}" if (found := re.findall(r"\((\d+) pixels\)", str(error))) else "too many"
-        raise DataError(f"it has {size} pixels, expected at most {MAX_PIXELS:,} in all; {SMALLER}") from error
+        raise DataError("size", f"{size} pixels", f"at most {MAX_PIXELS:,} in all", SMALLER) from error
     except Exception as error:  # Pillow's readers raise whatever a damaged file leads to
         raise _unreadable(error, "video" if formats is ANIMATIONS else "image") from error
 
@@ -249,7 +246,7 @@ def _film_header(file: IO[bytes]) -> Header:
             container.seek(0)
         first = next(iter(container.decode(video=0)), None) if count else None
         if first is None:
-            raise DataError(NO_FRAMES)
+            raise DataError("number of frames", 0, "at least one", REPLACE)
         width, height = _checked(*_upright(first).size)
     suffix = {"mov": ".mp4", "matroska": ".mkv"}.get(form.split(",")[0], f".{form.split(',')[0]}")
     return Header(height, width, suffix, tuple(number / rate for number in range(count)))
@@ -266,19 +263,19 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
     try:
         import av
     except ImportError as error:
-        problem = "it is no GIF, WebP or APNG, and other videos need PyAV"
-        raise DataError(f"{problem}; install it: {pip_install('video')}") from error
+        found = "it is not GIF, WebP or APNG, and other videos need PyAV"
+        raise DataError("format", found, "", f"install it: {pip_install('video')}") from error
     announced, length = _announced_bytes(file), file.seek(0, io.SEEK_END)
     if announced > length:
-        found = f"it is cut off, with {length:,} of the {announced:,} bytes that its header announces"
-        raise _unreadable(found, "video")
+        expected = f"the {announced:,} that its header announces: it is cut off"
+        raise DataError("number of bytes", length, expected, REPLACE)
     file.seek(0)
     try:
         with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
             if not container.streams:
-                raise DataError(NO_FRAMES)
+                raise DataError("number of frames", 0, "at least one", REPLACE)
             if not container.streams.video:
-                raise DataError("it has no video stream, only sound or text; replace it, or drop the row")
+                raise DataError("video stream", "there is none, only sound or text", "", REPLACE)
             video = container.streams.video[0].codec_context
             if video.width and video.height:
                 _checked(video.width, video.height)
@@ -286,7 +283,7 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
     except DataError:
         raise
     except EOFError as error:  # behind the header
-        raise DataError(NO_FRAMES) from error
+        raise DataError("number of frames", 0, "at least one", REPLACE) from error
     except Exception as error:  # FFmpeg's readers raise whatever a damaged file leads to
         raise _unreadable(error, "video") from error
 
@@ -321,6 +318,6 @@ def _ebml_size(content: bytes, place: int) -> tuple[int, int]:
     return place + length, 0 if size == (1 << bits) - 1 else size
 
 
-def _unreadable(error: Exception | str, kind: str = "image") -> DataError:
+def _unreadable(error: Exception, kind: str = "image") -> DataError:
     found, article = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__, "n" * (kind == "image")
-    return DataError(f"it cannot be read as a{article} {kind}: {found}; replace it, or drop the row")
+    return DataError("content", f"cannot be read as a{article} {kind}: {found}", "", REPLACE)

@@ -67,10 +67,12 @@ def place(
         placed.append(message)
     for kind in KINDS:
         if num_tags[kind] != num_given[kind]:
-            raise DataError(
-                f"it has {num_given[kind]} {FIELDS[kind][0]}, and its text has {num_tags[kind]} places for them (the "
-                f"tag <{kind}>, or a part of type {kind!r} without an object); expected as many: correct the {owner}"
+            places = f"(the tag <{kind}>, or a part of type {kind!r} without an object)"
+            key, expected = (
+                f"number of {FIELDS[kind][0]}",
+                f"{num_tags[kind]}, as its text has places for them {places}",
             )
+            raise DataError(key, num_given[kind], expected, f"correct the {owner}")
     return tuple(placed), found
 
 
@@ -101,7 +103,7 @@ def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
             is_limited = value is not None and limits
             yield {"type": OBJECTS[form], "value": {OBJECTS[form]: value, **limits} if is_limited else value}
         elif "audio" in form:
-            raise DataError(f"message {number} has a part of type {form!r}, but whet reads images and videos only")
+            raise DataError(f"message {number}", f"has a part of type {form!r}", "only text, images and videos")
         elif form == "text" and not has_objects and message.role != "assistant":
             yield from _split(part)
         else:
@@ -141,10 +143,8 @@ def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> s
     pattern = re.compile("|".join(map(re.escape, sorted({*expected}, key=len, reverse=True))))
     found = pattern.findall(text)
     if found != (expected[: len(found)] if is_prefix else expected):
-        raise DataError(
-            f"the chat template writes {len(found)} placeholders ({', '.join(found[:4]) or 'none'}) for {len(media)} "
-            f"images and videos, expected {', '.join(expected[:4])}: use the template that belongs to the model"
-        )
+        told = f"writes {len(found)} placeholders ({', '.join(found[:4]) or 'none'}) for {len(media)} images and videos"
+        raise DataError("chat template", told, ", ".join(expected[:4]), "use the template that belongs to the model")
     texts = ("".join(piece * times for piece, times in media_tokens(each).text) for each in media)
     return pattern.sub(lambda _: next(texts), text)
 
@@ -154,10 +154,9 @@ def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[in
     own = {media_tokens(each).token_id for each in media} | {*forbidden}
     found, expected = sum(token_id in own for token_id in ids), sum(media_tokens(each).count for each in media)
     if found != expected:
-        raise DataError(
-            f"the text has {found} tokens of images or videos, and its {len(media)} images and videos have {expected}; "
-            "write <image> or <video> instead of the model's own token, or exclude such rows (data.filter)"
-        )
+        change = "write <image> or <video> instead of the model's own token, or exclude such rows (data.filter)"
+        wanted = f"{expected}, those of its {len(media)} images and videos"
+        raise DataError("media tokens", found, wanted, change)
 
 
 def media_tokens(media: Media) -> Any:

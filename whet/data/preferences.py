@@ -15,7 +15,7 @@ from whet.data.supervised import encode_conversation, encode_response
 from whet.errors import DataError
 
 logger = logging.getLogger(__name__)
-_NO_MEDIA = "but preference pairs have only text; use a data set of text, or exclude such rows (data.filter)"
+_TEXT = "only text in preference pairs"
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,23 @@ def build_pairs(
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         noted = len(prompt_format.lost)
         with at_row(index):
-            prompt_format.refuse_media(row, reason=_NO_MEDIA)
+            prompt_format.refuse_media(row, expected=_TEXT)
             fields = [find_field(row, data[name], f"data.{name}", common) for name, common in COMMON.items()]
             chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
             pair = PreferencePair(chosen, rejected, _margin(row, data.margin_key))
         del prompt_format.lost[noted + 1 :]  # one of a row
         if pair.num_tokens > data.max_length and data.overlong == "error":
-            raise DataError(
-                f"row {index} has a response that makes {pair.num_tokens} tokens with its prompt, over "
-                f"data.max_length={data.max_length}; raise it, or set data.overlong=drop"
-            )
+            expected = f"at most data.max_length={data.max_length} with its prompt"
+            key, change = f"row {index}: number of tokens", "raise it, or set data.overlong=drop"
+            raise DataError(key, pair.num_tokens, expected, change)
         is_equal, is_long = chosen == rejected, pair.num_tokens > data.max_length
         num_equal, num_long = num_equal + is_equal, num_long + (is_long and not is_equal)
         if not is_equal and not is_long:
             pairs.append(pair)
     found = f"{num_long} of {len(rows)} pairs over data.max_length={data.max_length} tokens, and {num_equal} of two"
     if not pairs:
-        problem = f"no pair is left: dropped {found} equal responses"
-        raise DataError(f"{problem}; expected at least one: raise data.max_length, or correct the rows")
+        expected = f"at least one pair that is left: dropped {found} equal responses"
+        raise DataError("data.max_length", data.max_length, expected, "raise it, or correct the rows")
     if num_equal or num_long:
         logger.warning("dropped %s equal responses", found)
     prompt_format.warn_lost(len(rows))
@@ -92,26 +91,26 @@ def _encode(row: Row, field: str, prompt_format: PromptFormat, data: PreferenceD
     """The ids of a prompt and a response, up to the token that ends it: the last that a policy would sample."""
     response, has_prompt = row[field], row.get(data.prompt_key) is not None
     prompt = prompt_format.messages(row, data.prompt_key) if has_prompt else ()
-    prompt_format.refuse_media({}, prompt, _NO_MEDIA)
+    prompt_format.refuse_media({}, prompt, _TEXT)
     if not isinstance(response, str):
         messages = [*prompt, *read_messages(row, field, "text, or ")]
-        prompt_format.refuse_media({}, messages, _NO_MEDIA)
+        prompt_format.refuse_media({}, messages, _TEXT)
         if messages[-1].role != "assistant":
-            problem = f"field {field!r} ends in a message of the role {messages[-1].role!r} (roles {roles(messages)})"
-            raise DataError(f"{problem}; expected the response last, of the role 'assistant': correct the row")
+            found = f"ends in a message of the role {messages[-1].role!r} (roles {roles(messages)})"
+            expected = "the response last, of the role 'assistant'"
+            raise DataError(f"field {field!r}", found, expected, "correct the row")
         example = encode_conversation(messages, prompt_format)
         end = max(at for at, is_sampled in enumerate(example.loss_mask) if is_sampled) + 1
         return example.input_ids[:end]
     if has_prompt:
         return encode_response(prompt, response, prompt_format).input_ids
     if prompt_format.apply_chat_template:
-        raise DataError(
-            f"field {data.prompt_key!r} is missing and {field!r} is a text; expected a prompt, or a list of messages: "
-            "set data.prompt_key, or data.apply_chat_template=false for whole texts"
-        )
+        change = "set data.prompt_key, or data.apply_chat_template=false for whole texts"
+        found = f"is missing and {field!r} is a text"
+        raise DataError(f"field {data.prompt_key!r}", found, "a prompt, or a list of messages", change)
     [ids] = encode_texts(prompt_format.tokenizer, [response], add_special_tokens=True)
     if not ids:
-        raise DataError(f"field {field!r} is an empty text without a prompt; expected at least one token: correct it")
+        raise DataError(f"field {field!r}", "is an empty text without a prompt", "at least one token", "correct it")
     return (*ids, int(prompt_format.tokenizer.eos_token_id))  # type: ignore[arg-type]
 
 
@@ -120,5 +119,5 @@ def _margin(row: Row, field: str) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"field {field!r} is {value!r}; expected a number: correct it, or set data.margin_key")
+        raise DataError(f"field {field!r}", f"is {value!r}", "a number", "correct it, or set data.margin_key")
     return float(value)

@@ -95,7 +95,7 @@ def preview(
         last = chosen[-1][0]
         chosen = [(number, item) for number, item in chosen if number == index]
         if not chosen:
-            raise DataError(f"there is no {what} {index}; expected --index from 0 to {last}")
+            raise DataError("--index", index, f"the number of one {what}, from 0 to {last}")
     if drawn and isinstance(config, RunConfig):
         chosen = _drawn(config, loaded(), seed, num_rows)
     prompts = [item for item in whole.items if isinstance(item, Prompt)]

@@ -36,10 +36,7 @@ _ROWS_A_CHUNK = 256  # rows that are rendered and tokenised together: enough for
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; the reward gets all other fields
 _MESSAGES = 'a list of messages {"role": ..., "content": ...}'
-_NO_MEDIA = (
-    "but the model reads only text and would train without it; use a data set of text, or exclude such rows "
-    "(data.filter)"
-)
+_TEXT = "only text: the model reads no media, and would train without them"
 _MEDIA = ("image", "video", "audio")
 _MEDIA_KEYS: dict[Kind, str] = {kind: plural for kind, (plural, _) in FIELDS.items()}
 _MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
@@ -66,8 +63,8 @@ class PromptFormat:
     ) -> None:
         """`reader` reads images and videos, in the fields `media_keys`; without one a row that has some is refused."""
         if system_prompt is not None and not apply_chat_template:
-            problem = "data.system_prompt needs a template, but data.apply_chat_template is false"
-            raise ConfigError(f"{problem}; unset one key")
+            found = "needs a template, but data.apply_chat_template is false"
+            raise ConfigError("data.system_prompt", found, "", "unset one key")
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.apply_chat_template = apply_chat_template
@@ -108,15 +105,13 @@ class PromptFormat:
         if self._template is not None:
             last = messages[-1]
             if not isinstance(last.content, str):
-                found = type(last.content).__name__
-                raise DataError(f"data.format_prompt needs a prompt of text, found {found}; exclude such rows")
+                found = f"gets a prompt of type {type(last.content).__name__}"
+                raise DataError("data.format_prompt", found, "text", "exclude such rows (data.filter)")
             text = self._template.render({**row, "content": last.content})
             messages[-1] = Message(last.role, text, last.fields)
         if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):
-            raise DataError(
-                f"the prompt is a list of messages (roles {roles(messages)}), and data.apply_chat_template is false; "
-                "expected a text, or set data.apply_chat_template=true"
-            )
+            found = f"is a list of messages (roles {roles(messages)}), and data.apply_chat_template is false"
+            raise DataError("prompt", found, "a text", "correct the row, or set data.apply_chat_template=true")
         return self.with_system_prompt(messages)
 
     def with_system_prompt(self, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -130,15 +125,16 @@ class PromptFormat:
         """Fields of a row that may hold media."""
         return (*_MEDIA_FIELDS, *self.media_keys.values())
 
-    def refuse_media(self, row: Row, messages: Sequence[Message] = (), reason: str = _NO_MEDIA) -> None:
-        """Checks that a row has no media.  Raises: DataError for images, videos or audio, with the reason."""
+    def refuse_media(self, row: Row, messages: Sequence[Message] = (), expected: str = _TEXT) -> None:
+        """Checks that a row has no media.  Raises: DataError for images, videos or audio, with what is `expected`."""
+        change = "use a data set of text, or exclude such rows (data.filter)"
         for name in self.media_fields:
             if has(row, name):
-                raise DataError(f"it has a field {name!r}, {reason}")
+                raise DataError(f"field {name!r}", "it has media", expected, change)
         for number, message in enumerate(messages):
             parts = message.content if isinstance(message.content, list) else []
             if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
-                raise DataError(f"message {number} has a part of type {kinds[0]!r}, {reason}")
+                raise DataError(f"message {number}", f"has a part of type {kinds[0]!r}", expected, change)
 
     def place(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
         """Makes parts of the tags in the messages of a row; returns them with its images and videos, in order.
@@ -148,12 +144,12 @@ class PromptFormat:
             self.refuse_media(row, messages)
             return tuple(messages), []
         if has(row, "audio") or has(row, "audios"):
-            raise DataError("it has a field of audio, but whet reads images and videos only; exclude such rows")
+            raise DataError("audio", "is in a field", "only images and videos", "exclude such rows (data.filter)")
         placed, values = place(messages, values_of(row, self.media_keys))
         limit = self.reader.limits.limit_images
         if limit is not None and len(values) > limit:
-            problem = f"it has {len(values)} images and videos, over data.limit_images={limit}"
-            raise DataError(f"{problem}; raise it, or drop the row")
+            expected = f"at most data.limit_images={limit}"
+            raise DataError("number of media", len(values), expected, "raise it, or drop the row")
         return placed, values
 
     def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
@@ -283,14 +279,13 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
     too_long = [prompt for prompt in whole if len(prompt.token_ids) > limit]
     if too_long and data.overlong_prompts == "error":
-        raise DataError(
-            f"row {too_long[0].index}: the prompt has {len(too_long[0].token_ids)} tokens, over "
-            f"data.max_prompt_length={limit}; raise it, or set data.overlong_prompts=drop"
-        )
+        key, expected = f"row {too_long[0].index}: prompt tokens", f"at most data.max_prompt_length={limit}"
+        raise DataError(key, len(too_long[0].token_ids), expected, "raise it, or set data.overlong_prompts=drop")
     if not kept:
         shortest = min((len(prompt.token_ids) for prompt in whole), default=None)
         limits = "the data has no rows" if shortest is None else f"the shortest has {shortest} tokens"
-        raise DataError(f"all {len(whole)} prompts are over data.max_prompt_length={limit} tokens: {limits}; raise it")
+        expected = f"at least one of {len(whole)} prompts within it: {limits}"
+        raise DataError("data.max_prompt_length", limit, expected, "raise it")
     if too_long:
         first, more = [prompt.index for prompt in too_long[:5]], f" and {len(too_long) - 5} more"
         logger.warning(
@@ -306,15 +301,16 @@ def read_messages(row: Row, field: str, also: str = "") -> list[Message]:
     content = row[field]
     is_list = isinstance(content, list) and len(content) > 0
     if not is_list or not all(isinstance(raw, Mapping) and {*raw} >= {"role", "content"} for raw in content):
-        found = str(content)[:200] if is_list else "an empty list" if content == [] else type(content).__name__
-        raise DataError(f"field {field!r}: expected {also}{_MESSAGES}, found {found}; correct the row")
+        kind = "an empty list" if content == [] else f"a value of type {type(content).__name__}"
+        found = str(content)[:200] if is_list else kind
+        raise DataError(f"field {field!r}", found, also + _MESSAGES, "correct the row")
     for number, raw in enumerate(content):
         parts = raw["content"] if isinstance(raw["content"], list) else []
         if not isinstance(raw["role"], str):
-            raise DataError(f"message {number}: expected text as its role, found {raw['role']!r}; correct it")
+            raise DataError(f"message {number}: role", raw["role"], "text", "correct it")
         if not isinstance(raw["content"], str | list | None) or not all(isinstance(part, Mapping) for part in parts):
             found = str(raw["content"])[:200]
-            raise DataError(f"message {number}: expected text or a list of parts as its content, found {found}")
+            raise DataError(f"message {number}: content", found, "text, or parts in a list", "correct it")
     return _with_tools(row, [Message.from_dict({"content": "", **as_written(raw)}) for raw in content])
 
 
@@ -334,10 +330,9 @@ def find_field(row: Row, names: Names, option: str, common: Sequence[str] = ()) 
             return name
     near = [key for name in _all(names) for key in difflib.get_close_matches(name, list(row), n=1)]
     known = [key for key in (*near, *common) if row.get(key) is not None]
-    name = " or ".join(_all(names))
     nearest = f" (perhaps {option}={known[0]})" if known else ""
-    state = "is null" if name in row else "is missing"
-    raise DataError(f"field {name!r} {state}; the row has {', '.join(row)}; set {option}{nearest}")
+    found = f"is {'null' if name in row else 'missing'}, and the row has {', '.join(row)}"
+    raise DataError(f"field {' or '.join(_all(names))!r}", found, "", f"set {option}{nearest}")
 
 
 def _encoded(
@@ -369,8 +364,8 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
         messages, media = prompt_format.with_media(row, prompt.messages)
     ids = prompt_format.encode([messages], [prompt.index], [media])[0] if messages else []
     if not ids:
-        problem = f"row {prompt.index}: the prompt is empty, expected at least one token"
-        raise DataError(f"{problem}; correct the row, or exclude such rows (data.filter.FIELD.not='')")
+        change = "correct the row, or exclude such rows (data.filter.FIELD.not='')"
+        raise DataError(f"row {prompt.index}: prompt", "is empty", "at least one token", change)
     return replace(prompt, messages=messages, token_ids=tuple(ids), media=media)
 
 
@@ -387,7 +382,7 @@ def at_row(index: int | None) -> Iterator[None]:
     except DataError as error:
         if index is None:
             raise
-        raise DataError(f"row {index}: {error}") from error
+        raise error.at(f"row {index}") from error
 
 
 def ground_truth(row: Row, answer_key: Names | None) -> Any:
@@ -407,7 +402,7 @@ def _all(names: Names) -> Sequence[str]:
 def _extra_info(row: Row, used: set[str]) -> dict[str, Any]:
     own = row.get("extra_info") or {}
     if not isinstance(own, Mapping):
-        raise DataError(f"expected extra_info to be an object with fields, found {type(own).__name__}")
+        raise DataError("extra_info", f"is of type {type(own).__name__}", "an object with fields")
     rest = {key: value for key, value in row.items() if key not in used and key not in _OWN_FIELDS}
     return {**rest, **own}
 
@@ -418,11 +413,11 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
     if not missing:
         return
     if len(missing) < len(prompts):
-        raise DataError(
-            f"row {missing[0]} has no ground truth, but {len(prompts) - len(missing)} of {len(prompts)} rows have one "
-            "(in reward_model.ground_truth or answer); correct the row, exclude such rows "
-            "(data.filter.answer.not=null), or set data.answer_key if another field has the ground truth"
-        )
+        expected = "one in reward_model.ground_truth or answer, "
+        expected += f"as {len(prompts) - len(missing)} of {len(prompts)} rows have one"
+        change = "correct the row, exclude such rows (data.filter.answer.not=null), or set data.answer_key if another "
+        change += "field has the ground truth"
+        raise DataError(f"row {missing[0]}: ground truth", None, expected, change)
     logger.warning(
         "none of %d rows has a ground truth (neither reward_model.ground_truth nor answer): the reward function gets "
         "None; set data.answer_key if another field has it",
@@ -441,16 +436,16 @@ class Template:
             try:
                 text = Path(text).read_text(encoding="utf-8")
             except FileNotFoundError as error:
-                raise DataError(f"{key}: no such file: {text}") from error
+                raise DataError(key, f"{text} does not exist", "a file", "correct the path") from error
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{key}: {text} cannot be read: {error}; save it as UTF-8") from error
+                raise DataError(key, f"{text} cannot be read: {error}", "", "save it as UTF-8") from error
         try:
             with bounded():  # compiling evaluates constant expressions
                 self._compiled = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"{key}: line {error.lineno}: {error.message}") from error
+            raise DataError(f"{key}: line {error.lineno}", f"{error.message}", "", "correct the template") from error
         except Exception as error:  # errors of Python in the code that jinja generates
-            raise DataError(f"{key} cannot be compiled: {cause(error)}; write it more simply") from error
+            raise DataError(key, f"cannot be compiled: {cause(error)}", "", "write it more simply") from error
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """Renders the template for the fields of one row.  Raises: DataError, also beyond `whet.limits`."""
@@ -458,6 +453,6 @@ class Template:
             with bounded():
                 return self._compiled.render(fields)
         except jinja2.UndefinedError as error:
-            raise DataError(f"{self.key}: {error.message}; the row has {', '.join(fields)}") from error
+            raise DataError(self.key, f"{error.message}", f"fields of the row: {', '.join(fields)}") from error
         except Exception as error:  # a template is other people's code
-            raise DataError(f"{self.key} cannot be rendered: {cause(error)}; correct the template") from error
+            raise DataError(self.key, f"cannot be rendered: {cause(error)}", "", "correct the template") from error

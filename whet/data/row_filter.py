@@ -28,13 +28,14 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
         test = _test(field, condition)
         if rows and not any(field in _names(row) for row in rows):
             names = sorted({name for row in rows for name in _names(row)})
-            hint = did_you_mean(field, names, f"rows have {', '.join(names)}", quoted=False, most=3)
-            raise DataError(f"data.filter: no row has a field {field!r}; {hint}")
+            hint = did_you_mean(field, names, f"name one of {', '.join(names)}", quoted=False, most=3)
+            raise DataError(f"data.filter.{field}", "no row has this field", "", hint)
         met = [number for number in left if test(_value(rows[number], field), number)]
         if left and not met:
             found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
-            problem = f"data.filter: none of {len(left)} rows has {field} {_show(condition)}"
-            raise DataError(f"{problem}; its most frequent values are {', '.join(value for value, _ in found)}")
+            problem = f"none of {len(left)} rows has {field} {_show(condition)}"
+            values = ", ".join(value for value, _ in found)
+            raise DataError(f"data.filter.{field}", problem, f"a value that some have, most often {values}")
         left = met
     return left
 
@@ -47,10 +48,8 @@ def _test(field: str, condition: object) -> Test:
         if condition and set(condition) <= set(BOUNDS) and all(_is_number(bound) for bound in condition.values()):
             low, high = condition.get("min", float("-inf")), condition.get("max", float("inf"))
             return lambda value, number: value is not None and low <= _number(field, value, number) <= high
-        raise ConfigError(
-            f"data.filter.{field}={dict(condition)}; expected a value, a list of values, {{min: number, max: number}} "
-            "(either may be left out) or {not: ...}"
-        )
+        expected = "a value, a list of values, {min: number, max: number} (either may be left out) or {not: ...}"
+        raise ConfigError(f"data.filter.{field}", dict(condition), expected)
     if isinstance(condition, Sequence) and not isinstance(condition, str):
         tests = [_test(field, each) for each in condition]
         return lambda value, number: any(test(value, number) for test in tests)
@@ -77,7 +76,8 @@ def _is_number(value: object) -> bool:
 
 def _number(field: str, value: Any, number: int) -> float:
     if not _is_number(value):
-        raise DataError(f"row {number}: data.filter.{field} has bounds, and the field is {value!r}; expected a number")
+        expected = f"a number, as data.filter.{field} has bounds"
+        raise DataError(f"row {number}: field {field!r}", f"is {value!r}", expected)
     return float(value)
 
 
@@ -94,7 +94,7 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
     kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
     if not kept:
         problem = f"none of {len(prompts)} prompts has {low} < {key} < {high}"
-        raise DataError(f"{problem}; widen data.difficulty_window, or unset data.difficulty_key")
+        raise DataError("data.difficulty_window", problem, "", "widen it, or unset data.difficulty_key")
     if len(kept) < len(prompts):
         log.info("%d of %d prompts are outside %g < %s < %g", len(prompts) - len(kept), len(prompts), low, key, high)
     return kept
@@ -104,6 +104,6 @@ def difficulty(prompt: Prompt, key: str, option: str) -> float:
     """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
     value = prompt.extra_info.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        problem = f"row {prompt.index}: {option}={key} is {value!r}, expected a number"
-        raise DataError(f"{problem}; the row has {', '.join(prompt.extra_info) or 'no further fields'}")
+        found = f"is {value!r}; the row has {', '.join(prompt.extra_info) or 'no further fields'}"
+        raise DataError(f"row {prompt.index}: {option}={key}", found, "a number")
     return float(value)

@@ -58,7 +58,7 @@ def make_loader(
     prompts = loaded.items
     weights, counts = _weights(loaded)
     if data.mix and weights is not None:
-        raise DataError("data.mix and weights of data entries both say how much of each kind is drawn; unset one")
+        raise DataError("data.mix", "weights of data entries, too, say how much of each is drawn", "", "unset one")
     if data.sampler is None:
         if data.mix:
             return _mixed(data, prompts, lambda kind, rows: partial(_own_order, len(rows), seed, kind, data.shuffle))
@@ -73,18 +73,18 @@ def make_loader(
     def order(part: Sequence[Prompt], draws: int, epoch: int) -> RowNumbers:
         rows = checked_rows(made(part, max(1, draws), epoch=epoch), len(part), name)
         if weights is not None and len(rows) != len(part):
-            found = f"{len(rows)} of the {len(part)} rows of an entry"
-            raise DataError(f"{name} returned {found}; with data.weights it must return each row once")
+            found = f"returned {len(rows)} of the {len(part)} rows of an entry"
+            raise DataError(name, found, "each row once, as data.weights needs it")
         return rows
 
     if inspect.isclass(entry.load()):
         if weights is not None or data.mix:
             key = "data.mix" if data.mix else "weights of data entries"
-            raise DataError(f"{name} chooses among all prompts, which excludes {key}; unset one of the two")
+            raise DataError(name, f"chooses among all prompts, which excludes {key}", "", "unset one of the two")
         sampler = made(prompts, total_draws)
         if not isinstance(sampler, Sampler):
             missing = next(method for method in METHODS if not hasattr(sampler, method))
-            raise DataError(f"{name} has no method {missing}; an adaptive sampler needs {', '.join(METHODS)}")
+            raise DataError(name, f"has no method {missing}", f"an adaptive sampler with {', '.join(METHODS)}")
         return SamplerLoader(prompts, sampler, name)
     if data.mix:
         draws = mean_shares(data.mix, total_draws // data.train_batch_size)
@@ -116,7 +116,7 @@ def _call(entry: Entry, name: str, supplied: Mapping[str, Any], options: Mapping
     except DataError:
         raise
     except Exception as error:  # other people's code
-        raise DataError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise DataError(name, f"raised {type(error).__name__}: {error}", "", "correct the sampler") from error
 
 
 def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:
@@ -227,10 +227,10 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
     counts = ", ".join(f"{name} ({len(rows)} rows)" for name, rows in kinds.items() if rows)
     for name, rows in kinds.items():
         if not rows:
-            raise DataError(f"data.mix.{name}: no row is of {name!r}; there are {counts}: take it out, or add rows")
+            raise DataError(f"data.mix.{name}", f"no row is of {name!r}", counts, "take it out, or add rows")
         if name not in mix:
-            problem = f"data.mix has no share for the rows of {name!r}, as row {rows[0].index}"
-            raise DataError(f"{problem}; it names {', '.join(mix)}: add data.mix.{name}, 0 to leave them out")
+            expected = f"a share for the rows of {name!r}, as row {rows[0].index}; it names {', '.join(mix)}"
+            raise DataError(f"data.mix.{name}", None, expected, "set it, 0 to leave them out")
     return kinds
 
 
@@ -274,10 +274,9 @@ class MixedLoader:
         """Restores a state.  Raises: DataError where data.mix named other kinds."""
         kinds = state.get("kinds", {})
         if kinds.keys() != self._loaders.keys():
-            raise DataError(
-                f"the checkpoint draws from {', '.join(kinds) or 'one order of all rows'} and data.mix names "
-                f"{', '.join(self._loaders)}; restore it, or set trainer.resume=never"
-            )
+            found, change = f"names {', '.join(self._loaders)}", "restore it, or set trainer.resume=never"
+            expected = f"{', '.join(kinds) or 'one order of all rows'}, from which the checkpoint draws"
+            raise DataError("data.mix", found, expected, change)
         self._drawn = state["drawn"]
         for name, loader in self._loaders.items():
             self._owed[name] = kinds[name]["owed"]

@@ -18,8 +18,8 @@ from whet.processes.background import within
 log = logging.getLogger(__name__)
 DataRow = dict[str, Any]
 OFFLINE = (
-    "there is no network, or the hub does not respond: download the data set once with a network (it is cached below "
-    "HF_HOME), or name a folder or file instead; HF_HUB_OFFLINE=1 reads the cache without waiting"
+    "download the data set once with a network (it is cached below HF_HOME), or name a folder or file instead; "
+    "HF_HUB_OFFLINE=1 reads the cache without waiting"
 )
 
 
@@ -39,9 +39,9 @@ def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, 
 def _read_file(path: Path) -> list[DataRow]:
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix not in _READERS:
-        raise DataError(f"{path}: cannot tell the format from the name; expected one of {', '.join(_READERS)}")
+        raise DataError(f"{path}", "cannot tell the format from the name", f"one of {', '.join(_READERS)}")
     if not path.is_file():
-        raise DataError(f"{path}: {'is a folder, not a file' if path.is_dir() else 'no such file'}")
+        raise DataError(f"{path}", "is a folder" if path.is_dir() else "does not exist", "a file", "correct the path")
     return _READERS[suffix](path)
 
 
@@ -53,7 +53,7 @@ def _read_jsonl(path: Path) -> list[DataRow]:
                 if line.strip():
                     rows.append(_checked(_parse(line, path, number), f"{path}:{number}"))
     except _UNREADABLE as error:
-        raise DataError(f"{path}: cannot be read after line {number}: {error}") from error
+        raise DataError(f"{path}", f"cannot be read after line {number}: {error}", "a whole file of UTF-8") from error
     return rows
 
 
@@ -62,28 +62,29 @@ def _read_json(path: Path) -> list[DataRow]:
         with _open_text(path) as file:
             text = file.read()
     except _UNREADABLE as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}", f"cannot be read: {error}", "a whole file of UTF-8") from error
     content = _parse(text, path)
     rows = content.get("data") if isinstance(content, dict) else content
     if not isinstance(rows, list):
-        found = f"an object with {', '.join(content)}" if isinstance(content, dict) else type(content).__name__
-        raise DataError(f'{path}: expected a list of objects or {{"data": [...]}}, found {found}')
+        kind = f"a value of type {type(content).__name__}"
+        found = f"an object with {', '.join(content)}" if isinstance(content, dict) else kind
+        raise DataError(f"{path}", found, 'a list of objects or {"data": [...]}')
     return [_checked(row, f"{path}: row {index}") for index, row in enumerate(rows)]
 
 
 def _parse(text: str, path: Path, line: int | None = None) -> Any:
     """The JSON value of a file, or of one line of it.  Raises: DataError."""
-    place = path if line is None else f"{path}:{line}"
+    place = f"{path}" if line is None else f"{path}:{line}"
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        hint = "; one object a line is .jsonl" if line is None and error.msg == "Extra data" else ""
-        found = f"{error.msg} at column {error.colno}{hint}"
-        raise DataError(f"{path}:{line or error.lineno}: not JSON: {found}") from error
+        is_lines, found = line is None and error.msg == "Extra data", f"not JSON: {error.msg} at column {error.colno}"
+        change = "name the file .jsonl, which has one object a line" if is_lines else "correct it"
+        raise DataError(f"{path}:{line or error.lineno}", found, "", change) from error
     except RecursionError as error:
-        raise DataError(f"{place}: nested too deeply to be read; reduce the nesting") from error
+        raise DataError(place, "nested too deeply to be read", "", "reduce the nesting") from error
     except ValueError as error:  # Python rejects long numbers: the time to read one grows with its length squared
-        raise DataError(f"{place}: a number has more than 4,300 digits; write it as text") from error
+        raise DataError(place, "a number has more than 4,300 digits", "", "write it as text") from error
 
 
 def _read_parquet(path: Path) -> list[DataRow]:
@@ -92,7 +93,7 @@ def _read_parquet(path: Path) -> list[DataRow]:
     try:
         return cast(list[DataRow], pyarrow.parquet.read_table(path).to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
-        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+        raise DataError(f"{path}", f"not a readable parquet file: {error}", "", "write or fetch it again") from error
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -102,7 +103,7 @@ def _open_text(path: Path) -> IO[str]:
 
 def _checked(row: object, place: str) -> DataRow:
     if not isinstance(row, Mapping):
-        raise DataError(f"{place}: expected an object with fields, found {type(row).__name__}")
+        raise DataError(f"{place}: type", type(row).__name__, "an object with fields")
     return dict(row)
 
 
@@ -121,16 +122,19 @@ def read_hub(
 ) -> list[dict[str, Any]]:
     """Reads the rows of one split of a data set on the hub, or of a folder.  Raises: DataError, DeadlineError."""
     name = f"{path}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
-    late = f"{name} was not downloaded within data.hub_deadline_seconds={deadline_seconds:g}; raise it; or {OFFLINE}"
+    limit = f"data.hub_deadline_seconds={deadline_seconds:g}"
     try:
-        return within(deadline_seconds, lambda: _read_datasets(path, config, split, default_split), late)
-    except (DataError, DeadlineError):
+        return within(deadline_seconds, lambda: _read_datasets(path, config, split, default_split), "")
+    except DataError:
         raise
+    except DeadlineError as error:
+        raise DeadlineError(name, f"was not downloaded within {limit}", "", f"raise it; or {OFFLINE}") from error
     except ConnectionError as error:
-        raise DataError(f"{name} cannot be fetched ({error}); {OFFLINE}") from error
+        found = f"cannot be fetched ({error}): there is no network, or the hub does not respond"
+        raise DataError(name, found, "", OFFLINE) from error
     except Exception as error:  # `datasets` raises whatever the libraries below it do
-        hint = _hub_hint(path, str(error))
-        raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:500]}{hint}") from error
+        found = f"cannot be read: {' '.join(str(error).split())[:500]}"
+        raise DataError(name, found, "", _hub_hint(path, str(error))) from error
 
 
 def _read_datasets(path: str, config: str | None, split: str | None, default_split: str | None) -> list[dict[str, Any]]:
@@ -139,11 +143,11 @@ def _read_datasets(path: str, config: str | None, split: str | None, default_spl
     folder = Path(path).expanduser()
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         if config is not None:
-            raise DataError(f"{path} was written by save_to_disk and has no configs; remove :{config}")
+            raise DataError(path, "was written by save_to_disk and has no configs", "", f"remove :{config}")
         saved = datasets.load_from_disk(str(folder))
         if not isinstance(saved, dict):
             if split is not None:
-                raise DataError(f"{path} has a single split without a name; remove @{split}")
+                raise DataError(path, "has a single split without a name", "", f"remove @{split}")
             return cast(list[dict[str, Any]], saved.to_list())
         return cast(list[dict[str, Any]], saved[_split_of(path, split, default_split, list(saved))].to_list())
     found = datasets.load_dataset(str(folder) if folder.is_dir() else path, config, split=split)
@@ -156,8 +160,8 @@ def _split_of(path: str, split: str | None, default: str | None, known: list[str
     """The given split, else the only one, else the default one.  Raises: DataError."""
     wanted = split or (known[0] if len(known) == 1 else default)
     if wanted not in known:
-        found = f"no split {split!r}" if split else f"{len(known)} splits"
-        raise DataError(f"{path} has {found}; it has {', '.join(known)}: write {path}@{known[0]} for one of them")
+        found = f"has no split {split!r}" if split else f"has {len(known)} splits"
+        raise DataError(path, found, f"one of {', '.join(known)}", f"write {path}@{known[0]} for one of them")
     if split is None:
         log.info("%s: reading its split %s", path, wanted)
     return wanted
@@ -165,7 +169,7 @@ def _split_of(path: str, split: str | None, default: str | None, known: list[str
 
 def _hub_hint(path: str, message: str) -> str:
     if "onfig" in message:
-        return f"; write {path}:CONFIG to choose one"
+        return f"write {path}:CONFIG to choose one"
     if "split" in message:
-        return f"; write {path}@SPLIT to choose one"
-    return "; check the name, and for a set with restricted access `huggingface-cli login`"
+        return f"write {path}@SPLIT to choose one"
+    return "check the name, and for a set with restricted access `huggingface-cli login`"

@@ -62,15 +62,15 @@ def build_examples(
         if length <= max_length:
             examples.append(example)
         elif overlong == "error":
-            problem = f"row {index} has {length} tokens, over data.max_length={max_length}"
-            raise DataError(f"{problem}; raise it, or set data.overlong to truncate or drop")
+            key, expected = f"row {index}: number of tokens", f"at most data.max_length={max_length}"
+            raise DataError(key, length, expected, "raise it, or set data.overlong to truncate or drop")
         elif overlong == "truncate" and (shorter := _truncated(example, max_length)) is not None:
             examples.append(shorter)
             num_truncated += 1
     num_dropped = len(made) - len(examples)
     if not examples:
-        limits = f"data.max_length={max_length}, data.overlong={overlong}"
-        raise DataError(f"no example is left of {len(rows)} rows ({limits}); raise data.max_length")
+        expected = f"at least one example left of {len(rows)} rows (data.overlong={overlong})"
+        raise DataError("data.max_length", max_length, expected, "raise it")
     if num_truncated or num_dropped:
         logger.warning(
             "truncated %d and dropped %d of %d examples over data.max_length=%s tokens",
@@ -98,10 +98,9 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
     if len(prompt_format.lost) == before or data.unwritten == "as_is" or (data.unwritten == "split" and len(turns) < 2):
         return [whole]
     if data.unwritten == "error":
-        raise DataError(
-            f"the chat template leaves out {prompt_format.lost[-1]}; expected all text (data.unwritten=error): use "
-            "another template, exclude the row (data.filter), or set data.unwritten to split or as_is"
-        )
+        change = "use another template, exclude the row (data.filter), or set data.unwritten to split or as_is"
+        found = f"leaves out {prompt_format.lost[-1]}"
+        raise DataError("chat template", found, "all text (data.unwritten=error)", change)
     del prompt_format.lost[before:]  # text that is left out of an earlier turn is in the example of that turn
     made = list[SupervisedExample]()
     for number in turns:
@@ -126,10 +125,10 @@ def encode_response(
     `media` are those of the prompt."""
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
-        raise DataError(f"expected text as the response, found {type(response).__name__}; correct the row")
+        raise DataError("response type", type(response).__name__, "text", "correct the row")
     end = end_of_turn(tokenizer, prompt_format.chat_template_kwargs if prompt_format.apply_chat_template else None)
     if end is None:
-        raise DataError("the tokenizer has no eos token, so no response can end; set tokenizer.eos_token and save it")
+        raise DataError("tokenizer.eos_token", None, "the token that ends a response", "set it and save the tokenizer")
     if prompt_format.apply_chat_template:
         text = as_text(tokenizer, response, prompt_format.chat_template_kwargs)
         prompt_ids, response_ids = encode_rendered(tokenizer, [prompt_format.text(messages, media=media), text])
@@ -152,7 +151,8 @@ def encode_conversation(
     Raises: DataError if the template rewrites earlier turns, or if there is no assistant text.
     """
     if not prompt_format.apply_chat_template:
-        raise DataError("a list of messages needs a chat template; set data.apply_chat_template=true")
+        expected = "true: a list of messages needs a chat template"
+        raise DataError("data.apply_chat_template", False, expected, "set it to true")
     messages, tokenizer = prompt_format.with_system_prompt(messages), prompt_format.tokenizer
     kwargs = prompt_format.chat_template_kwargs
     text = render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=kwargs)
@@ -171,8 +171,8 @@ def encode_conversation(
         loss_mask = [0] * before + loss_mask[before:]
     prompt_format.check(input_ids, media)
     if not any(loss_mask):
-        problem = f"the messages (roles {roles(messages)}) have no assistant text to train on"
-        raise DataError(f"{problem}; correct the row, or exclude it (data.filter)")
+        found = f"they have no assistant text to train on (roles {roles(messages)})"
+        raise DataError("messages", found, "", "correct the row, or exclude it (data.filter)")
     return SupervisedExample(tuple(input_ids), tuple(loss_mask), media)
 
 
@@ -192,10 +192,9 @@ def _encode_by_prefix(
 
     def position_after(prefix: str) -> int:
         if not text.startswith(prefix):
-            raise DataError(
-                "the chat template rewrites earlier turns, so the tokens of assistant turns cannot be found; use a "
-                "template with {% generation %} marks, or rows with one assistant turn, at the end"
-            )
+            found = "rewrites earlier turns, so the tokens of assistant turns cannot be found"
+            change = "use one with {% generation %} marks, or rows with one assistant turn, at the end"
+            raise DataError("chat template", found, "", change)
         return _common_prefix(encode_rendered(tokenizer, [prefix])[0], input_ids)
 
     starts = [position_after(head) for head in heads]

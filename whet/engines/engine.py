@@ -312,7 +312,7 @@ class Engine(ABC):
 
     def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:
-            raise EngineError("this model is only read: it was built without an optimizer")
+            raise EngineError("optimizer", None, "one: this model is only read")
         return self.optimizer
 
 
@@ -320,12 +320,12 @@ def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None
     """Raises: EngineError where a state is of another model: by the names and shapes of its weights."""
     if own.keys() != saved.keys():
         different = sorted(own.keys() ^ saved.keys())
-        raise EngineError(f"the state is of another model: {len(different)} weights differ, such as {different[0]}")
+        found = f"is of another model: {len(different)} weights differ, such as {different[0]}"
+        raise EngineError("state", found, "the weights of this model")
     for name, shape in own.items():
         if shape != saved[name]:
-            raise EngineError(
-                f"the state is of another model: its {name} has shape {list(saved[name])}, this model's {list(shape)}"
-            )
+            found, expected = f"is of another model, with shape {list(saved[name])}", f"{list(shape)} as in this model"
+            raise EngineError(f"state: {name}", found, expected)
 
 
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:

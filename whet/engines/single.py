@@ -55,10 +55,9 @@ class SingleEngine(Engine):
         self.narrow = NarrowCopies(self.model) if is_narrow else None
         if role.batch_invariant:
             if compile or not role.forward.packing:
-                raise EngineError(
-                    f"{KEY}=true trains on packed rows, by layers that are not compiled; unset "
-                    "actor.engine.options.compile and actor.engine.packing"
-                )
+                found = "trains on packed rows, by layers that are not compiled"
+                change = "unset actor.engine.options.compile and actor.engine.packing"
+                raise EngineError(f"{KEY}=true", found, "", change)
             tile = fix_tiles(body_of(self.model), device, role.forward.dtype)
             self.forward_settings = replace(self.forward_settings, in_stretches=True, tile=tile)
         self.optimizer = optimizer_for(self.model, role.optim, role.seed) if role.optim is not None else None
@@ -101,7 +100,8 @@ class SingleEngine(Engine):
 
     def load(self, path: Path) -> dict[str, Any] | None:
         if path.is_dir():
-            raise EngineError(f"{path} was written by the engine fsdp; set engine.name=fsdp to go on from it")
+            change = "set engine.name=fsdp to go on from it"
+            raise EngineError(f"{path}", "was written by the engine fsdp", "", change)
         state = serialization.load(path)
         self.load_state(state)
         start: dict[str, Any] | None = state.get("start")

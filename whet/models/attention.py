@@ -107,7 +107,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], the attention interface of transformers."""
     if s_aux is not None:
-        raise ModelError("this model has attention sinks, which whet does not support yet; choose another model")
+        found = "has attention sinks, which whet does not support yet"
+        raise ModelError("model", found, "", "choose another model")
     scores = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window or 0, softcap or 0.0)
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))

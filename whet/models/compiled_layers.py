@@ -55,10 +55,8 @@ def _run(kind: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:  # with attention by bunches of rows only what is around it is compiled
         return _compiled(kind, packed is None or packed.stretches is not None)(layer, *args, **kwargs)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-        raise EngineError(
-            f"{kind.__name__} was compiled {MOST_VARIANTS} times and a call still needs another variant, so that each "
-            f"would run slowly; set engine.options.compile=false: {error}"
-        ) from error
+        found = f"was compiled {MOST_VARIANTS} times, and a call needs another variant and would run slowly: {error}"
+        raise EngineError(kind.__name__, found, "", "set engine.options.compile=false") from error
     except torch._dynamo.exc.TorchDynamoException as error:
         log.warning("%s cannot be compiled and runs as it is, which is slower: %s", kind.__name__, str(error)[:500])
         _refused.add(kind)

@@ -94,7 +94,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
     """Gives the modules of a model with weights their counterparts here; its weights and names stay.  Returns the
     tokens of a tile of attention.  Raises: EngineError naming what has no counterpart."""
     if problem := _problem(model, device, dtype):
-        raise EngineError(f"{KEY}=true {problem}; unset it")
+        raise EngineError(f"{KEY}=true", problem, "", "unset it")
     for module in model.modules():
         module.__class__ = FIXED.get(type(module), type(module))
     config = model.config.get_text_config()

@@ -30,25 +30,23 @@ def require_model(path: str | Path) -> None:
     if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
         return
     if Path(name).exists():
-        raise ModelError(f"{name} is a file; expected a model's folder: name the folder that it is in")
+        raise ModelError(name, "is a file", "a folder", "name the folder that it is in")
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
         HfApi().model_info(name, timeout=HUB_SECONDS)
     except RepositoryNotFoundError:
-        why = ", which has no model of that name that you may see"
+        why = ", and the hub has no model of that name that you may see"
     except HfHubHTTPError:  # what it is, transformers says
         return
     except ValueError:  # no name that the hub could have
         pass
     except Exception as error:  # no network
-        why = f", which cannot be reached ({' '.join(str(error).split())})"
+        why = f", and the hub cannot be reached ({' '.join(str(error).split())})"
     else:
         return
-    raise ModelError(
-        f"{name} is no folder here; expected one with a config.json and the weights, or the name of a model on the "
-        f"hub{why}: correct it"
-    )
+    expected = "a folder with a config.json and the weights, or the name of a model on the hub"
+    raise ModelError(name, f"is no folder here{why}", expected, "correct it")
 
 
 @contextmanager
@@ -60,18 +58,16 @@ def reading(path: str | Path, fault: str) -> Iterator[None]:
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{path} brings code of its own, which would run on this machine; read it, and set "
-                "model.trust_remote_code=true if you trust its author, or name a model that transformers knows"
-            ) from error
+            change = "read it, and set model.trust_remote_code=true if you trust its author, or name another model"
+            found = "brings code of its own, which would run on this machine"
+            raise ModelError(f"{path}", found, "a model that transformers knows", change) from error
         if isinstance(error, KeyError) and error.args == ("whet",):  # a table of the model's own attention classes
-            raise ModelError(
-                f"{path} is of a model whose attention transformers cannot replace, so that whet can neither pack its "
-                "rows nor sample from it; choose another model (docs/models.md)"
-            ) from error
+            found = "transformers cannot replace its attention, so that whet can neither pack rows nor sample from it"
+            raise ModelError(f"{path}", found, "", "choose another model (docs/models.md)") from error
         hint = "" if Path(path).exists() else " (there is no such folder, and no model of that name could be fetched)"
         reason = " ".join(str(error).split())[:1000] or type(error).__name__
-        raise ModelError(f"{path} {fault}{hint}: {reason}; correct the file, or fetch the folder again") from error
+        change = "correct the file, or fetch the folder again"
+        raise ModelError(f"{path}", f"{fault}{hint}: {reason}", "", change) from error
 
 
 def split_adapters(path: str | Path) -> tuple[str, list[str]]:
@@ -81,23 +77,22 @@ def split_adapters(path: str | Path) -> tuple[str, list[str]]:
     base, adapters = str(path), list[str]()
     while (config := Path(base, ADAPTER_CONFIG)).is_file():
         if (Path(base) / "config.json").is_file():
-            raise ModelError(
-                f"{base} holds a whole model and an adapter ({ADAPTER_CONFIG}); move the adapter to a folder of its "
-                "own and name that as model.lora.path"
-            )
+            change = "move the adapter to a folder of its own and name that as model.lora.path"
+            raise ModelError(base, f"holds a whole model and an adapter ({ADAPTER_CONFIG})", "", change)
         if base in adapters:
-            raise ModelError(f"the adapter in {base} names itself as its base; correct base_model_name_or_path")
+            key = f"{base}: base_model_name_or_path"
+            raise ModelError(key, "names this folder itself", "the folder of its base", "correct it")
         adapters.insert(0, base)
         try:
             base = json.loads(config.read_text())["base_model_name_or_path"] or ""
             if not isinstance(base, str):
                 raise TypeError(f"it is {base!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ModelError(f"{config} is damaged or names no base_model_name_or_path: {error!r}") from error
+            found = f"is damaged or names no base_model_name_or_path: {error!r}"
+            raise ModelError(f"{config}", found, "", "correct it, or fetch it again") from error
         if not base:
-            raise ModelError(
-                f"{config} names no base model; name that as model.path and this folder as model.lora.path"
-            )
+            change = "name that as model.path and this folder as model.lora.path"
+            raise ModelError(f"{config}: base_model_name_or_path", None, "the base model", change)
     return base, adapters
 
 
@@ -116,19 +111,17 @@ def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool =
         _check_pickles(folder, name, allow_pickle)
         return
     if missing := [file for file in files if not (folder / file).is_file()]:
-        raise ModelError(
-            f"{folder} is incomplete: {index.name} names {len(files)} files, and {len(missing)} of them are missing "
-            f"({_few(missing)}); finish the download, or fetch the folder again"
-        )
+        found = f"is incomplete: {index.name} names {len(files)} files, and {len(missing)} of them are missing "
+        change = "finish the download, or fetch the folder again"
+        raise ModelError(f"{folder}", f"{found}({_few(missing)})", "", change)
     for file in files:
         try:
             with safetensors.safe_open(folder / file, framework="pt"):  # compares the header with the file's size
                 pass
         except (safetensors.SafetensorError, OSError) as error:
             size = (folder / file).stat().st_size
-            raise ModelError(
-                f"{folder / file} is damaged or was cut short at {size:,} bytes ({error}); fetch it again"
-            ) from error
+            found = f"is damaged or was cut short at {size:,} bytes ({error})"
+            raise ModelError(f"{folder / file}", found, "", "fetch it again") from error
 
 
 def weight_files(folder: str | Path, name: str = "model", *, allow_pickle: bool = False) -> list[Path]:
@@ -140,29 +133,28 @@ def weight_files(folder: str | Path, name: str = "model", *, allow_pickle: bool 
             return [Path(folder, file) for file in _indexed(index)]
         if (whole := Path(folder, f"{stem}{suffix}")).is_file():
             return [whole]
-    raise ModelError(f"{folder} has no weights: expected {name}.safetensors")
+    raise ModelError(f"{folder}", "has no weights", f"{name}.safetensors")
 
 
 def _indexed(index: Path) -> list[str]:
     try:
         named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} is damaged: {error!r}; fetch it again") from error
+        raise ModelError(f"{index}", f"is damaged: {error!r}", "", "fetch it again") from error
     if outside := [name for name in named if Path(name).name != name]:
-        raise ModelError(f"{index} names {outside[0]}, which is no file of its folder; fetch it again")
+        raise ModelError(f"{index}", f"names {outside[0]}, which is no file of its folder", "", "fetch it again")
     return named
 
 
 def _check_pickles(folder: Path, name: str, allow_pickle: bool) -> None:
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if not pickles:
-        found = _few(sorted(file.name for file in folder.iterdir())) or "nothing"
-        raise ModelError(f"{folder} has no weights: expected {name}.safetensors, found {found}")
+        found = f"has no weights; it has {_few(sorted(file.name for file in folder.iterdir())) or 'no files'}"
+        raise ModelError(f"{folder}", found, f"{name}.safetensors")
     if not allow_pickle:
-        raise ModelError(
-            f"{folder} has its weights as pickles only ({_few(pickles)}), and a pickle can run code when it is loaded; "
-            "ask its author for safetensors, or set model.allow_pickle=true if you trust it"
-        )
+        found = f"has its weights as pickles only ({_few(pickles)}), and a pickle can run code when it is loaded"
+        change = "ask its author for safetensors, or set model.allow_pickle=true if you trust it"
+        raise ModelError(f"{folder}", found, "", change)
     log.warning("%s: weights come from pickles (%s), as model.allow_pickle=true asks", folder, _few(pickles))
 
 

@@ -33,16 +33,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             matched = vision.tower_weights(model)
         if not matched:
             near = get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
-            raise ModelError(
-                f"model.freeze: no weight of {type(model).__name__} matches {pattern!r}; near it are {', '.join(near)} "
-                "(* stands for any text, [0-3] for one character)"
-            )
+            found = f"no weight of {type(model).__name__} matches {pattern!r}"
+            expected = f"names or patterns such as {', '.join(near)} (* stands for any text, [0-3] for one character)"
+            raise ModelError("model.freeze", found, expected)
         for name in matched:
             named[name].requires_grad_(False)
             if others := [other for other, weight in named.items() if weight is named[name] and other not in matched]:
                 log.info("model.freeze: %s is tied to %s, which is frozen with it", name, ", ".join(others))
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise ModelError(f"model.freeze={list(patterns)} freezes every weight: nothing would be trained")
+        raise ModelError("model.freeze", list(patterns), "patterns that leave a weight to train: these freeze all")
     counts = {parameter: parameter.numel() for parameter in model.parameters()}
     kept = sum(count for parameter, count in counts.items() if parameter.requires_grad)
     log.info("model.freeze: %.1f of %.1f M weights are trained", kept / 1e6, sum(counts.values()) / 1e6)

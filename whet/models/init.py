@@ -90,7 +90,8 @@ def init_model(
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder; choose another path, or remove it first")
+        change = "choose another path, or remove it first"
+        raise ConfigError(f"{out}", "exists and is not an empty folder", "", change)
     shape = _shape(arch, size, hidden_size, num_layers)
     special = MARKERS[arch].special if arch in MARKERS else ()
     if alphabet is not None:
@@ -104,8 +105,7 @@ def init_model(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a link to nothing, a path below a file
-        message = f"{out}: {error.strerror}; expected a folder that can be made: choose another path"
-        raise ConfigError(message) from error
+        raise ConfigError(f"{out}", f"{error.strerror}", "a folder that can be made", "choose another path") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "init-model"))
         options = _options(shape, num_rows, {"max_position_embeddings": max_position_embeddings, **end_ids})
@@ -134,20 +134,20 @@ def _sees(arch: Arch) -> TypeGuard[VisionArch]:
 
 def _shape(arch: str, size: str, hidden_size: int | None, num_layers: int | None) -> ModelSize:
     if arch not in ARCHS:
-        raise ConfigError(f"arch={arch!r} is not known; expected one of {', '.join(ARCHS)}")
+        raise ConfigError("arch", arch, f"one of {', '.join(ARCHS)}")
     if size not in SIZES:
-        raise ConfigError(f"size={size!r} is not known; expected one of {', '.join(SIZES)}")
+        raise ConfigError("size", size, f"one of {', '.join(SIZES)}")
     shape = SIZES[size]
     shape = replace(
         shape,
         hidden_size=shape.hidden_size if hidden_size is None else hidden_size,
         num_layers=shape.num_layers if num_layers is None else num_layers,
     )
-    if shape.num_layers < 1 or shape.hidden_size < 1 or shape.hidden_size % (2 * shape.head_dim):
-        raise ConfigError(
-            f"num_layers={shape.num_layers} must be at least 1, and hidden_size={shape.hidden_size} a multiple of "
-            f"{2 * shape.head_dim} (two heads of {shape.head_dim} share one KV head)"
-        )
+    if shape.num_layers < 1:
+        raise ConfigError("num_layers", shape.num_layers, "at least 1")
+    if shape.hidden_size < 1 or shape.hidden_size % (2 * shape.head_dim):
+        expected = f"a multiple of {2 * shape.head_dim} (two heads of {shape.head_dim} share one KV head)"
+        raise ConfigError("hidden_size", shape.hidden_size, expected)
     return shape
 
 
@@ -155,7 +155,7 @@ def _num_rows(num_tokens: int, vocab_size: int | None) -> int:
     if vocab_size is None:
         return -(-num_tokens // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
     if vocab_size < num_tokens:
-        raise ConfigError(f"vocab_size={vocab_size} cannot hold the {num_tokens} tokens of the tokenizer; raise it")
+        raise ConfigError("vocab_size", vocab_size, f"at least the {num_tokens} tokens of the tokenizer", "raise it")
     if vocab_size > num_tokens:
         logger.warning(
             "the tokenizer has %d tokens: %d embedding rows stay unused", num_tokens, vocab_size - num_tokens
@@ -213,10 +213,8 @@ def _byte_level_tokenizer(
     """Trains a BPE with Qwen's splitting (single digits) and Qwen's class, from which transformers reloads it."""
     num_special = len(_SPECIAL) + len(special)
     if vocab_size < 256 + num_special:
-        raise ConfigError(
-            f"vocab_size={vocab_size} is too small for a byte-level tokenizer: 256 bytes and {num_special} special "
-            f"tokens need {256 + num_special}; raise it, or give an alphabet"
-        )
+        expected = f"at least {256 + num_special}: 256 bytes and {num_special} special tokens of a byte-level tokenizer"
+        raise ConfigError("vocab_size", vocab_size, expected, "raise it, or give an alphabet")
     more = [START_OF_TURN, *special]
     untrained = Qwen2Tokenizer(
         eos_token=END_OF_TURN, pad_token=END_OF_TEXT, unk_token=END_OF_TEXT, extra_special_tokens=more
@@ -229,14 +227,11 @@ def _alphabet_tokenizer(
     alphabet: str, arch: Arch, texts: Iterable[str] | None, more: tuple[str, ...] = ()
 ) -> PreTrainedTokenizerBase:
     if arch == "qwen2.5":
-        raise ConfigError(
-            "an alphabet needs another architecture than qwen2.5, such as qwen3: transformers loads every tokenizer "
-            "of qwen2.5 as a byte-level BPE, which silently drops unknown characters"
-        )
+        expected = "another one with an alphabet, such as qwen3: transformers loads every tokenizer of qwen2.5 as a "
+        raise ConfigError("arch", arch, f"{expected}byte-level BPE, which silently drops unknown characters")
     if texts is not None:
-        raise ConfigError(
-            "alphabet and texts are both given, but an alphabet is the whole vocabulary; remove one of them"
-        )
+        found = "both are given, but an alphabet is the whole vocabulary"
+        raise ConfigError("alphabet and texts", found, "", "remove one of them")
     special = [*_SPECIAL, *more]
     tokens = [*special, *_TEMPLATE_WORDS, *sorted({*alphabet, "\n"})]  # the template writes newlines too
     # The unknown token is not in the vocabulary, so that an unknown character is an error.

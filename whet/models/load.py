@@ -82,10 +82,9 @@ def check_finite(model: torch.nn.Module, path: str | Path) -> None:
         here = weight.to_local() if isinstance(weight, DTensor) else weight
         # The sum is several times faster than a check of each number; it is finite if all are, unless it overflows.
         if not here.sum().isfinite() and not here.isfinite().all():
-            raise ModelError(
-                f"{path} has numbers that are not finite (NaN or infinity) in {name}, so every response would be "
-                "noise and every update would fail; fetch the folder again, or start from another model"
-            )
+            found = f"has numbers that are not finite (NaN or infinity) in {name}"
+            why = "finite weights: with others every response is noise and every update fails"
+            raise ModelError(f"{path}", found, why, "fetch the folder again, or start from another model")
 
 
 def _load_whole(
@@ -110,10 +109,9 @@ def _load_whole(
 def check_complete(model: PreTrainedModel, path: str | Path, missing: Collection[str]) -> None:
     """Checks that no weight of the model at `path` is `missing`.  Raises: ModelError."""
     if missing:
-        raise ModelError(
-            f"{path} lacks {len(missing)} weights of {type(model).__name__}, such as {min(missing)}: they would be "
-            "random; fetch the folder again, or name one whose weights fit its config.json"
-        )
+        found = f"lacks {len(missing)} weights of {type(model).__name__}, such as {min(missing)}: they would be random"
+        change = "fetch the folder again, or name one whose weights fit its config.json"
+        raise ModelError(f"{path}", found, "", change)
 
 
 class MisfitError(WeightSyncError):
@@ -130,17 +128,13 @@ def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> It
     for name, weight in weights:
         if name not in own or own[name].shape != weight.shape:
             has = f"{name} of {list(own[name].shape)}" if name in own else f"no {name}"
-            raise MisfitError(
-                f"{name} of {list(weight.shape)} came for a rollout whose model has {has}: trainer and rollout were "
-                "built from different models; let both load model.path"
-            )
+            found = f"shape {list(weight.shape)} came for a rollout whose model has {has}"
+            raise MisfitError(name, found, "trainer and rollout of the same model", "let both load model.path")
         left.pop(name, None)
         yield name, weight
     if left:
-        raise MisfitError(
-            f"{len(left)} of {len(own)} weights did not come, such as {next(iter(left))}: the training engine did not "
-            "name all weights of the model"
-        )
+        found = f"{len(left)} of {len(own)} did not come, such as {next(iter(left))}"
+        raise MisfitError("weights", found, "all weights of the model, named by the training engine")
 
 
 def load_value_model(path: str | Path, **options: Any) -> ValueModel:
@@ -210,24 +204,18 @@ def reward_config(path: str | Path, *, is_new: bool = False, trust_remote_code: 
     causal language model.  Raises: ModelError for a model without a head, or with another number of labels than 1."""
     base, adapters = split_adapters(path)
     if adapters:
-        raise ModelError(
-            f"{path} is an adapter for {base}, and a reward model is a whole model; export the merged model first "
-            "(`whet export`), and name its folder"
-        )
+        change = "export the merged model first (`whet export`), and name its folder"
+        raise ModelError(f"{path}", f"is an adapter for {base}", "a whole model, as a reward model is one", change)
     config = load_config(path, trust_remote_code=trust_remote_code)
     found = ", ".join(config.architectures or ["a model of no known architecture"])
     advice = "train one with `whet train-reward`, or name another model"
     if is_classifier(config):
         if config.num_labels != 1:
-            raise ModelError(
-                f"{path} is a classifier ({found}) of {config.num_labels} labels; a reward model has one, its score: "
-                f"{'start from a language model' if is_new else advice}"
-            )
+            expected, change = "one label, its score", "start from a language model" if is_new else advice
+            raise ModelError(f"{path}", f"is a classifier ({found}) of {config.num_labels} labels", expected, change)
     elif not is_new:
-        raise ModelError(
-            f"{path} is {found}, which has no classification head; expected the weights of a sequence classifier with "
-            f"one label: {advice}"
-        )
+        expected = "the weights of a sequence classifier with one label"
+        raise ModelError(f"{path}", f"is {found}, which has no classification head", expected, advice)
     config.num_labels = 1
     return config
 
@@ -315,25 +303,23 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
     options = {"config": load_config(base, trust_remote_code=trust_remote_code)} if own else {}
     with reading(path, "has no tokenizer that could be loaded"):
         with suppress(OSError):  # a folder with only a tokenizer has no config
-            _check_sizes(PreTrainedConfig.get_config_dict(base)[0])
+            _check_sizes(base, PreTrainedConfig.get_config_dict(base)[0])
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             own[-1] if own else base, trust_remote_code=trust_remote_code, **options
         )
         needed = max(tokenizer.get_vocab().values()) + 1
     if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer at {path} has no end token: no response would end; set eos_token in its config"
-        )
+        found = "has no end token: no response would end"
+        raise ModelError(f"tokenizer at {path}", found, "", "set eos_token in its config")
     if tokenizer.pad_token_id is None:
         log.info("the tokenizer at %s has no padding token; its end token %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     for model in models:
         rows = load_config(model, trust_remote_code=trust_remote_code).get_text_config().vocab_size
         if rows < needed:
-            raise ModelError(
-                f"the tokenizer at {path} has token ids up to {needed - 1}, and the model at {model} only {rows} "
-                "embedding rows; name the tokenizer that belongs to the model (model.tokenizer_path)"
-            )
+            found = f"has token ids up to {needed - 1}, and the model at {model} only {rows} embedding rows"
+            change = "name the tokenizer that belongs to the model (model.tokenizer_path)"
+            raise ModelError(f"tokenizer at {path}", found, "", change)
     attach(tokenizer, _vision_at(models[0] if models else base, trust_remote_code))
     return tokenizer
 
@@ -353,21 +339,23 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     path, _ = split_adapters(path)
     require_model(path)
     with reading(path, "has no readable model config"):
-        _check_sizes(PreTrainedConfig.get_config_dict(path)[0])  # before an object is made of the raw values
+        _check_sizes(path, PreTrainedConfig.get_config_dict(path)[0])  # before an object is made of the raw values
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if lacks := [name for name in OF_ATTENTION if not hasattr(config.get_text_config(), name)]:
-            what = f"{path} is of the type {config.model_type}, without {' and '.join(lacks)}"
-            raise ModelError(f"{what}; expected causal attention over positions; choose another model (docs/models.md)")
+            found = f"is of the type {config.model_type}, without {' and '.join(lacks)}"
+            change = "choose another model (docs/models.md)"
+            raise ModelError(f"{path}", found, "causal attention over positions", change)
         return config
 
 
-def _check_sizes(values: dict[str, Any]) -> None:
+def _check_sizes(path: str, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
-            _check_sizes(value)
+            _check_sizes(path, value)
         for size in (value if isinstance(value, list) else [value]) if name in LARGEST and value is not None else []:
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST[name]:
-                raise ValueError(f"{name} is {size!r}, expected a whole number from 1 to {LARGEST[name]:,}")
+                expected = f"a whole number from 1 to {LARGEST[name]:,} in its config.json"
+                raise ModelError(f"{path}: {name}", size, expected, "correct it, or fetch the folder again")
 
 
 def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
@@ -389,7 +377,8 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
             return None
         eos = config.eos_token_id
         if not all(isinstance(end, int | None) for end in (eos if isinstance(eos, list) else [eos])):
-            raise TypeError(f"eos_token_id is {eos!r}, expected a whole number or several")
+            change = "correct the file, or fetch the folder again"
+            raise ModelError(f"{path}: generation_config.json: eos_token_id", eos, "whole numbers", change)
     return config
 
 

@@ -82,10 +82,8 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     names = sorted({name.rpartition(".")[2] for name in language})
     for target in settings.target_modules:
         if not _has(linear, target):
-            raise ModelError(
-                f"model.lora.target_modules names {target!r}, but no linear layer of {type(model).__name__} has that "
-                f"name; it has {', '.join(names)}"
-            )
+            found = f"names {target!r}, which no linear layer of {type(model).__name__} is called"
+            raise ModelError("model.lora.target_modules", found, f"some of {', '.join(names)}")
     return _peft().LoraConfig(
         r=settings.rank,
         lora_alpha=_alpha(settings),
@@ -216,7 +214,6 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ModelError(
-            f"adapters are made by peft, which cannot be imported ({error}); run {pip_install('peft')}"
-        ) from error
+        found = f"makes adapters, and cannot be imported ({error})"
+        raise ModelError("peft", found, "", f"run {pip_install('peft')}") from error
     return peft

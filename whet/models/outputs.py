@@ -71,7 +71,7 @@ def outputs_of(
         offered, where = SCORE_OUTPUTS, where.at_ends(body_of(model).config.get_text_config().pad_token_id)
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
-        raise EngineError(f"{type(model).__name__} gives {', '.join(sorted(offered))}, not {missing}")
+        raise EngineError(type(model).__name__, f"gives {', '.join(sorted(offered))}", missing)
     body = body_of(model)
     device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16
     at = _Sampled.of(where, settings)
@@ -174,14 +174,11 @@ def _media(
     has computed."""
     vision = vision_of(body)
     if where.media and vision is None:
-        raise EngineError(
-            f"a row has {where.media[0].kind}s, and {type(body).__name__} reads text; use a model that sees"
-        )
+        found = f"reads text, and a row has {where.media[0].kind}s"
+        raise EngineError(type(body).__name__, found, "", "use one that reads images")
     if where.media and settings.token_share is not None:
-        raise EngineError(
-            "rows with images or videos cannot be split over ranks by tokens; set sequence_parallel_size=1 in the "
-            "options of the engine"
-        )
+        found, change = "rows with images or videos cannot be split over ranks by tokens", "set it to 1 in the options"
+        raise EngineError("sequence_parallel_size", found, "", f"{change} of the engine")
     if vision is None or (not where.media and not settings.is_sharded):
         return {}, None
     if not where.media:

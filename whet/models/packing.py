@@ -237,7 +237,7 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: 
     rows, columns = response_mask.nonzero(as_tuple=True)
     chosen_at = order[rows, prompt_width + columns]
     if bool(((chosen_at == 0) | ~real[rows, prompt_width + columns]).any()):
-        raise DataError("a sampled token has no token before it, or is masked as padding: every prompt needs one token")
+        raise DataError("sampled token", "has none before it, or is padding", "a prompt of at least one token")
     width = int(lengths.max()) if len(lengths) else 0
     within = own.cumsum(1)[own] - 1
     positions = batch["position_ids"][kept]

@@ -67,10 +67,8 @@ def patches(token_ids: Sequence[int], media: Sequence[Media]) -> list[list[int]]
     found = [place for place, token in enumerate(token_ids) if token in known]
     ends = list(accumulate(each.count for each in measured))
     if len(measured) < len(media) or (ends and ends[-1] != len(found)):
-        raise DataError(
-            f"the text has {len(found)} tokens of images and videos, and its {len(media)} media have "
-            f"{ends[-1] if ends else 0}; use text and media of one prompt, read for this model"
-        )
+        expected = f"{ends[-1] if ends else 0}, those of its {len(media)} media"
+        raise DataError("media tokens", len(found), expected, "use text and media of one prompt, read for this model")
     return [found[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 

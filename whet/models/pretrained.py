@@ -56,10 +56,9 @@ def _run(command: list[str], what: str, seconds: int, **environment: str) -> Non
     except subprocess.TimeoutExpired:
         error = f"no end within {seconds} s"
     if error:
-        raise ModelError(
-            f"{what}, but `{' '.join(command[1:4])} ...` failed: {error}; try again with a network and pip in this "
-            "environment; `whet quickstart` trains a model that needs no download"
-        )
+        found = f"{what}, but `{' '.join(command[1:4])} ...` failed: {error}"
+        change = "try again with a network and pip in this environment; `whet quickstart` trains a model that needs no "
+        raise ModelError("pretrained model", found, "", f"{change}download")
 
 
 def widen(source: Path, out: Path) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from whet.errors import ConfigError
 
+KEY = "engine.options.sequence_parallel_size"
 SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only attention mixes tokens
 
 
@@ -73,15 +74,11 @@ def check_heads(config: Any, size: int) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     valid = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if size not in valid:
-        raise ConfigError(
-            f"engine.options.sequence_parallel_size={size} does not divide {heads} heads and {kv_heads} key-value "
-            f"heads evenly; try {', '.join(str(each) for each in valid)}"
-        )
+        expected = f"a divisor of {heads} heads and {kv_heads} key-value heads"
+        raise ConfigError(KEY, size, expected, f"try {', '.join(str(each) for each in valid)}")
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
-        raise ConfigError(
-            f"engine.options.sequence_parallel_size={size} needs layers in which only attention mixes tokens, but "
-            f"this model has {', '.join(others)}; set it to 1"
-        )
+        expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"
+        raise ConfigError(KEY, size, expected, "set it to 1")
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -62,10 +62,8 @@ def fill(
     `new_head`.  Raises: ModelError."""
     base, adapters = split_adapters(path)
     if adapters:
-        raise ModelError(
-            f"{path} is an adapter for {base}, and sharded engines cannot merge an adapter while loading; export the "
-            "merged model first, and name its folder"
-        )
+        found = f"is an adapter for {base}, and sharded engines cannot merge an adapter while loading"
+        raise ModelError(f"{path}", found, "", "export the merged model first, and name its folder")
     body = body_of(model)
     kinds = ["*.safetensors*", *(["*.bin*"] if allow_pickle else [])]
     folder = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=kinds))
@@ -86,7 +84,8 @@ def fill(
         copy_part(head.weight, new_head(head.weight.shape, seed))
     check_complete(body, path, missing)
     if wrong := [*report.mismatched_keys, *report.conversion_errors.items(), *report.error_msgs]:
-        raise ModelError(f"{path}: {len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}")
+        found = f"{len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}"
+        raise ModelError(f"{path}", found, "", "fetch the folder again, or name another one")
     if isinstance(model, ValueModel):
         for name in ("weight", "bias"):
             _allocate(model.value_head, name, device)

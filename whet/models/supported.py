@@ -41,10 +41,9 @@ def check_supported(model: Any, path: str | Path) -> None:
     if kind not in _FOUND:
         _FOUND[kind] = next(_unsupported(model, config), None)
     if found := _FOUND[kind]:
-        raise ModelError(
-            f"{path} is a {type(model).__name__} with {found}; whet trains models in which every layer is one causal "
-            "softmax attention over keys and values of all tokens or of a window; choose another one (docs/models.md)"
-        )
+        expected = "one causal softmax attention in every layer, over keys and values of all tokens or of a window"
+        change = "choose another model (docs/models.md)"
+        raise ModelError(f"{path}", f"is a {type(model).__name__} with {found}", expected, change)
     values = config.to_dict()
     coefficient = values.get("router_aux_loss_coef") or values.get("aux_loss_alpha")
     if coefficient and values.get("output_router_logits"):

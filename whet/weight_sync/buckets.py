@@ -72,13 +72,11 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
         bucket = inlet.bucket()
         header = Header.read(bucket)
         if header.version != version:
-            raise WeightSyncError(f"version {header.version} of the weights arrived; expected version {version}")
+            raise WeightSyncError("weights: version", header.version, f"{version}")
         for piece in header.pieces:
             if (piece.name, piece.start) != (due or (piece.name, 0)):
-                raise WeightSyncError(
-                    f"version {version}: byte {piece.start} of {piece.name} arrived; expected {due or 0}: a bucket "
-                    "was lost or came twice"
-                )
+                expected = f"{due or 0}: a bucket was lost or came twice"
+                raise WeightSyncError(f"version {version}: {piece.name}", f"byte {piece.start} arrived", expected)
             octets, end = bucket[piece.offset : piece.offset + piece.size], piece.start + piece.size
             if piece.size < piece.whole_size:
                 if due is None:
@@ -89,15 +87,11 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
                 weight, due = octets.view(piece.torch_dtype).view(piece.shape), None
                 digest.add(piece.name, weight)
                 if (checksum := digest.checksum(piece.name)) != piece.checksum:
-                    raise WeightSyncError(
-                        f"{piece.name} of version {version} arrived with checksum {checksum:016x}, and was sent with "
-                        f"{piece.checksum:016x}: its {piece.whole_size} bytes are not those that the trainer sent"
-                    )
+                    expected = f"{piece.checksum:016x} of the {piece.whole_size} bytes that the trainer sent"
+                    raise WeightSyncError(f"version {version}: checksum of {piece.name}", f"{checksum:016x}", expected)
                 yield piece.name, weight
         if header.digest is not None and header.digest != str(digest):
-            raise WeightSyncError(
-                f"version {version} of the weights arrived with digest {digest}, and was sent with {header.digest}"
-            )
+            raise WeightSyncError(f"version {version}: digest", str(digest), f"{header.digest}, the one sent")
         inlet.release()
     inlet.finish()
 
@@ -146,7 +140,8 @@ class Header(BaseModel):
         try:
             return cls.model_validate_json(octets[_SIZES.size : _SIZES.size + length])
         except ValidationError as error:
-            raise WeightSyncError(f"a bucket of weights has a header that cannot be read: {error}") from error
+            found = f"has a header that cannot be read: {error}"
+            raise WeightSyncError("bucket of weights", found, "a header of the trainer") from error
 
 
 def used_bytes(bucket: torch.Tensor) -> int:

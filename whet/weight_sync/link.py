@@ -50,11 +50,9 @@ class End(ABC):
             yield
         except (OSError, EOFError, ValueError, RuntimeError) as error:  # gloo raises RuntimeError for everything
             if isinstance(error, TimeoutError) or "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise DeadlineError(
-                    f"{doing}: nothing arrived within {self.deadline_seconds:g} s; if it may take longer, raise "
-                    f"cluster.deadline_seconds ({error})"
-                ) from error
-            raise LinkClosedError(f"{doing}: the other side ended ({error}); its own error has the cause") from error
+                found = f"nothing arrived within {self.deadline_seconds:g} s ({error})"
+                raise DeadlineError(doing, found, "", "raise cluster.deadline_seconds if it may take longer") from error
+            raise LinkClosedError(doing, f"the other side ended ({error})", "", "see its own error") from error
 
 
 class Outlet(End):

@@ -188,5 +188,5 @@ def _common(digests: Iterable[str | None], version: int) -> str:
     found = {digest for digest in digests if digest is not None}
     if len(found) != 1:
         shown = ", ".join(sorted(found))
-        raise WeightSyncError(f"version {version} of the weights is not the same on all ranks: digests {shown}")
+        raise WeightSyncError(f"version {version}: digests", shown, "the same weights, of one digest, on all ranks")
     return found.pop()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from tests.models.vision.conftest import FAMILIES, image_of, picture
+from tests.raising import raises
 from whet.checkpoints.export import write_weights
 from whet.config.schema import LoraConfig
 from whet.errors import ModelError
@@ -52,19 +54,19 @@ def test_missing_and_foreign_processors_are_errors_with_a_way_out(folder_of: Fol
     missing = copied(folder_of("qwen2_5_vl"), tmp_path / "missing")
     (missing / "preprocessor_config.json").unlink()
     for load in (load_policy, load_tokenizer):
-        with pytest.raises(ModelError, match=r"reads images \(qwen2_5_vl\) without preprocessor_config.json; copy"):
+        with raises(ModelError, f"{missing}", found=re.compile(r"\(qwen2_5_vl\) .*preprocessor_config.json")):
             load(missing)
     foreign = init_model(tmp_path / "foreign", "qwen2.5_vl", "nano", patch_size=14, num_layers=1)
     shutil.copy(folder_of("qwen2_5_vl") / "preprocessor_config.json", foreign)
-    with pytest.raises(ModelError, match=r"has patch_size=8, and the model's vision_config patch_size=14; copy"):
+    key = f"{foreign}: preprocessor_config.json: patch_size"
+    with raises(ModelError, key, found=8, expected=re.compile("^14, ")):
         load_policy(foreign)
     shutil.copy(folder_of("smolvlm") / "preprocessor_config.json", foreign)
-    with pytest.raises(
-        ModelError, match=r"is qwen2_5_vl with a SmolVLMImageProcessorPil, and expected a Qwen2VLImageProcessor; copy"
-    ):
+    found, expected = re.compile("qwen2_5_vl .*SmolVLMImageProcessorPil"), re.compile("Qwen2VLImageProcessor")
+    with raises(ModelError, f"{foreign}", found=found, expected=expected):
         load_policy(foreign)
     (foreign / "preprocessor_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"has a damaged preprocessor_config\.json"):
+    with raises(ModelError, f"{foreign}", found=re.compile(r"preprocessor_config\.json")):
         load_policy(foreign)
 
 
@@ -183,5 +185,5 @@ def test_new_folders_are_equal_bytes_and_read_media_in_chats(arch: str, tmp_path
     assert (
         tokenizer.convert_tokens_to_ids(media.tokens.text[-1 if arch != "smolvlm" else 1][0]) == media.tokens.token_id
     )
-    with pytest.raises(Exception, match="this model reads text and images and videos only"):
+    with pytest.raises(Exception, match="text and images and videos"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "audio"}]}], tokenize=False)

@@ -43,8 +43,9 @@ def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.R
                 yield row
                 break
         else:
-            problem = f"row {number}: {MOST_DRAWS} pictures in a row are not in the split {split}"
-            raise DataError(f"{problem}; expected more different pictures: raise pixels or the number of figures")
+            problem = f"{MOST_DRAWS} pictures in a row are not in the split {split}"
+            change = "raise pixels or the number of figures"
+            raise DataError(f"row {number}", problem, "more different pictures", change)
 
 
 def _is_held_out(row: DataRow) -> bool:
@@ -79,5 +80,5 @@ def to_png(image: Image.Image) -> bytes:
 def check_room(pixels: int, cells: int, smallest: int) -> None:
     """Checks that each of `cells` cells in a row gets `smallest` pixels.  Raises: DataError."""
     if pixels < cells * smallest:
-        problem = f"pixels={pixels} leaves {pixels // cells} pixels for each of {cells} figures in a row"
-        raise DataError(f"{problem}; expected at least {smallest}: set pixels to {cells * smallest} or more")
+        expected = f"at least {smallest} pixels for each of {cells} figures in a row, not {pixels // cells}"
+        raise DataError("pixels", pixels, expected, f"set it to {cells * smallest} or more")

@@ -159,5 +159,4 @@ def _place(draws: random.Random, pixels: int, side: int) -> tuple[int, int]:
 def _check_grid(pixels: int, grid: int, most: int) -> None:
     check_room(pixels, grid, 8)
     if most > grid * grid:
-        problem = f"most={most} figures are more than the {grid * grid} cells of grid={grid}"
-        raise DataError(f"{problem}; raise grid, or lower most")
+        raise DataError("most", most, f"at most the {grid * grid} cells of grid={grid}", "raise grid, or lower most")

@@ -32,9 +32,9 @@ def questions(
     Raises: DataError for an unknown kind."""
     check_room(pixels, 1, 112)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise DataError(f"kinds has {unknown[0]!r}; expected some of {', '.join(KINDS)}; correct it")
+        raise DataError("kinds", f"has {unknown[0]!r}", f"some of {', '.join(KINDS)}", "correct it")
     if not kinds:
-        raise DataError(f"kinds is empty; expected some of {', '.join(KINDS)}; name one")
+        raise DataError("kinds", "is empty", f"some of {', '.join(KINDS)}", "name one")
 
     def draw(draws: random.Random) -> DataRow:
         image, drawing = canvas(pixels)

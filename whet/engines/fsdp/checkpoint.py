@@ -54,7 +54,7 @@ def save(
         if dist.get_rank(group) == 0:
             (path / STATE).write_text(json.dumps(progress))
     except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+        raise CheckpointError(f"{path}", _first_line(error), "a folder that can be written to") from error
 
 
 def load(
@@ -65,7 +65,8 @@ def load(
     Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read.
     """
     if not path.is_dir():
-        raise EngineError(f"{path} was written by the engine single; set engine.name=single to go on from it")
+        change = "set engine.name=single to go on from it"
+        raise EngineError(f"{path}", "was written by the engine single", "", change)
     reader = HuggingFaceStorageReader(str(path))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     saved = {name.removeprefix("model."): each.size for name, each in found.items() if name.startswith("model.")}
@@ -82,7 +83,7 @@ def load(
         dcp.load(tensors, storage_reader=reader, process_group=group)
         progress: dict[str, Any] = json.loads((path / STATE).read_text())
     except (OSError, ValueError, CheckpointException) as error:
-        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+        raise CheckpointError(f"{path}", _first_line(error), "a state that can be read") from error
     return progress
 
 

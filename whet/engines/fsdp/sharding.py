@@ -31,6 +31,7 @@ from whet.models.load import body_of, layers
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout
 
+TENSOR_KEY = "engine.options.tensor_parallel_size"
 # Ranks whose rows do not reach a part of the model send zeros as its gradient: from torch 2.13 on.
 ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
@@ -54,10 +55,9 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
     """Shards the parameters of the model over `ranks`, in place, and returns its forward pass."""
     body = body_of(model)
     if not ADDS_ZEROS and ranks.dp_size > 1 and body.config.get_text_config() is not body.config:
-        raise ConfigError(
-            f"torch {torch.__version__}: {type(body).__name__} has parts that rows without images do not reach, and "
-            "ranks would wait for their gradients; install torch 2.13 or newer, or train on one rank"
-        )
+        found = f"{type(body).__name__} has parts that rows without images do not reach, whose gradients ranks wait for"
+        change = "install torch 2.13 or newer, or train on one rank"
+        raise ConfigError(f"torch {torch.__version__}", found, "", change)
     if ranks.tensor_mesh is not None:
         split_heads(body, ranks.tensor_mesh)
     options: dict[str, Any] = {
@@ -129,10 +129,8 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
     if unknown := sorted({style for style in plan.values() if style not in STYLES}) or not plan:
         what = f"has layers of the kinds {', '.join(unknown)}" if plan and isinstance(unknown, list) else "has no plan"
-        raise ConfigError(
-            f"engine.options.tensor_parallel_size={mesh.size()}: {type(model).__name__} {what} for it; set it to 1 "
-            "(and engine.options.sequence_parallel_size for long rows)"
-        )
+        change = "set it to 1 (and engine.options.sequence_parallel_size for long rows)"
+        raise ConfigError(TENSOR_KEY, mesh.size(), f"1, as {type(model).__name__} {what} for it", change)
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
@@ -140,10 +138,8 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     }
     if wrong := [f"{count} {what}" for what, count in sizes.items() if count % mesh.size()]:
         valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for n in sizes.values())]
-        raise ConfigError(
-            f"engine.options.tensor_parallel_size={mesh.size()} does not divide the model's {' and '.join(wrong)}; "
-            f"try {', '.join(str(each) for each in valid)}"
-        )
+        change = f"try {', '.join(str(each) for each in valid)}"
+        raise ConfigError(TENSOR_KEY, mesh.size(), f"a divisor of the model's {' and '.join(wrong)}", change)
     parallelize_module(
         model.base_model, mesh, {name: STYLES[style]() for name, style in plan.items()}, src_data_rank=None
     )
@@ -190,17 +186,15 @@ def arrange(
     ranks = dist.get_process_group_ranks(group)
     inner = sequence_parallel_size * tensor_parallel_size
     if len(ranks) % inner:
-        raise ConfigError(
-            f"sequence_parallel_size x tensor_parallel_size = {inner} does not divide the {len(ranks)} ranks of the "
-            f"role; try {', '.join(str(each) for each in divisors(len(ranks)))}"
-        )
+        change = f"try {', '.join(str(each) for each in divisors(len(ranks)))}"
+        expected = f"a divisor of the {len(ranks)} ranks of the role"
+        raise ConfigError("sequence_parallel_size x tensor_parallel_size", inner, expected, change)
     holders = len(ranks) // tensor_parallel_size  # of different shards or replicas of them
     shards = holders if shard_size is None else shard_size
     if holders % shards:
-        raise ConfigError(
-            f"engine.options.shard_size={shards} does not divide the {holders} ranks that hold shards; try "
-            f"{', '.join(str(each) for each in divisors(holders))}"
-        )
+        change = f"try {', '.join(str(each) for each in divisors(holders))}"
+        expected = f"a divisor of the {holders} ranks that hold shards"
+        raise ConfigError("engine.options.shard_size", shards, expected, change)
     sizes = {"replicate": holders // shards, "shard": shards, "tensor": tensor_parallel_size}
     mesh = _mesh(group, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device_type)
     names = tuple(name for name in ("replicate", "shard") if sizes[name] > 1 or name == "shard")

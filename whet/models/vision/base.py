@@ -27,8 +27,9 @@ Hidden = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # the first fields of `F
 FEATURE_CACHE_BYTES = 2**30
 PIXEL_THREADS = 2
 BOTH_WAYS = (
-    "in {} the tokens of an image attend to each other in both directions, and whet's attention is causal; train and "
-    "sample on text alone, or choose Qwen-VL, SmolVLM or InternVL"
+    "in it the tokens of an image attend to each other in both directions, and whet's attention is causal",
+    "",
+    "train and sample on text alone, or choose Qwen-VL, SmolVLM or InternVL",
 )
 
 
@@ -108,23 +109,20 @@ class Vision(ABC):
         """
         if media.kind not in self.kinds:
             reads = " and ".join(f"{kind}s" for kind in sorted(self.kinds))
-            raise DataError(
-                f"{self.config.model_type} reads {reads}, not a {media.kind}; remove it, or change the model"
-            )
+            change = "remove it, or change the model"
+            raise DataError(media.kind, f"{self.config.model_type} reads {reads} only", reads, change)
         if self.both_ways:
-            raise DataError(BOTH_WAYS.format(self.config.model_type))
+            raise DataError(self.config.model_type, *BOTH_WAYS)
         if media.kind == "video" and not seconds:
-            raise DataError("the video has no frames; expected at least one: remove the row, or repair the file")
+            raise DataError("number of frames", 0, "at least one", "remove the row, or repair the file")
         try:
             return replace(media, tokens=self._measure(media.kind, (height, width), seconds, (min_pixels, max_pixels)))
         except DataError:
             raise
         except ValueError as error:
             name = type(self.processor).__name__
-            raise DataError(
-                f"{name} refuses the {media.kind}'s {height} x {width} pixels (height x width): {error}; resize it, or "
-                "remove the row"
-            ) from error
+            found = f"{height} x {width} pixels (height x width), which {name} refuses: {error}"
+            raise DataError("size", found, "", "resize it, or remove the row") from error
 
     def pixels(self, media: Media) -> Pixels:
         """The outputs of the processor for a measured media, decoded where they are not cached. Raises: DataError."""
@@ -148,7 +146,7 @@ class Vision(ABC):
         """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
         tokens; empty without media. `version` as in `features`.  Raises: DataError, ModelError."""
         if media and self.both_ways:
-            raise ModelError(BOTH_WAYS.format(self.config.model_type))
+            raise ModelError(self.config.model_type, *BOTH_WAYS)
         return self.outputs(self.features(model, media, version))
 
     def features(

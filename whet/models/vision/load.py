@@ -51,10 +51,8 @@ def load_vision(path: str | Path, config: Any, *, trust_remote_code: bool = Fals
     together = files.get(TOGETHER, {})
     own = files.get(PROCESSOR) or together.get("image_processor")
     if own is None:
-        raise ModelError(
-            f"{path} is a model that reads images ({config.model_type}) without {PROCESSOR}; copy this file from the "
-            "folder that the model comes from"
-        )
+        problem = f"is a model that reads images ({config.model_type}) without {PROCESSOR}"
+        raise ModelError(f"{path}", problem, "", "copy this file from the folder that the model comes from")
     with reading(path, f"has a {PROCESSOR} that transformers cannot load"):
         processor: BaseImageProcessor = AutoImageProcessor.from_pretrained(
             path, backend="pil", trust_remote_code=trust_remote_code
@@ -97,7 +95,7 @@ def _check_fits(path: str | Path, config: Any, processor: Any) -> None:
     expected, found = FAMILIES[config.model_type].processor_name, type(processor).__name__
     way_out = "copy the processor's file from the folder that the model comes from"
     if not found.startswith(expected):
-        raise ModelError(f"{path} is {config.model_type} with a {found}, and expected a {expected}; {way_out}")
+        raise ModelError(f"{path}", f"is {config.model_type} with a {found}", f"a {expected}", way_out)
     made, vision = processor.to_dict(), config.vision_config.to_dict()
     pairs = {
         "patch_size": "patch_size",
@@ -106,13 +104,9 @@ def _check_fits(path: str | Path, config: Any, processor: Any) -> None:
     }
     for own, other in pairs.items():
         if own in made and vision.get(other) not in (None, made[own]):
-            raise ModelError(
-                f"{path}: {PROCESSOR} has {own}={made[own]}, and the model's vision_config {other}={vision[other]}; "
-                f"{way_out}"
-            )
+            key, expected = f"{path}: {PROCESSOR}: {own}", f"{vision[other]}, as {other} of the model's vision_config"
+            raise ModelError(key, made[own], expected, way_out)
     if "max_image_size" in made and made["max_image_size"]["longest_edge"] != vision["image_size"]:
         side = made["max_image_size"]["longest_edge"]
-        raise ModelError(
-            f"{path}: {PROCESSOR} cuts tiles of {side} pixels, and the model's vision_config has "
-            f"image_size={vision['image_size']}; {way_out}"
-        )
+        expected = f"those of image_size={vision['image_size']} in the model's vision_config"
+        raise ModelError(f"{path}: {PROCESSOR}", f"cuts tiles of {side} pixels", expected, way_out)

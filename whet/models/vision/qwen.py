@@ -46,10 +46,8 @@ class QwenVision(Vision):
 
     def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         if (most := limits[1]) is not None and most < self.factor**2:
-            raise DataError(
-                f"its max_pixels is {most}, below a token of {self.factor} x {self.factor} pixels; raise it (or "
-                f"data.max_pixels) to at least {self.factor**2}"
-            )
+            least = f"at least {self.factor**2}, a token of {self.factor} x {self.factor} pixels"
+            raise DataError("max_pixels", most, least, "raise it, or data.max_pixels")
         times = -(-len(seconds) // self.processor.temporal_patch_size) if kind == "video" else 1
         height, width = self._resized(kind, size, limits, len(seconds))
         grid = (times, height // self.factor, width // self.factor)
