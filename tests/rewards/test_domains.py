@@ -69,23 +69,19 @@ def test_a_domain_has_its_own_deadline_and_processes(tmp_path: Path) -> None:
 def test_rows_of_no_domain() -> None:
     domains = {"sums": {"function": "gsm8k", "sources": ["openai/*"]}, "text": {"function": "exact_match"}}
     scorer = build_scorer(config({"domains": domains, "num_workers": 0}))
-    with pytest.raises(
-        DataError, match=r"no domain takes rows of data source 'x'; the domains are sums: openai/\*; text"
-    ):
+    with pytest.raises(DataError, match=r"x.*sums: openai/\*; text"):
         scorer.submit_batch([item("x", "7")])
-    with pytest.raises(
-        DataError, match="has the domain 'code'; expected one of sums, text: correct its field 'domain'"
-    ):
+    with pytest.raises(DataError, match=r"code.*sums, text"):
         scorer.submit_batch([item("text", "7", domain="code")])
 
 
 @pytest.mark.parametrize(
     ("domain", "message"),
     [
-        ({"function": "gsm9k"}, r"reward.domains.a.function.*did you mean 'gsm8k'"),
+        ({"function": "gsm9k"}, r"reward.domains.a.function.*'gsm8k'"),
         ({}, r"reward.domains.a.function"),
         ({"function": "gsm8k", "kwargs": {"format_score": 2}}, r"reward.domains.a.kwargs.format_score=2"),
-        ({"function": "missing.py:f"}, r"reward.domains.a.function: missing.py does not exist"),
+        ({"function": "missing.py:f"}, r"reward.domains.a.function.*missing\.py"),
         ({"function": "gsm8k", "source": ["x"]}, r"reward.domains.a.source"),
     ],
 )
@@ -160,5 +156,5 @@ def test_running_statistics_go_on_from_a_checkpoint() -> None:
 
 def test_rows_of_no_domain_end_the_run_before_it_begins(train_config: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "data_source": "up"}, {"prompt": "1+2=", "data_source": "sideways"}]
-    with pytest.raises(DataError, match=r"row 1: no domain takes rows of data source 'sideways'; the domains are up"):
+    with pytest.raises(DataError, match=r"row 1.*sideways.*up"):
         paying(train_config, tmp_path, rows, BY_LENGTH)

@@ -220,7 +220,7 @@ def test_a_manager_with_easyr1s_imports(tmp_path: Path, model_folder: Path) -> N
 )
 def test_other_imports_of_verl_say_what_to_write(line: str, module: str, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text(f"from verl import DataProto\n{line}\ndef f(solution_str): return 1.0\n")
-    said = rf"more\.py imports {module}, which is not installed and not needed: write `from whet\.protocol import"
+    said = rf"more\.py.*{module}.*`from whet\.protocol import"
     for num_workers, kind in ((0, RegistryError), (1, RewardError)):
         with pytest.raises(kind, match=said):
             RewardPool(f"{tmp_path}/more.py:f", num_workers=num_workers, timeout_seconds=60.0, correct_threshold=1.0)
@@ -228,7 +228,7 @@ def test_other_imports_of_verl_say_what_to_write(line: str, module: str, tmp_pat
 
 def test_only_reward_files_see_them(tmp_path: Path) -> None:
     (tmp_path / "kl.py").write_text("from verl import DataProto\ndef f(log_probs, ref_log_probs): ...\n")
-    with pytest.raises(RegistryError, match="imports verl, which is not installed and not needed"):
+    with pytest.raises(RegistryError, match=r"kl\.py.*verl"):
         KL_FORMS[f"{tmp_path}/kl.py:f"]
 
 
