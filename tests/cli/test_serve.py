@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -33,8 +34,7 @@ def test_a_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = error(capsys, model_folder, "--port", port)
-    assert f"ConfigError: the server cannot listen on 127.0.0.1:{port} (Address already in use)" in found
-    assert "another port with --port (0: a free one)" in found
+    assert re.search(rf"ConfigError: 127\.0\.0\.1:{port}: .*\(Address already in use\).*--port \(0: ", found)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_a_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[
         (["--option", "compile={"], "--option compile={ cannot be read"),
         (["--tool-parser", "herms"], "no tool parser is called 'herms'; did you mean 'hermes'?"),
         (["--tool-parser", "none.py:mine"], "none.py does not exist; expected a Python file with the function"),
-        (["--follow"], "--follow is set and"),
-        (["--best"], "is no folder of a run; name one, or leave --best out"),
-        (["--host", "999.1.1.1"], "the server cannot listen on 999.1.1.1:0"),
+        (["--follow"], "leave --follow out"),
+        (["--best"], "leave --best out"),
+        (["--host", "999.1.1.1"], "999.1.1.1:0: "),
     ],
 )
 def test_mistakes_are_named(
@@ -85,4 +85,4 @@ def test_the_extra_that_is_not_installed(
 
 def test_too_little_memory_is_named(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = error(capsys, model_folder, "--port", 0, "--option", f"kv_cache_bytes={2**60}")
-    assert "EngineError: the engine ran out of memory" in found and "lower --max-running, or its cache" in found
+    assert re.search("EngineError: rollout engine: .*memory.*--max-running.*kv_cache_bytes", found)

@@ -20,6 +20,7 @@ from tests.raising import check_fields, raises
 from whet.errors import RegistryError, RewardError
 from whet.registry import REWARDS, load_target, register_reward
 from whet.rewards.pool import RewardPool
+from whet.rewards.result import RESULT
 from whet.types import Failure, RewardItem, RewardResult
 
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)

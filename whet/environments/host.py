@@ -338,11 +338,11 @@ class ProcessHost(EnvironmentHost):
             if episode.is_awaited:
                 self._add_result(episode, failure)
         if again:
-            log.warning("%s; %d other episodes begin again, with their seeds and turns", what, len(again))
+            log.warning("%s; %d other episodes are replayed", what, len(again))
             self._queue.extendleft(reversed(again))
         self._assign_processes()
 
 
 def _note_close(uid: str, outcome: Outcome) -> None:
     if isinstance(outcome, Failure):
-        log.warning("the environment of %s was not closed cleanly: %s", uid, outcome.message)
+        log.warning("closing the environment of %s failed: %s", uid, outcome.message)

@@ -53,9 +53,9 @@ def find(data_source: str) -> tuple[Entry, Mapping[str, Any]]:
         raise RewardError("data_source", data_source, expected, f"{hint} {change}".strip())
     name, options = found
     if name not in REWARDS:
-        found = f"{data_source!r}, whose function {name!r} is not registered"
+        unknown = f"{data_source!r}, whose function {name!r} is not registered"
         change = "name one of them, or your own, in reward.function"
-        raise RewardError("data_source", found, f"one of {', '.join(REWARDS.names())}", change)
+        raise RewardError("data_source", unknown, f"one of {', '.join(REWARDS.names())}", change)
     return REWARDS[name], options
 
 

@@ -161,8 +161,8 @@ class LocalSandbox:
         answer = json.loads(receive(channel))
         out, errors, *files = [receive(channel) for _ in range(2 + len(answer["files"]))]
         if answer["end"] == "sandbox":
-            found = f"cannot start a program: {answer['message']}"
-            raise SandboxError(f"sandbox {self.name}", found, change=INSTALL)
+            why = f"cannot start a program: {answer['message']}"
+            raise SandboxError(f"sandbox {self.name}", why, change=INSTALL)
         found = dict(zip(answer["files"], files, strict=True))
         return Ran(answer["end"], answer["code"], out, errors, answer["seconds"], answer["cpu_seconds"], found)
 
@@ -182,8 +182,8 @@ class LocalSandbox:
         wrapper = self._wrapper() if self._isolated else []
         if not self._isolated and not whet_landlock.version():
             log.warning(
-                "Landlock (Linux 5.13) is missing in this kernel, so programs may read and write what this user, or nobody in "
-                "root's place, may; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
+                "Landlock (Linux 5.13) is missing in this kernel: programs may read and write what this user may, or "
+                "nobody in root's place; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
             )
         command += ["isolated"] if self._isolated else ["unisolated", *self._readable()]
         with theirs, tempfile.TemporaryFile() as said:

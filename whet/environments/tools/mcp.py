@@ -112,7 +112,7 @@ class McpSession(Session):
                 return
             change = f"{IN_A_TERMINAL}, or correct command or url"
             found = f"does not start ({describe(_first(error))})"
-            self._ready.set_exception(ToolError(self.name, found, "a server that answers", change))
+            self._ready.set_exception(ToolError(self.name, found, "a running server", change))
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         """The answer of the server.  Raises: ToolError where the connection is lost; BadCallError."""
@@ -171,7 +171,8 @@ def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
         text = str(value)
         if _SECRET.search(name) and not re.fullmatch(rf"(?:[A-Za-z]+ )?{_VARIABLE.pattern}", text):
             expected = "the environment variable that has it, such as 'Bearer $MCP_TOKEN'"
-            raise ConfigError(f"{where}.{name}", "a secret, which the run would save", expected, "set one, and name it")
+            change = "set such a variable, and name it here"
+            raise ConfigError(f"{where}.{name}", "a secret, which the run would save", expected, change)
         if unset := [each for each in map("".join, _VARIABLE.findall(text)) if each not in os.environ]:
             raise ConfigError(f"{where}.{name}: environment variable {unset[0]}", None, "the secret", "set it")
         found[name] = _VARIABLE.sub(lambda variable: os.environ[variable[1] or variable[2]], text)
