@@ -120,6 +120,7 @@ class Failure:
     message: str
     timed_out: bool = False  # a deadline caused the failure: a repeat of the run may differ here
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # numbers of the failed call, such as its cost
+    key: str = ""  # what is wrong in the result of a call that returned
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ def test_a_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = error(capsys, model_folder, "--port", port)
-    assert f"ConfigError: the server cannot listen on 127.0.0.1:{port} (Address already in use)" in found
-    assert "another port with --port (0: a free one)" in found
+    assert re.search(rf"ConfigError: 127\.0\.0\.1:{port}: .*\(Address already in use\).*--port \(0: ", found)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +85,4 @@ def test_the_extra_that_is_not_installed(
 
 def test_too_little_memory_is_named(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = error(capsys, model_folder, "--port", 0, "--option", f"kv_cache_bytes={2**60}")
-    assert "EngineError: the engine ran out of memory" in found and "lower --max-running, or its cache" in found
+    assert re.search("EngineError: rollout engine: .*memory.*--max-running.*kv_cache_bytes", found)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forms in which environments are written, and tasks of sub-agents, in processes and in the caller's."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,10 @@ def test_gymnasium_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"env_id": "FrozenLake-v1", "actions": ["a", "b"]}, r"actions has 2 words; expected one for each of the 4"),
-        (
-            {"env_id": "FrozenLake-v1", "actions": ["a", "b", "c", "A"]},
-            "4 actions of FrozenLake-v1, in their order, all different",
-        ),
-        ({"env_id": "MountainCarContinuous-v0"}, r"env_id=MountainCarContinuous-v0 has the actions Box"),
-        ({"env_id": "NoSuchLake-v1"}, r"NoSuchLake"),
+        ({"env_id": "FrozenLake-v1", "actions": ["a", "b"]}, r"options\.actions: 2 .* 4 .*FrozenLake-v1"),
+        ({"env_id": "FrozenLake-v1", "actions": ["a", "b", "c", "A"]}, r"options\.actions: 4 .* 4 .*FrozenLake-v1"),
+        ({"env_id": "MountainCarContinuous-v0"}, r"options\.env_id: MountainCarContinuous-v0.*Box"),
+        ({"env_id": "NoSuchLake-v1"}, r"options\.env_id: NoSuchLake"),
     ],
 )
 def test_gymnasium_refuses(options: Any, error: str) -> None:
@@ -219,6 +217,6 @@ def test_gymnasium_refuses(options: Any, error: str) -> None:
     try:
         host.start("a", PROMPT, 3)
         failed = result(host)
-        assert isinstance(failed, Failure) and error in failed.message
+        assert isinstance(failed, Failure) and re.search(error, failed.message)
     finally:
         host.shutdown()

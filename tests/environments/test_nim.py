@@ -106,7 +106,5 @@ def test_sizes_that_have_no_character() -> None:
     with pytest.raises(ConfigError, match=r"environment\.options has highest=36 and most=3; expected at most 35 and 9"):
         Nim(highest=36)
     host = open_host("whet_environments.nim:Nim", {"highest": 40})
-    assert host.refusal() == (
-        "environment.options has highest=40 and most=3; expected at most 35 and 9, which one character can write: "
-        "lower them"
-    )
+    refusal = host.refusal()
+    assert type(refusal) is ConfigError and "highest=40" in str(refusal)

@@ -137,7 +137,7 @@ def test_a_mutant_that_passes_is_drawn_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_absent_sandbox_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.options\.sandbox=docker: no sandbox is called 'docker'"):
+    with pytest.raises(ConfigError, match=r"environment\.options\.sandbox=docker: .*bubblewrap"):
         PythonRepair(sandbox="docker")
 
 

@@ -109,11 +109,10 @@ def test_what_was_written_otherwise_is_refused(
 ) -> None:
     done = generate(config())
     before = done.output.read_bytes()
-    with pytest.raises(
-        ConfigError, match=r"rollout\.top_p was 1\.0 and is 0\.9; seed was 0 and is 1\. Use those settings"
-    ):
+    found = re.compile(r"rollout\.top_p was 1\.0 and is 0\.9; seed was 0 and is 1$")
+    with raises(ConfigError, str(done.output), found=found):
         generate(config(**{"rollout.top_p": 0.9, "seed": 1}))
-    with pytest.raises(ConfigError, match=r"was written with other settings: by another model \(or tokenizer\)"):
+    with raises(ConfigError, str(done.output), found=re.compile(r": by another model \(or tokenizer\)")):
         generate(config(**{"model.path": str(qwen25_folder)}))
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(prompts.read_bytes())
@@ -121,7 +120,7 @@ def test_what_was_written_otherwise_is_refused(
         generate(config(**{"input": str(moved), "rollout.engine.options.kv_cache_bytes": 2**20})).num_written == 0
     )  # all the same
     moved.write_text(json.dumps({"prompt": "1+1="}) + "\n")
-    with pytest.raises(ConfigError, match="from other prompts"):
+    with raises(ConfigError, str(done.output), found=re.compile("from other prompts")):
         generate(config(input=str(moved)))
     assert done.output.read_bytes() == before
     done.output.unlink()
@@ -132,12 +131,12 @@ def test_a_file_that_it_did_not_write_is_left_alone(config: MakeConfig, tmp_path
     (tmp_path / "out").mkdir()
     output = tmp_path / "out" / "answers.jsonl"
     output.write_text("mine\n")
-    with pytest.raises(ConfigError, match="move the file away"):
+    with raises(ConfigError, str(output), found=re.compile(r"answers\.jsonl\.run\.json")):
         generate(config())
     output.unlink()
     generate(config(chunk_size=20))
     output.write_text("mine\n")
-    with pytest.raises(DataError, match=r"answers\.jsonl:1 is no line that `whet generate` wrote"):
+    with raises(DataError, f"{output}, line 1", found=re.compile("mine")):
         generate(config(chunk_size=20))
     assert output.read_text() == "mine\n"
 
@@ -150,7 +149,7 @@ def test_a_damaged_note_is_refused(content: str, config: MakeConfig) -> None:
     output.parent.mkdir()
     output.write_text('{"index": 0}\n')
     output.with_name("answers.jsonl.run.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=r"answers\.jsonl\.run\.json cannot be read"):
+    with raises(ConfigError, f"{output}.run.json", change=re.compile(r"answers\.jsonl")):
         generate(config())
 
 
@@ -178,7 +177,7 @@ def test_the_note_is_not_written_through_a_link(config: MakeConfig, prompts: Pat
 
 
 def test_a_place_that_cannot_be_written_to(config: MakeConfig, prompts: Path) -> None:
-    with pytest.raises(StorageError, match=r"^output=.*expected a path that can be written to"):
+    with raises(StorageError, "output", found=re.compile(f"^{prompts / 'below.jsonl'} ")):
         generate(config(output=str(prompts / "below.jsonl")))
 
 
@@ -191,7 +190,7 @@ def test_mistakes_are_found_before_anything_is_written(config: MakeConfig, promp
     with pytest.raises(DataError, match=r"row 20: .*prompt"):
         generate(config())
     assert not (tmp_path / "out").exists()
-    with pytest.raises(DataError, match=r"row 6: the prompt has 40 tokens, over data\.max_prompt_length=16"):
+    with pytest.raises(DataError, match=r"row 6.*\b40\b.*data\.max_prompt_length=16"):
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         generate(config(**{"data.overlong_prompts": "error"}))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Dict, List  # noqa: UP035  (users write these)
 
 import pytest
 import torch
 
+from tests.raising import raises
 from whet.errors import RewardError, SandboxError
 from whet.protocol import DataProto
 from whet.rewards.adapter import adapt
@@ -257,7 +259,7 @@ def test_a_data_proto_to_a_data_proto():
 def test_a_data_proto_without_scores_is_a_failure_that_names_its_columns():
     outcomes = score(lambda data: DataProto.from_dict(tensors={"logits": torch.zeros(2)}))
     assert [type(outcome) for outcome in outcomes] == [Failure, Failure]
-    assert "no column token_level_scores or rm_scores; it has logits" in outcomes[0].message
+    assert all(name in outcomes[0].message for name in ("logits", "token_level_scores", "rm_scores"))
 
 
 # Async.
@@ -322,7 +324,7 @@ def test_ctrl_c_is_not_a_failure():
 def test_a_wrong_number_of_results_fails_them_all():
     outcomes = score(lambda reward_inputs: [1.0])
     assert [outcome.source for outcome in outcomes] == ["reward", "reward"]
-    assert "1 entries for 2 responses" in outcomes[0].message
+    assert re.search(r"\b1\b.*\b2\b", outcomes[0].message)
 
 
 def test_one_bad_result_in_a_batch_is_one_failure():
@@ -332,28 +334,33 @@ def test_one_bad_result_in_a_batch_is_one_failure():
 
 @pytest.mark.parametrize("function", [lambda x: 1.0, lambda a, b: 1.0, lambda: 1.0, lambda ground_truth: 1.0])
 def test_what_cannot_be_told_apart_is_an_error_that_shows_the_forms(function):
-    with pytest.raises(RewardError, match="cannot recognise") as caught:
-        adapt(function, kwargs={}, correct_threshold=1.0)
     for form in ("data_source, solution_str", "reward_input:", "reward_inputs:", "DataProto", "predict, ground_truth"):
-        assert form in str(caught.value)
+        with raises(RewardError, re.compile("<lambda>"), expected=re.compile(form)):
+            adapt(function, kwargs={}, correct_threshold=1.0)
 
 
 @pytest.mark.parametrize(
-    ("function", "kwargs", "said"),
+    ("function", "kwargs", "fields"),
     [
-        (with_options, {"rigth": 2}, "reward.kwargs.rigth"),
-        (with_options, {"rigth": 2}, "its options are right, wrong"),
-        (two_fields, {"ground_truth": "5"}, "remove it from reward.kwargs"),
-        (lambda solution_str, tokenizer: 1.0, {}, "needs a value for 'tokenizer'"),
-        (lambda data, tokenizer: 1.0, {}, "needs a value for 'tokenizer'"),
-        (lambda solution_str, ground_truths: 1.0, {}, "needs a value for 'ground_truths'"),
-        (max, {}, "no signature"),
+        (with_options, {"rigth": 2}, {"key": "reward.kwargs.rigth", "expected": re.compile("right, wrong$")}),
+        (
+            two_fields,
+            {"ground_truth": "5"},
+            {"key": "reward.kwargs.ground_truth", "change": re.compile("reward.kwargs")},
+        ),
+        (lambda solution_str, tokenizer: 1.0, {}, {"key": re.compile(r"<lambda>.*: tokenizer$"), "found": None}),
+        (lambda data, tokenizer: 1.0, {}, {"key": re.compile(": tokenizer$"), "found": None}),
+        (
+            lambda solution_str, ground_truths: 1.0,
+            {},
+            {"key": re.compile(": ground_truths$"), "change": re.compile("reward.kwargs.ground_truths")},
+        ),
+        (max, {}, {"key": "<built-in function max>"}),
     ],
 )
-def test_a_function_that_cannot_be_called_is_an_error_before_the_first_call(function, kwargs, said):
-    with pytest.raises(RewardError) as caught:
+def test_a_function_that_cannot_be_called_is_an_error_before_the_first_call(function, kwargs, fields):
+    with raises(RewardError, **fields):
         adapt(function, kwargs=kwargs, correct_threshold=1.0)
-    assert said in str(caught.value)
 
 
 # A whole trajectory.
@@ -476,11 +483,11 @@ def test_trls_form_says_which_field_is_missing():
 
     said = {each.message for each in score(missing, ROWS)}
     assert len(said) == 1
-    assert "the rows have no field ['difficulty']" in said.pop()
+    assert "['difficulty']" in said.pop()
     assert rewards(missing, ROWS, difficulty=1) == [1.0, 1.0]
-    with pytest.raises(RewardError, match="needs a value for 'trainer_state'"):
+    with raises(RewardError, re.compile(": trainer_state$"), found=None):
         score(of_trainer, ROWS)
-    with pytest.raises(RewardError, match="the run passes 'completions'"):
+    with raises(RewardError, "reward.kwargs.completions"):
         score(missing, ROWS, completions=[])
 
 
@@ -508,8 +515,8 @@ def test_what_trls_functions_log_travels_with_the_scores():
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda log_extra, log_metric: log_extra("a", [1]), "'a' has 1 entries for 2 responses; expected one for each"),
-        (lambda log_extra, log_metric: log_metric("b", "x"), "log_metric('b') is 'x' (str); expected a number"),
+        (lambda log_extra, log_metric: log_extra("a", [1]), "a: 1 "),
+        (lambda log_extra, log_metric: log_metric("b", "x"), "log_metric('b'): 'x' (str)"),
     ],
 )
 def test_what_trls_functions_log_is_checked(call, told):

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
 from whet.errors import ConfigError, RewardError
 from whet.rewards.pool import RewardPool
 from whet.types import Failure, RewardItem, RewardResult
@@ -170,7 +172,7 @@ def test_closing_while_calls_wait(later: str) -> None:
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 5.0
-    with pytest.raises(RewardError, match="closed"):
+    with raises(RewardError, "reward pool"):
         pending.result(timeout=1)
 
 
@@ -181,7 +183,7 @@ def test_a_function_that_grows_is_killed_and_named(hoards: str, name: str) -> No
         outcomes = pool.score([item("x")] * 10 + [item("hoard")] + [item("x")] * 10)
     failed = outcomes.pop(10)
     assert isinstance(failed, Failure) and outcomes == [RIGHT] * 20
-    assert "more than reward.memory_limit_mb=300, and was killed" in failed.message
+    assert "reward.memory_limit_mb=300" in failed.message
 
 
 @pytest.mark.parametrize("verb", ["child", "daemon"])
@@ -190,7 +192,7 @@ def test_memory_of_what_a_function_starts_counts(hoards: str, verb: str) -> None
     with make_pool(f"{hoards}:compute_score", timeout_seconds=60.0, memory_limit_mb=300) as pool:
         [failed, right] = pool.score([item(verb), item("x")])
     assert isinstance(failed, Failure) and right == RIGHT
-    assert "more than reward.memory_limit_mb=300, and was killed" in failed.message
+    assert "reward.memory_limit_mb=300" in failed.message
     assert time.monotonic() - start < 45.0
 
 
@@ -201,10 +203,10 @@ def test_memory_that_processes_share_counts_once(hoards: str) -> None:
 
 def test_a_limit_of_memory_needs_processes(hoards: str) -> None:
     for function, num_workers in ((f"{hoards}:compute_score", 0), (lambda solution_str: 1.0, 0)):
-        with pytest.raises(ConfigError, match=r"reward.memory_limit_mb is set, but .* set reward.num_workers=1"):
+        with raises(ConfigError, "reward.memory_limit_mb", change=re.compile("reward.num_workers=1")):
             RewardPool(function, num_workers=num_workers, timeout_seconds=1.0, correct_threshold=1.0, memory_limit_mb=1)
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"reward.memory_limit_mb is set"):
+    with raises(ConfigError, "reward.memory_limit_mb"):
         make_pool(lambda solution_str: lock, memory_limit_mb=300)  # type: ignore[arg-type]
 
 
@@ -219,8 +221,8 @@ def test_a_process_that_leaks_is_replaced_and_no_item_fails(hoards: str) -> None
 def test_processes_that_die_in_a_row_end_the_pool_with_the_item(later: str, concurrency: int) -> None:
     with make_pool(later, 2, concurrency=concurrency) as pool:
         assert pool.score([item("x")]) == [RIGHT]
-        with pytest.raises(RewardError, match=r"20 reward processes of .*later\.py:compute_score in a row") as caught:
-            pool.score([item("exit")] * 30)
-        assert "the response 'exit': the reward process died: exit code 3" in str(caught.value)
-        with pytest.raises(RewardError, match="in a row"):
-            pool.score([item("x")])
+        for text in ("exit", "x"):
+            with raises(
+                RewardError, re.compile(r"later\.py:compute_score$"), found=re.compile(r"^20 .*'exit'.*exit code 3$")
+            ):
+                pool.score([item(text)] * 30)

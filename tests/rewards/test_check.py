@@ -46,7 +46,7 @@ def test_a_grader_that_never_scores_is_found_for_that_alone(capsys: pytest.Captu
         main(["check-reward", f"{BROKEN}:a_word"])
     out = capsys.readouterr().out
     assert ended.value.code == 1 and "rewards    none\n" in out and "findings   1\n" in out
-    assert out.startswith("bad result  it fails on a response: the result is 'good' (str); expected a number\n")
+    assert re.match(r"bad result  .*'good' \(str\)", out)
 
 
 def test_a_decent_rule_has_no_finding() -> None:
@@ -123,7 +123,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with pytest.raises(SystemExit) as ended:
         main(["check-reward", "gsm8k", "--data", str(rows)])
     assert ended.value.code == 2
-    assert "field 'prompt' is missing; the row has question, answer; set --prompt-key" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("prompt", "question, answer", "--prompt-key"))
     with pytest.raises(SystemExit) as ended:
         main(["check-reward", "gsm8k", "--option", "methods=strict"])
     assert ended.value.code == 2

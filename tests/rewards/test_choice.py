@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import time
 
 import pytest
 
+from tests.raising import raises
+from whet.errors import DataError
 from whet.rewards.choice import compute_score, crossthinkqa, extract_letter
 
 
@@ -95,7 +98,9 @@ def test_the_forms_of_a_ground_truth(truth):
 
 @pytest.mark.parametrize("truth", ["Paris", "", "2", None, "A, B"])
 def test_a_ground_truth_without_a_letter_is_an_error(truth):
-    with pytest.raises(ValueError, match=r"expected B, .*; write the letter"):
+    with raises(
+        DataError, "ground_truth", found=None if truth is None else repr(truth), expected=re.compile(r"B, \(B\)")
+    ):
         compute_score("The answer is B", truth)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,10 +15,10 @@ import pytest
 from tests.raising import raises
 from tests.rewards.mutants import HUMAN_EVAL, PAGE, of_human_eval, page
 from tests.sandbox.conftest import needs_bubblewrap
-from whet.errors import ConfigError, SandboxError
+from whet.errors import ConfigError, DataError, SandboxError
 from whet.registry import REWARDS
 from whet.rewards.code import PEER, compute_score, extract_code, read_tests, same_output
-from whet.sandbox.inside.whet_peer import frame
+from whet.sandbox.inside.whet_peer import NO_PYTEST, frame
 from whet.sandbox.local import LANGUAGES
 
 
@@ -123,7 +124,7 @@ CHECK = "def check(candidate):\n    assert candidate(3) == 9\n"
     ids=repr,
 )  # fmt: skip
 def test_a_suite_that_asserts_nothing_is_no_suite(truth: Any) -> None:
-    with pytest.raises(ValueError, match=r"ground truth|assert|null"):
+    with raises(DataError, re.compile(r"ground_truth$|^tests$|^outputs\[0\]$")):
         read_tests(truth, {})
 
 
@@ -215,7 +216,7 @@ def test_what_a_pytest_file_may_use() -> None:
 
 def test_a_missing_pytest_is_an_error_and_no_wrong_answer() -> None:
     # The interpreter of the sandbox sees no packages, unless one is named.
-    with pytest.raises(SandboxError, match=r"pytest is not installed.*name one in reward.kwargs.python"):
+    with raises(SandboxError, "sandbox bubblewrap", found=NO_PYTEST, change=re.compile("reward.kwargs.python")):
         score("def f(x):\n    return x", {"pytest": "from solution import f\n\ndef test_f():\n    assert f(1) == 1\n"})
     # Code that says so is wrong.
     said = 'def f(x):\n    raise RuntimeError("pytest is not installed in the sandbox\'s interpreter")'
@@ -246,7 +247,7 @@ def test_statements_of_a_text_and_prose_before_a_function() -> None:
 def test_tests_of_a_function_are_for_python() -> None:
     fenced = "```javascript\nfunction f(x) { return x * x }\n```"
     assert compute_score(fenced, ["assert f(2) == 4"], sandbox="unisolated")["reward"] == 0.0
-    with pytest.raises(ValueError, match="language='javascript', and the ground truth has tests of a function"):
+    with raises(DataError, "language", found=re.compile(r"'javascript'.*\(code\)")):
         compute_score(fenced, ["assert f(2) == 4"], sandbox="unisolated", language="javascript")
 
 
@@ -364,7 +365,7 @@ def test_methods_of_solution(truth: Any, extra: dict[str, Any]) -> None:
 
 
 def test_functional_tests_without_a_name_are_no_tests_of_standard_input() -> None:
-    with pytest.raises(ValueError, match=r'testtype "functional" without the name of the function; expected fn_name'):
+    with raises(DataError, "fn_name", found=None, expected=re.compile("functional.*func_name")):
         read_tests(FUNCTIONAL, {"metadata": "{}"})
 
 
@@ -497,29 +498,29 @@ def test_a_response_that_goes_on_after_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "message"),
+    ("truth", "found"),
     [
-        ("what", "is neither JSON nor tests in Python; expected inputs and outputs"),
-        ({"a": 1}, "has the keys a; expected inputs and outputs"),
-        ([{"box": [1, 2], "label": "cat"}], "has no tests; expected a dict, a list or text with tests"),
-        ([], "has no tests; expected a dict, a list or text with tests"),
-        (7, "the ground truth '7' has no tests"),
-        ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs; expected as many"),
-        ({"inputs": [], "outputs": []}, "has an empty list of tests"),
+        ("what", "'what'"),
+        ({"a": 1}, "a"),
+        ([{"box": [1, 2], "label": "cat"}], "[{'box': [1, 2], 'label': 'cat'}]"),
+        ([], "[]"),
+        (7, "7"),
+        ({"inputs": ["1"], "outputs": []}, re.compile(r"^1\b.*\b0\b")),
+        ({"inputs": [], "outputs": []}, "{'inputs': [], 'outputs': []}"),
     ],
 )
-def test_ground_truths_without_tests(truth: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_ground_truths_without_tests(truth: Any, found: object) -> None:
+    with raises(DataError, re.compile("ground_truth$"), found=found):
         read_tests(truth, {})
 
 
 def test_no_code_and_unknown_languages() -> None:
     assert compute_score("```java\nclass A {}\n```", ["assert f(1)"], sandbox="unisolated")["reward"] == 0.0
     assert compute_score("```cpp\nint f;\n```", ["assert f(1)"], sandbox="unisolated")["reward"] == 0.0
-    with pytest.raises(ValueError, match="language='cobol' is not in the sandbox, which has python, cpp"):
+    with raises(DataError, "language", found="cobol", expected=re.compile(": python, cpp")):
         compute_score("x", ["assert f(1)"], language="cobol", sandbox="unisolated")
     lost = {"lost": {"file": "a", "run": ["no-such-tool"]}}
-    with pytest.raises(SandboxError, match="no-such-tool is not there"):
+    with raises(SandboxError, "language lost", found=re.compile("^no-such-tool "), change=re.compile("paths")):
         compute_score("```lost\nx\n```", {"inputs": ["1"], "outputs": ["1"]}, sandbox="unisolated", languages=lost)
 
 
@@ -544,6 +545,6 @@ def test_folders_of_toolchains_are_an_option() -> None:
         Path(folder, "double").chmod(0o755)
         table = {"twice": {"file": "a.txt", "run": ["double"]}}
         answer, truth = "```twice\nanything\n```", {"inputs": ["21"], "outputs": ["42"]}
-        with pytest.raises(SandboxError, match="double is not there"):
+        with raises(SandboxError, "language twice", found=re.compile("^double ")):
             compute_score(answer, truth, languages=table)
         assert compute_score(answer, truth, languages=table, paths=[folder])["reward"] == 1.0

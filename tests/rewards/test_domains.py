@@ -159,5 +159,5 @@ def test_running_statistics_go_on_from_a_checkpoint() -> None:
 
 def test_rows_of_no_domain_end_the_run_before_it_begins(train_config: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "data_source": "up"}, {"prompt": "1+2=", "data_source": "sideways"}]
-    with pytest.raises(DataError, match=r"row 1: no domain takes rows of data source 'sideways'; the domains are up"):
+    with pytest.raises(DataError, match=r"row 1.*sideways.*up"):
         paying(train_config, tmp_path, rows, BY_LENGTH)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import numpy as np
 import pytest
 
+from tests.raising import raises
+from whet.errors import DataError
 from whet.rewards.exact_match import compute_score
 
 TAGS = {"after": "<answer>", "before": "</answer>"}
@@ -65,7 +69,7 @@ def test_what_was_compared_is_said():
 
 @pytest.mark.parametrize("truth", [None, [], [None], np.array([])])
 def test_no_ground_truth_is_an_error(truth):
-    with pytest.raises(ValueError, match="the ground truth is"):
+    with raises(DataError, "ground_truth", found=None if truth is None else re.compile(re.escape(repr(list(truth))))):
         compute_score("", truth)
 
 

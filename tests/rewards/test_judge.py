@@ -7,6 +7,7 @@ import asyncio
 import email.utils
 import gzip
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.raising import check_fields, raises
 from whet.cli.rewards import examples_of
 from whet.errors import ConfigError, RewardError
 from whet.metrics import Metrics
@@ -196,7 +198,7 @@ def test_retry_after_is_honoured_by_all_calls(is_date: bool) -> None:
 def test_a_longer_retry_after_than_the_deadline_is_not_waited_for() -> None:
     with judging([Reply(status=429, headers={"Retry-After": "3600"})]) as judge:
         start = time.monotonic()
-        with pytest.raises(RewardError, match=r"status 429.*after the deadline"):
+        with raises(RewardError, f"judge 'm' at {judge.address}", found=re.compile("status 429.* s ")):
             ask(judge.address)
         assert time.monotonic() - start < 5.0
 
@@ -205,7 +207,7 @@ def test_waits_double_and_are_the_same_in_each_run() -> None:
     gaps = []
     for _ in range(2):
         with judging([Reply(status=500)]) as judge:
-            with pytest.raises(RewardError, match="5 attempts: status 500"):
+            with raises(RewardError, found=re.compile("5 attempts: status 500")):
                 ask(judge.address)
             gaps.append([later - earlier for earlier, later in zip(judge.times, judge.times[1:], strict=False)])
     for index, (first, again) in enumerate(zip(*gaps, strict=True)):
@@ -215,7 +217,7 @@ def test_waits_double_and_are_the_same_in_each_run() -> None:
 def test_the_deadline_holds_for_all_attempts() -> None:
     with judging([Reply(seconds=3.0)]) as judge:
         start = time.monotonic()
-        with pytest.raises(RewardError, match=r"within 1 s .* no reply in"):
+        with raises(RewardError, found=re.compile(r"\b1 s .*: ")):
             ask(judge.address, request_seconds=0.4, deadline_seconds=1.0, retries=100)
         assert time.monotonic() - start < 20.0  # not the 40 of all attempts
 
@@ -239,19 +241,23 @@ def test_a_refused_key_names_its_variable_and_not_the_key(key: str | None, monke
         monkeypatch.setenv("JUDGE_KEY", key)
     with judging([Reply(status=401)]) as judge, pytest.raises(RewardError) as caught:
         ask(judge.address, key_variable="JUDGE_KEY")
-    state = "is not set" if key is None else "is set, but not accepted"
-    assert f"environment variable JUDGE_KEY, which {state}" in str(caught.value) and "wrong" not in str(caught.value)
+    state = "is not" if key is None else "is set"
+    expected = re.compile(f"JUDGE_KEY, which {state}")
+    check_fields(caught.value, f"judge at {judge.address}", found=re.compile("401"), expected=expected)
+    assert "wrong" not in str(caught.value)
     assert len(judge.bodies) == 1
 
 
 def test_other_refusals_are_errors_at_once() -> None:
     with judging([Reply(status=404, raw=b"no such model")]) as judge:
-        with pytest.raises(RewardError, match=r"status 404: no such model; expected 200; correct the endpoint"):
+        with raises(RewardError, f"judge at {judge.address}", found="status 404: no such model", expected="status 200"):
             ask(judge.address)
         assert len(judge.bodies) == 1
-    with pytest.raises(RewardError, match=r"it cannot be reached \(ConnectError.*correct the endpoint"):
+    with raises(
+        RewardError, f"judge 'm' at {UNREACHABLE}", found=re.compile(r"\(ConnectError"), change=re.compile("endpoint")
+    ):
         ask(UNREACHABLE)
-    with pytest.raises(RewardError, match="endpoint='localhost' is no address"):
+    with raises(RewardError, "endpoint", found="localhost"):
         Client(Settings("localhost", "m"))
 
 
@@ -358,9 +364,8 @@ def test_only_the_last_line_of_the_right_form_is_read(name: str, reply: str, val
     ],
 )
 def test_a_template_that_does_not_ask_for_what_is_read(parser: str, template: str, missing: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "rubric mine: template", found=re.compile(re.escape(repr(missing)))):
         Rubric("mine", template, parser)
-    assert f"rubric 'mine': the template does not have {missing!r}" in str(caught.value)
 
 
 def test_rubrics_from_files(tmp_path: Path) -> None:
@@ -372,20 +377,19 @@ def test_rubrics_from_files(tmp_path: Path) -> None:
         json.dumps({"template": "{{ response }} Verdict: yes, no", "parser": "yes_no"})
     )
     assert load_rubric(str(tmp_path / "style.json")).parser == "yes_no"
-    for content, said in {
-        "parser: yes_no": "has no 'template'",
-        "template: x\nparser: yes_no\nlow: a": "low='a'; expected a number",
-        "template: x\nparser: yes_no\nparse: a": "parse='a'; expected one of name, template",
-        "template: x\nparser: vibes": "parser='vibes'; expected one of yes_no, scale, json, pairwise",
-        "template: '{{ answer }}'\nparser: yes_no": "the template has 'answer'; expected prompt, response",
-        "template: '{{'\nparser: yes_no": "the template is no jinja",
-        "a: [": "cannot be read",
-    }.items():
+    for content, key, found, expected in (
+        ("parser: yes_no", f"{path}: template", None, "name, template, parser"),
+        ("template: x\nparser: yes_no\nlow: a", f"{path}: low", "a", "number"),
+        ("template: x\nparser: yes_no\nparse: a", f"{path}: parse", "a", "name, template"),
+        ("template: x\nparser: vibes", "style: parser", "vibes", "yes_no, scale, json, pairwise"),
+        ("template: '{{ answer }}'\nparser: yes_no", "style: template", re.compile("answer$"), "prompt, response"),
+        ("template: '{{'\nparser: yes_no", "style: template", re.compile("unexpected"), "jinja"),
+        ("a: [", str(path), re.compile("line 1"), "YAML"),
+    ):
         path.write_text(content)
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, f"rubric {key}", found=found, expected=re.compile(expected)):
             load_rubric(str(path))
-        assert said in str(caught.value)
-    with pytest.raises(ConfigError, match="no rubric is called 'vibes'; expected yes_no, scale, json, pairwise"):
+    with raises(ConfigError, "rubric", found="vibes", expected=re.compile("yes_no, scale, json, pairwise")):
         load_rubric("vibes")
 
 
@@ -398,16 +402,15 @@ def test_a_json_rubric_of_several_fields(tmp_path: Path) -> None:
     assert rubric.read('{"right": 10, "clear": 2}') == pytest.approx((3 * 1.0 + 1 * 0.2) / 4)
     assert rubric.read('{"right": true, "clear": 0}') == 0.75
     assert rubric.read('{"right": 10}') is None and rubric.read('{"right": 10, "clear": 11}') is None
-    for line, said in {
-        "weights: {right: 3, tone: 1}": "does not have '\"tone\"'",
-        "weights: {right: -3}": "expected numbers above 0 by JSON field",
-        "weights: {right: a}": "weights={'right': 'a'}; expected numbers by JSON field",
-        "weights: [right]": "weights=['right']; expected numbers by JSON field",
-    }.items():
+    for line, key, found in (
+        ("weights: {right: 3, tone: 1}", "two: template", re.compile("'\"tone\"'")),
+        ("weights: {right: -3}", "two: weights", {"right": -3}),
+        ("weights: {right: a}", f"{path}: weights", {"right": "a"}),
+        ("weights: [right]", f"{path}: weights", ["right"]),
+    ):
         path.write_text(f'template: \'{{{{ response }}}} {{"right": N, "clear": N}}\'\nparser: json\n{line}\n')
-        with pytest.raises(ConfigError) as caught:
+        with raises(ConfigError, f"rubric {key}", found=found):
             load_rubric(str(path))
-        assert said in str(caught.value)
 
 
 INJECTED = [
@@ -484,7 +487,7 @@ def test_nonsense_is_asked_for_again_and_then_a_failure(tmp_path: Path) -> None:
     assert [body.get("seed") for body in judge.bodies] == [None, 1, 2]
     with judging(["I like it"]) as judge:
         bad, _ = score(judge.address, "x", "y", retries=1)
-    assert isinstance(bad, Failure) and "its reply cannot be read: 'I like it'" in bad.message
+    assert isinstance(bad, Failure) and "'I like it'" in bad.message
 
 
 @pytest.mark.slow
@@ -498,7 +501,7 @@ def test_a_reply_that_was_cut_off_has_no_verdict(tmp_path: Path) -> None:
     with judging([cut]) as judge:
         [bad] = score(judge.address, "x", rubric="scale", retries=1, max_tokens=8)
     assert isinstance(bad, Failure) and len(judge.bodies) == 2
-    assert "its reply cannot be read (it was cut off after max_tokens=8: raise it): 'I repeat" in bad.message
+    assert re.search(r"max_tokens=8.*'I repeat", bad.message)
 
 
 def test_one_response_that_the_judge_chokes_on_harms_no_other() -> None:
@@ -535,7 +538,7 @@ def test_a_second_judge_has_an_endpoint_and_a_key_of_its_own(monkeypatch: pytest
     assert isinstance(outcome, RewardResult) and outcome.reward == 0.5
     assert (judge.bodies[0]["model"], other.bodies[0]["model"]) == ("m", "n")
     assert (judge.keys, other.keys) == ([None], ["Bearer other secret"])
-    with pytest.raises(RewardError, match="endpoint='localhost' is no address"):
+    with raises(RewardError, re.compile("endpoint$"), found="localhost"):
         score(UNREACHABLE, "x", second_endpoint="localhost")
 
 
@@ -576,18 +579,19 @@ def test_the_examples_that_are_shown() -> None:
 
 def test_an_endpoint_that_is_not_there_or_refuses_is_a_failure_with_the_reason(tmp_path: Path) -> None:
     [away] = score(UNREACHABLE, "x", retries=0)
-    assert isinstance(away, Failure) and "cannot be reached" in away.message and UNREACHABLE in away.message
+    assert isinstance(away, Failure) and "ConnectError" in away.message and UNREACHABLE in away.message
     with judging([Reply(status=403)]) as judge:
         [refused] = score(judge.address, "x", key_variable="NO_SUCH_KEY")
-    assert isinstance(refused, Failure) and "NO_SUCH_KEY, which is not set" in refused.message
+    assert isinstance(refused, Failure) and "NO_SUCH_KEY" in refused.message and "403" in refused.message
 
 
 def test_options_are_checked_at_the_start() -> None:
-    with pytest.raises(RewardError, match="needs a value for 'endpoint'"):
+    loading = "loading the reward function .*llm_judge.*: "
+    with raises(RewardError, re.compile(f"{loading}.*: endpoint$"), found=None):
         RewardPool("llm_judge", num_workers=1, timeout_seconds=5, correct_threshold=1.0)
-    with pytest.raises(RewardError, match=r"reward\.kwargs\.temperature=-1; expected a finite number >= 0"):
+    with raises(RewardError, re.compile(f"{loading}reward.kwargs.temperature")):
         score(UNREACHABLE, "x", temperature=-1)
-    with pytest.raises(RewardError, match="no rubric is called 'vibes'"):
+    with raises(RewardError, re.compile(f"{loading}rubric$"), found="vibes", expected=re.compile("yes_no")):
         score(UNREACHABLE, "x", rubric="vibes")
-    with pytest.raises(RewardError, match="endpoint='localhost' is no address"):
+    with raises(RewardError, re.compile(f"{loading}endpoint$"), found="localhost"):
         score("localhost", "x")

@@ -80,14 +80,10 @@ def test_a_manager_requires_the_form_of_the_function_that_it_calls() -> None:
     assert rewards(one, "naive") == rewards(every, "batch") == rewards(every, None) == [1.0, 2.0, 3.0]
     assert rewards(either, "batch") == [3.0] * 3
     assert rewards(either, "prime") == rewards(either, None) == [1.0, 2.0, 3.0]
-    with pytest.raises(
-        RewardError, match=r"one.* takes one response, and reward.manager=batch expects a function of all"
-    ):
-        rewards(one, "batch")
-    with pytest.raises(
-        RewardError, match=r"every.* takes all responses, and reward.manager=prime .* unset reward.manager"
-    ):
-        rewards(every, "prime")
+    for function, manager, found in ((one, "batch", "one"), (every, "prime", "all")):
+        expected = re.compile(f"reward.manager={manager}$")
+        with raises(RewardError, re.compile(function.__name__), found=re.compile(f" {found} "), expected=expected):
+            rewards(function, manager)
 
 
 def test_dapo_needs_a_penalty_for_length(tmp_path: Path) -> None:
@@ -152,7 +148,7 @@ def test_limits_have_names() -> None:
 
 
 def test_limits_need_processes() -> None:
-    with pytest.raises(ConfigError, match=r"reward.limits is set, .* set reward.num_workers=1"):
+    with raises(ConfigError, "reward.limits", change=re.compile("reward.num_workers=1")):
         build_scorer(config(function="gsm8k", num_workers=0, limits={"requests_per_minute": 60}))
 
 
@@ -258,16 +254,12 @@ def test_a_run_with_a_manager_of_verl_or_easyr1(
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("Nothing", {}, "the class Nothing has none of run_single, compute_reward, __call__; expected:"),
-        ("Picky", {}, "needs a value for 'bonus': give it a default, set reward.kwargs.bonus"),
-        (
-            "Picky",
-            {"bonus": 0},
-            r"the manager Picky cannot be made: ZeroDivisionError.* expected .* compute_score.*; cor",
-        ),
-        ("OneRow", {"bonus": 1}, "reward.kwargs.bonus: OneRow.* has no such parameter"),
-        ("Configured", {}, "the manager Configured cannot be made: .*reward_function.*below reward.kwargs"),
-        ("OneByOne", {"compute_score": "gsm9k"}, "no reward is called 'gsm9k'; did you mean 'gsm8k'"),
+        ("Nothing", {}, "^class Nothing: .*run_single, compute_reward, __call__"),
+        ("Picky", {}, "^Picky.*: bonus is not set.*reward.kwargs.bonus"),
+        ("Picky", {"bonus": 0}, "^manager Picky: ZeroDivisionError.*compute_score"),
+        ("OneRow", {"bonus": 1}, "^reward.kwargs.bonus: .*OneRow"),
+        ("Configured", {}, "^manager Configured: .*reward_function.*reward.kwargs"),
+        ("OneByOne", {"compute_score": "gsm9k"}, "gsm9k.*'gsm8k'"),
     ],
 )
 def test_a_manager_that_cannot_be_made(model_folder: Path, name: str, kwargs: dict[str, Any], said: str) -> None:
@@ -283,7 +275,7 @@ def test_a_manager_that_cannot_be_made(model_folder: Path, name: str, kwargs: di
 
 
 def test_a_manager_without_a_tokenizer() -> None:
-    with pytest.raises(RewardError, match=r"needs the tokenizer of a run, and there is none here; set model.path"):
+    with raises(RewardError, "model.path", found=None, expected=re.compile("OneByOne")):
         build_scorer(config(function=f"{PEERS}:OneByOne", num_workers=0))
 
 
@@ -293,6 +285,4 @@ def test_wrong_results_of_a_manager_are_failures(items: list[RewardItem]) -> Non
         return {"reward_tensor": [1.0] * len(data), "reward_extra_info": {"acc": [1.0]}}
 
     found = adapt(short, kwargs={}, correct_threshold=1.0).score(items)
-    assert [isinstance(each, Failure) and "'acc' has 1 entries for 3 responses" in each.message for each in found] == [
-        True
-    ] * 3
+    assert [isinstance(each, Failure) and each.message.startswith("acc: 1 ") for each in found] == [True] * 3

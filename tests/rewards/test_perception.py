@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import time
 
 import pytest
 
+from tests.raising import raises
+from whet.errors import ConfigError, DataError
 from whet.rewards.perception import counting, detection, grounding, ocr, relative_error, rouge_l
 
 
@@ -70,7 +73,7 @@ def test_mean_average_precision(boxes, truths, thresholds, expected):
 
 
 def test_no_thresholds_are_an_error():
-    with pytest.raises(ValueError, match="thresholds is empty; expected numbers"):
+    with raises(ConfigError, "thresholds", found=()):
         detection("[]", ONE, thresholds=())
 
 
@@ -84,7 +87,8 @@ def test_the_last_list_after_the_thought_counts():
 
 @pytest.mark.parametrize("truth", [[], "none", None, [box(0, 0, 1)], [*ONE, {}]])
 def test_a_ground_truth_without_boxes_is_an_error(truth):
-    with pytest.raises(ValueError, match=r"expected a list of boxes such as .*; write at least one"):
+    found = None if truth is None else re.compile(re.escape(repr(truth)[:70]))
+    with raises(DataError, "ground_truth", found=found, expected=re.compile("bbox_2d")):
         detection("[]", truth)
 
 
@@ -210,7 +214,7 @@ def test_the_tolerance_of_the_accuracy():
 
 @pytest.mark.parametrize("function", [ocr, rouge_l, relative_error, counting, grounding])
 def test_an_empty_ground_truth_is_an_error(function):
-    with pytest.raises(ValueError, match=r"the ground truth is ''; expected a .*; correct the row"):
+    with raises(DataError, "ground_truth", found="''"):
         function("a", "")
 
 

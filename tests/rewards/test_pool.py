@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.raising import check_fields, raises
 from whet.errors import RegistryError, RewardError
 from whet.registry import REWARDS, load_target, register_reward
 from whet.rewards.pool import RewardPool
+from whet.rewards.result import RESULT
 from whet.types import Failure, RewardItem, RewardResult
 
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)
@@ -213,7 +216,7 @@ def test_a_worker_that_dies_is_noticed_at_once_and_harms_no_other_item(behaviour
     bad = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     assert outcomes == [RIGHT] * 20 + [bad[0], RIGHT, bad[1]] + [RIGHT] * 20
     for failure in bad:
-        assert failure.source == "reward" and failure.message.startswith(f"the reward process died: {ended}")
+        assert failure.source == "reward" and ended in failure.message
 
 
 def test_an_exception_in_one_item_of_a_thousand_fails_that_one(behaviours):
@@ -251,8 +254,8 @@ def test_an_item_that_cannot_travel_is_a_failure_and_harms_no_other(behaviours, 
     with make_pool(f"{behaviours}:compute_score") as pool:
         outcomes = pool.score(items)
     assert [outcome == RIGHT for outcome in outcomes] == [True, False, False, True]
-    assert "cannot be sent to a reward process: TypeError: stays here" in outcomes[1].message
-    assert "cannot be read in the reward process: ModuleNotFoundError" in outcomes[2].message
+    assert "TypeError: stays here" in outcomes[1].message
+    assert "ModuleNotFoundError" in outcomes[2].message
 
 
 def test_results_that_are_no_numbers_are_failures(tmp_path):
@@ -261,8 +264,8 @@ def test_results_that_are_no_numbers_are_failures(tmp_path):
     )
     with make_pool(f"{tmp_path}/odd.py:f") as pool:
         none, nan, fine = pool.score([item("none"), item("nan"), item("x")])
-    assert (none.message, fine) == ("the result is None (NoneType); expected a number", RIGHT)
-    assert "the result is nan" in nan.message
+    assert "None (NoneType)" in none.message and fine == RIGHT
+    assert "=nan;" in nan.message and none.key == nan.key == RESULT
 
 
 # Functions of all answers at once.
@@ -395,7 +398,7 @@ def test_a_function_that_cannot_travel_scores_in_a_thread_and_says_so(caplog):
     assert calls[0] is calls[1] is not calls[2] and calls[2] is calls[3]
     assert threading.main_thread() not in calls
     stalled.set()
-    with pytest.raises(RewardError, match="closed"):
+    with raises(RewardError, "reward pool"):
         pool.score([item("1")])
 
 
@@ -435,11 +438,9 @@ def test_a_file_that_cannot_be_imported_is_an_error_at_the_start(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_package_anywhere\ndef compute_score(solution_str): return 1.0")
     with pytest.raises(RewardError) as caught:
         make_pool(f"{tmp_path}/broken.py:compute_score", num_workers=2)
-    assert "broken.py:compute_score cannot be loaded" in str(caught.value)
-    assert str(caught.value).endswith(
-        f"{tmp_path}/broken.py imports no_such_package_anywhere, which is not installed: install it, or set PYTHONPATH "
-        "to its folder"
-    )
+    check_fields(caught.value, re.compile(r"loading the reward function .*broken\.py:compute_score"))
+    for said in (f"{tmp_path}/broken.py", "no_such_package_anywhere", "PYTHONPATH"):
+        assert said in str(caught.value)
 
 
 def test_what_a_file_raises_when_it_is_imported_is_shown_as_python_shows_it(tmp_path):
@@ -452,19 +453,19 @@ def test_what_a_file_raises_when_it_is_imported_is_shown_as_python_shows_it(tmp_
 
 def test_a_file_that_kills_its_process_is_an_error_at_the_start(tmp_path):
     (tmp_path / "deadly.py").write_text("import os; os._exit(5)")
-    with pytest.raises(RewardError, match=r"deadly\.py:f cannot be loaded in its process: .*exit code 5"):
+    with raises(RewardError, re.compile(r"deadly\.py:f"), found=re.compile("exit code 5")):
         make_pool(f"{tmp_path}/deadly.py:f")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_function_of_no_known_form_is_an_error_at_the_start(tmp_path, num_workers):
     (tmp_path / "odd.py").write_text("def f(a, b): return 1.0")
-    with pytest.raises(RewardError, match="cannot recognise the form of f"):
+    with raises(RewardError, re.compile(r"^(loading .*: )?f\(a, b\)$"), expected=re.compile("solution_str")):
         make_pool(f"{tmp_path}/odd.py:f", num_workers=num_workers)
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest():
-    with pytest.raises(RegistryError, match="did you mean 'gsm8k'"):
+    with pytest.raises(RegistryError, match="'gsm8k'"):
         make_pool("gsm8")
 
 
@@ -477,10 +478,9 @@ def test_a_replacement_that_cannot_start_ends_the_pool(tmp_path):
     with make_pool(f"{tmp_path}/reads.py:f") as pool:
         assert pool.score([item("x")]) == [RIGHT]
         (tmp_path / "table").unlink()
-        with pytest.raises(RewardError, match="FileNotFoundError"):
-            pool.score([item("exit"), item("x")])
-        with pytest.raises(RewardError, match="FileNotFoundError"):
-            pool.score([item("x")])
+        for text in ("exit", "x"):
+            with raises(RewardError, re.compile(r"reads\.py:f"), found=re.compile("FileNotFoundError")):
+                pool.score([item(text), item("x")])
 
 
 def test_closing_leaves_no_process_and_no_waiting_future(behaviours):
@@ -495,9 +495,9 @@ def test_closing_leaves_no_process_and_no_waiting_future(behaviours):
     assert time.monotonic() - start < 5.0
     assert wait_until(lambda: not any(map(is_running, [*pids, child])))
     for future in waiting:
-        with pytest.raises(RewardError, match="closed"):
+        with raises(RewardError, "reward pool"):
             future.result(timeout=1)
-    with pytest.raises(RewardError, match="closed"):
+    with raises(RewardError, "reward pool"):
         pool.submit_batch([item("1")])
 
 

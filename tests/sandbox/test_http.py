@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -19,6 +20,7 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.raising import raises
 from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
 from whet.rewards.code import Suite, compute_score, run_tests
@@ -120,7 +122,7 @@ def test_an_answer_has_the_same_score_in_every_language(language: str, isolated_
     text, truth = f"```{language}\n{source}\n```", {"inputs": ["1"], "outputs": ["6"]}
     for sandbox in ("bubblewrap", isolated_address):
         if score is None:  # fails for want of a command, and is no score of the answer
-            with pytest.raises(SandboxError, match="is not there for programs in the sandbox"):
+            with pytest.raises(SandboxError, match=r"language lost.*no-such-command"):
                 compute_score(text, truth, sandbox=sandbox, languages=TABLE)
         else:
             assert compute_score(text, truth, sandbox=sandbox, languages=TABLE)["reward"] == score
@@ -131,14 +133,14 @@ def test_an_answer_has_the_same_score_in_every_language(language: str, isolated_
 
 def test_options_of_this_machine_are_refused_for_a_service(address: str) -> None:
     for options in ({"python": sys.executable}, {"paths": ("/usr",)}):
-        with pytest.raises(SandboxError, match=r"python and paths are of this machine, and the sandbox http.* is"):
+        with raises(SandboxError, "python, paths", found=re.compile(re.escape(address)), change=re.compile("--python")):
             open_sandbox(address, **options)  # type: ignore[arg-type]
 
 
 def test_a_service_that_takes_no_languages(service: tuple[HttpSandbox, list[Any]]) -> None:
     box, answers = service
     assert "java" in box.languages and "c" not in box.languages  # SandboxFusion's
-    with pytest.raises(SandboxError, match=r"languages has perl, and the service .* takes no languages of its"):
+    with raises(SandboxError, "languages", found=re.compile(f"^perl.* {box.address} ")):
         HttpSandbox(box.address, {"perl": Language("a.pl", ["perl", "a.pl"])}).run(Program("perl", "1"), [b""])
     assert answers == []
 
@@ -298,35 +300,35 @@ def test_a_service_that_is_busy_is_asked_again(before: list[Any], service: tuple
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "found"),
     [
-        ([(503, b"busy")] * 4, r"gave no result \(status 503: busy\); start it"),
-        ([(400, b"what?")], r"gave no result \(status 400: what\?\)"),
-        ([(200, {"status": "SandboxError", "message": "no node"})], "failed: no node; look at its log"),
-        ([(200, {"status": "Success"})], "answered without run_result"),
-        ([(200, [1])], r"answered \[1\]; expected .* a JSON object"),
-        ([(200, {"run_result": {"return_code": "x"}})], "SandboxFusion"),
-        ([(200, {"run_result": {"return_code": [1]}})], "SandboxFusion"),
-        ([(200, {"run_result": {"return_code": 0, "stdout": 5}})], "SandboxFusion"),
-        ([(200, {"run_result": {"return_code": 0}, "files": {"a": "%"}})], "SandboxFusion"),
-        ([(200, {"run_result": {"return_code": 0}, "files": ["a"]})], "SandboxFusion"),
-        ([(200, {"run_result": {"return_code": 0, "execution_time": [1]}})], "SandboxFusion"),
+        ([(503, b"busy")] * 4, r"\(status 503: busy\)"),
+        ([(400, b"what?")], r"\(status 400: what\?\)"),
+        ([(200, {"status": "SandboxError", "message": "no node"})], ": no node$"),
+        ([(200, {"status": "Success"})], "run_result.*{'status': 'Success'}"),
+        ([(200, [1])], r" \[1\]"),
+        ([(200, {"run_result": {"return_code": "x"}})], "'x'"),
+        ([(200, {"run_result": {"return_code": [1]}})], r"\[1\]"),
+        ([(200, {"run_result": {"return_code": 0, "stdout": 5}})], "'stdout': 5"),
+        ([(200, {"run_result": {"return_code": 0}, "files": {"a": "%"}})], "'%'"),
+        ([(200, {"run_result": {"return_code": 0}, "files": ["a"]})], r"\['a'\]"),
+        ([(200, {"run_result": {"return_code": 0, "execution_time": [1]}})], r"\[1\]"),
         ([(200, b'{"run_result": {"return_code": 1e400}}')] * 4, "no float"),
         ([(200, b"[" * 10**5)] * 4, "levels"),
     ],
 )
 def test_a_service_that_fails_is_no_failure_of_the_program(
-    given: list[Any], message: str, service: tuple[HttpSandbox, list[Any]]
+    given: list[Any], found: str, service: tuple[HttpSandbox, list[Any]]
 ) -> None:
     box, answers = service
     answers += given
-    with pytest.raises(SandboxError, match=message):
+    with raises(SandboxError, f"sandbox at {box.address}", found=re.compile(found)):
         box.run(Program("python", "1"), [b""])
 
 
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "WAIT_SECONDS", 0.01)
-    with pytest.raises(SandboxError, match="Connection refused"):
+    with raises(SandboxError, "sandbox at http://127.0.0.1:9", found=re.compile("Connection refused")):
         HttpSandbox("http://127.0.0.1:9").run(Program("python", "1"), [b""])
 
 

@@ -69,7 +69,7 @@ def client(qwen25_folder: Path) -> TestClient:
 
 @pytest.mark.timeout(60)
 def test_an_engine_that_has_failed_answers_503_to_all(client: TestClient) -> None:
-    what = "the rollout engine failed: RuntimeError: a broken device"
+    what = "RuntimeError: a broken device"
     health = client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "failed") and what in health.json()["message"]
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -223,7 +223,7 @@ def test_the_next_checkpoint_is_loaded_after_any_error(
 
     asyncio.run(asyncio.wait_for(follow(), 20))
     [warning] = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert f"{folders[1]} was not loaded" in warning and f"the server goes on with {folders[0]}" in warning
+    assert f"{folders[1]} was not loaded" in warning and warning.endswith(f" {folders[0]}")
     assert type(error).__name__ in warning and str(error) in warning
     assert [each.getMessage() for each in caplog.records if each.levelno == logging.INFO] == [
         f"serving {folder} from now on" for folder in folders[2:]

@@ -15,6 +15,7 @@ import pytest
 from openai.resources.chat.completions import Completions
 from openai.resources.completions import Completions as TextCompletions
 
+from tests.raising import check_fields
 from whet.data.chat import encode_rendered, render_chat
 from whet.errors import EngineError
 from whet.keyed import key
@@ -298,8 +299,9 @@ def test_a_template_without_a_known_format_is_refused(reader: BodyReader) -> Non
     assert unknown.chat({**body, "tool_choice": "none"}).tools is None
     asked = replace(unknown, tool_parser="hermes").chat(body)
     assert asked.tools is not None and asked.tools.parser == "hermes"
-    with pytest.raises(ApiError, match="the chat template does not show tools to the model; leave them out"):
+    with pytest.raises(ApiError, match="template") as error:
         with_template(reader, "tools", "things", "hermes").chat(body)
+    assert (error.value.status, error.value.param) == (400, "tools")
 
 
 def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25_folder: Path) -> None:
@@ -307,7 +309,15 @@ def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25
     engine.attach(load_policy(qwen25_folder), 0)
     with pytest.raises(EngineError) as error:
         engine.submit(Request("1", (5,), SamplingParams(10**5), 0))
-    assert in_own_words(error.value).endswith("; raise --option kv_cache_bytes or lower max_tokens")
+    assert str(in_own_words(error.value)).endswith("; raise --option kv_cache_bytes or lower max_tokens")
+    key, other = "rollout.engine.options.kv_cache_bytes", "data.max_response_length"
+    check_fields(
+        in_own_words(EngineError(key, 7, f"more than {other}", f"raise {key}, or lower {other}")),
+        "--option kv_cache_bytes",
+        found=7,
+        expected="more than max_tokens",
+        change="raise --option kv_cache_bytes, or lower max_tokens",
+    )
 
 
 def test_names_that_a_template_reads() -> None:

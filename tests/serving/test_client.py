@@ -347,7 +347,7 @@ def test_it_listens_on_this_machine_alone(echo: Running) -> None:
 
 def test_it_listens_on_every_network_when_told(start: Start, qwen25_folder: Path) -> None:
     server = start(qwen25_folder, "--name", "m", "--engine", ECHO, "--host", "0.0.0.0")
-    server.wait_for(r"anyone who reaches 0\.0\.0\.0:\d+ may use this server; set --api-key KEY")
+    server.wait_for(r"anyone who reaches 0\.0\.0\.0:\d+ .*--api-key KEY")
     port = server.address.rpartition(":")[2]
     assert httpx.get(f"http://127.0.0.2:{port}/health").json() == {"status": "ok"}
 

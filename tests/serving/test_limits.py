@@ -172,11 +172,11 @@ def test_an_engine_that_fails_ends_the_server_and_says_so(start: Start, qwen25_f
     with pytest.raises(openai.InternalServerError, match="the last word was said") as error:
         server.client().chat.completions.create(**asking("die"))
     assert error.value.status_code == 503
-    with pytest.raises(openai.APIError, match="the request was ended: the rollout engine failed"):
+    with pytest.raises(openai.APIError, match=r"RuntimeError: the last word was said"):
         list(chunks)
     status, printed = server.ended()
     assert status == 2
-    assert "EngineError: the rollout engine failed: RuntimeError: the last word was said" in printed
+    assert re.search(r"EngineError: rollout engine: .*RuntimeError: the last word was said", printed)
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_requests_that_do_not_end_in_time_are_cut_at_the_stop(start: Start, qwen
     next(chunks)
     started_at = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    with pytest.raises(openai.APIError, match="the request was ended: the server is stopping"):
+    with pytest.raises(openai.APIError, match=r"server: stopping"):
         list(chunks)
     status, printed = server.ended()
     assert (status, time.monotonic() - started_at < 10) == (0, True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
 from whet.errors import DataError
 from whet.tracking.jsonl import JsonlTracker, cut_back, read_records
 
@@ -87,7 +89,7 @@ def test_a_damaged_line_before_the_last_is_refused_and_nothing_is_lost(path: Pat
     with path.open("a") as file:
         file.write(f'{damaged}\n{{"step": 2}}\n')
     before = path.read_bytes()
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is .*expected a JSON object with a step"):
+    with raises(DataError, re.compile(r"metrics\.jsonl, line 2$")):
         cut_back(path, 1)
     assert path.read_bytes() == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import get_args
 
 import pytest
 
+from tests.raising import raises
 from whet.config.trainer import Logger
 from whet.errors import ConfigError
 from whet.tracking import service
@@ -165,20 +167,20 @@ def test_a_service_that_lacks_steps_of_a_resumed_run_is_told_them_from_its_files
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("made", "key", "found"),
     [
-        (refuses, r"trainer\.logger=wandb does not start \(ValueError: project names end in a letter\); correct its"),
-        (exits, r"trainer\.logger=wandb does not start \(RuntimeError: SystemExit\('no key, no entry'\)\)"),
-        (advises, "^set THE_KEY$"),
-        (never_starts, r"trainer\.logger=wandb does not start \(no response in 0 s\)"),
+        (refuses, "trainer.logger", r"wandb .*\(ValueError: project names end in a letter\)"),
+        (exits, "trainer.logger", r"wandb .*\(RuntimeError: SystemExit\('no key, no entry'\)\)"),
+        (advises, "set THE_KEY", ""),
+        (never_starts, "trainer.logger", r"wandb .*\b0 s\b"),
     ],
 )
 def test_what_does_not_start_is_refused_and_the_others_are_closed(
-    made: Callable[[TrackedRun], Diary], words: str, run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[TrackedRun], Diary], key: str, found: str, run: TrackedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, mlflow=Diary, wandb=made)
     monkeypatch.setattr(service, "START_SECONDS", 0.3)
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, key, found=re.compile(found)):
         open_services(["mlflow", "wandb"], run)
     assert MADE[0].closed == [True]
 
@@ -190,9 +192,9 @@ def test_a_failure_on_the_way_is_said_once_and_counted(run: TrackedRun, caplog: 
         tracker.log(step, {})
     tracker.close()
     assert [step for step, *_ in MADE[0].steps] == [0, 1, 2, 3, 4, 5] and MADE[0].closed == [False]
-    assert [record.message for record in caplog.records] == [
-        "mlflow: OSError: no route to host; training goes on without it",
-        "mlflow failed in 3 of 7 calls",
+    assert [tuple(map(str, record.args or ())) for record in caplog.records] == [
+        ("mlflow", "OSError", "no route to host"),
+        ("mlflow", "3", "7"),
     ]
 
 
@@ -205,6 +207,4 @@ def test_a_service_that_hangs_holds_up_neither_steps_nor_the_end(
         tracker.log(step, {})
     tracker.close()
     assert time.monotonic() - started < 10
-    assert [record.message for record in caplog.records] == [
-        "wandb did not finish in 0 s; its last metrics may be missing"
-    ]
+    assert [record.args for record in caplog.records] == [("wandb", 0.2)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -581,13 +582,13 @@ REFUSED = [
     (
         "whet_environments.sokoban:Sokoban",
         {"boxes": 20},
-        "boxes=20 do not fit into rows=4 x columns=4: boxes, targets ",
+        r"boxes=20 .*rows=4 x columns=4",
     ),
-    ("gymnasium", {"env_id": "NoSuch-v0"}, "environment.options.env_id=NoSuch-v0 is refused by gymnasium: "),
+    ("gymnasium", {"env_id": "NoSuch-v0"}, r"environment\.options\.env_id: NoSuch-v0 "),
     (
         "whet_environments.browser.environment:Browser",
         {"chromium": "/nowhere"},
-        "no Chromium was found: environment.options.chromium='/nowhere'; expected ",
+        r"environment\.options\.chromium='/nowhere'",
     ),
 ]
 
@@ -602,8 +603,8 @@ def test_an_environment_that_refuses_its_options_is_named_before_a_model_is_load
         config = train_config({"environment.name": name, "environment.options": options})
         with pytest.raises(EnvError) as raised:
             train(config, reward=length, data=additions, dry_run=is_dry)
-        given = f"environment.name={name} cannot be made with environment.options={options}: "
-        assert str(raised.value).startswith(given + said), raised.value
+        given = re.escape(f"environment.name={name}, environment.options={options}: ")
+        assert re.match(f"{given}.*{said}", str(raised.value)), raised.value
     tools = {"tools": ["calculator"], "tool_parser": "hermes", "tool_role": "user"}
     agents = {"a": {"name": name, "options": options, **tools}}
     with pytest.raises(EnvError, match=r"environment\.agents\.a\.name="):
@@ -619,8 +620,8 @@ def test_an_environment_that_cannot_be_made_leaves_the_earlier_run(
     assert kept
     tools = {"tools": ["calculator"]}  # the template shows no tools
     for environment, said in (
-        ({"name": "gymnasium", "options": {"env_id": "Nope-v1"}}, r"environment\.options\.env_id=Nope-v1"),
-        ({"agents": {"helper": tools}}, "the chat template shows no known format of calls"),
+        ({"name": "gymnasium", "options": {"env_id": "Nope-v1"}}, r"environment\.options\.env_id: Nope-v1"),
+        ({"agents": {"helper": tools}}, r"environment\.tool_parser is not set"),
     ):
         over = {f"environment.{key}": value for key, value in environment.items()}
         with pytest.raises(WhetError, match=said):

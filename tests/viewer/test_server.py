@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from tests.viewer.conftest import DIGEST
 from whet.errors import ConfigError
 from whet.viewer.server import is_own, open_server
@@ -121,9 +123,8 @@ def test_a_run_that_is_added_or_goes_on_is_seen(port: int, folder: Path) -> None
 
 def test_a_folder_without_runs_and_a_port_in_use_are_errors(tmp_path: Path, folder: Path, port: int) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no run; expected a run's folder"):
-        open_server(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="is no folder"):
-        open_server(tmp_path / "none")
-    with pytest.raises(ConfigError, match=f"--port {port}: .*; choose another port"):
+    for name, found in (("empty", "run"), ("none", "folder")):
+        with raises(ConfigError, f"{tmp_path}/{name}", found=re.compile(found), expected=re.compile("metrics.jsonl")):
+            open_server(tmp_path / name)
+    with raises(ConfigError, f"--host 127.0.0.1 --port {port}", found="Address already in use"):
         open_server(folder, port=port)

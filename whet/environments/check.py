@@ -286,7 +286,7 @@ class _Played:
         if isinstance(outcome, Observation) and outcome.tasks:
             outcome = Failure("environment", f"it gave tasks {rounds} times in one {arguments[0]}")
         if isinstance(outcome, Observation) and (why := unpaid(outcome, self.players)):
-            outcome = Failure("environment", why)
+            outcome = Failure("environment", why, key="Observation.rewards")
         self._note(name, outcome)
         return outcome
 
@@ -297,7 +297,7 @@ class _Played:
     def _note(self, name: str, outcome: Observation | Failure) -> None:
         if isinstance(outcome, Failure):
             told, verb = outcome.message, "reset" if name == "starts" else "step"
-            at = "rewards" if "Observation.reward" in told else "observations" if "Observation" in told else name
+            at = "rewards" if outcome.key.startswith("Observation.reward") else "observations" if outcome.key else name
             self.faults[at] = f"{verb} {'raised' if at == name else 'gave what cannot be used:'} {told}"
             self.transcript.append({"failure": told, "tasks": repr(self.asked)})
             self.is_over = True

@@ -41,36 +41,33 @@ class Gymnasium:
         try:
             import gymnasium
         except ImportError as error:
-            raise ConfigError("environment.name=gymnasium needs gymnasium: pip install gymnasium") from error
+            needs = "the package gymnasium"
+            raise ConfigError("environment.name", "gymnasium", needs, "run pip install gymnasium") from error
 
         options: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "ansi"} if render is True else {})}
+        key = "environment.options.env_id"
         try:
             self.env = gymnasium.make(env_id, **options)
         except ModuleNotFoundError as error:
             absent = error.name or env_id.partition(":")[0]
-            what = f"needs a package that is absent ({str(error).partition('. ')[0]}):"
-            raise ConfigError(
-                f"environment.options.env_id={env_id} {what} pip install {absent}, or put its folder on PYTHONPATH"
-            ) from error
+            change = f"run pip install {absent}, or put its folder on PYTHONPATH"
+            raise ConfigError(key, f"{env_id} ({error})", f"the package {absent}", change) from error
         except gymnasium.error.Error as error:
-            raise ConfigError(f"environment.options.env_id={env_id} is refused by gymnasium: {error}") from error
+            raise ConfigError(key, f"{env_id} ({error})", "an id that gymnasium knows") from error
         except Exception as error:  # the constructor of the environment
-            what = f"environment.options.kwargs={dict(kwargs or {})} is refused by {env_id}: {describe(error)}"
-            raise ConfigError(f"{what}; correct it") from error
+            found, expected = f"{dict(kwargs or {})} ({describe(error)})", f"what {env_id} takes"
+            raise ConfigError("environment.options.kwargs", found, expected, "correct it") from error
         count = getattr(self.env.action_space, "n", None)
         if count is None:
-            raise ConfigError(
-                f"environment.options.env_id={env_id} has the actions {self.env.action_space}; expected discrete ones: "
-                "write an environment of your own that reads them from the text"
-            )
+            found = f"{env_id} with the actions {self.env.action_space}"
+            change = "write an environment of your own that reads them from the text"
+            raise ConfigError(key, found, "discrete actions", change)
         first = int(getattr(self.env.action_space, "start", 0))
         words = list(actions) or [str(first + number) for number in range(int(count))]
         self.actions = {word.lower(): first + number for number, word in enumerate(words)}
         if not len(words) == len(self.actions) == int(count):
-            raise ConfigError(
-                f"environment.options.actions has {len(words)} words; expected one for each of the {count} "
-                f"actions of {env_id}, in their order, all different"
-            )
+            expected = f"{count} different words, for the actions of {env_id} in their order"
+            raise ConfigError("environment.options.actions", f"{len(words)} words", expected)
         self.invalid_text = invalid_text.replace("{actions}", ", ".join(words))
         self.invalid_reward, self.role, self.is_over = invalid_reward, role, False
         self.success_reward, self.pays_before_the_end = success_reward, False

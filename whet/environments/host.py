@@ -24,7 +24,7 @@ from itertools import count
 from typing import Any
 
 from whet.environments.protocol import Answer, Observation
-from whet.environments.running import PROBE, EnvironmentSpec, Outcome, Running, at_once
+from whet.environments.running import PROBE, EnvironmentSpec, Outcome, Refusal, Running, at_once
 from whet.environments.tools.environment import ToolSpec
 from whet.environments.tools.toolbox import Toolbox
 from whet.errors import ConfigError, describe
@@ -40,7 +40,6 @@ POLL_SECONDS = 0.05
 MAX_PROCESSES = 256
 MAX_SPARES = 64  # processes that wait for an episode, each of some 4 MB
 MAX_STARTS = 2 * (os.cpu_count() or 1)  # sessions that start at a time where each has a process, such as an MCP server
-REFUSED = f"{ConfigError.__module__}.{ConfigError.__name__}: "  # at the start of a failure
 
 
 @dataclass(frozen=True)
@@ -89,15 +88,14 @@ class EnvironmentHost(ABC):
         begun, self._begun = self._begun, {}
         return [*begun]
 
-    def refusal(self) -> str:
-        """Makes an environment once.  Returns why it refuses its options; "" where it does not, or fails otherwise, as
-        it may for one prompt."""
+    def refusal(self) -> ConfigError | None:
+        """Makes an environment once.  Returns the error by which it refuses its options; None where it does not, or
+        fails otherwise, as it may for one prompt."""
         self.start(PROBE.uid, PROBE, 0)
         while not (results := self.poll(POLL_SECONDS)):
             pass
         self.close(PROBE.uid)
-        message = next(getattr(outcome, "message", "") for _, outcome in results)
-        return message.removeprefix(REFUSED).rpartition(" (")[0] if message.startswith(REFUSED) else ""  # no line
+        return next((outcome.error for _, outcome in results if isinstance(outcome, Refusal)), None)
 
     def _forget(self, uid: str) -> None:
         self._results = [result for result in self._results if result[0] != uid]
@@ -127,7 +125,7 @@ def open_host(
         code = pickle_code(spec, target)
     except Exception as error:  # pickling an object that the class holds may raise anything
         log.warning(
-            "environment %s cannot be sent to a process (%s); it runs in this one, without deadlines. Name it as "
+            "environment %s does not pickle (%s), so it runs in this process, without deadlines. Name it as "
             "package.module:Class or path/file.py:Class to run it in processes",
             environment,
             describe(error),
@@ -340,11 +338,11 @@ class ProcessHost(EnvironmentHost):
             if episode.is_awaited:
                 self._add_result(episode, failure)
         if again:
-            log.warning("%s; %d other episodes begin again, with their seeds and turns", what, len(again))
+            log.warning("%s; %d other episodes are replayed", what, len(again))
             self._queue.extendleft(reversed(again))
         self._assign_processes()
 
 
 def _note_close(uid: str, outcome: Outcome) -> None:
     if isinstance(outcome, Failure):
-        log.warning("the environment of %s was not closed cleanly: %s", uid, outcome.message)
+        log.warning("closing the environment of %s failed: %s", uid, outcome.message)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from whet.errors import EnvError
 from whet.types import FinishReason, Media, Message, Prompt
 
 
@@ -104,9 +105,9 @@ class Closes(Protocol):
 
 
 def read_observation(raw: object) -> Observation:
-    """Checks an observation and converts its values to plain types.  Raises: TypeError, ValueError."""
+    """Checks an observation and converts its values to plain types.  Raises: EnvError."""
     if not isinstance(raw, Observation):
-        raise TypeError(f"the environment returned {_show(raw)}; expected an Observation")
+        raise EnvError("Observation", f"the environment returned {_show(raw)}", "an Observation")
     if not isinstance(raw.messages, tuple | list):
         raise _wrong("messages", raw.messages, "a tuple of Message")
     for index, message in enumerate(raw.messages):
@@ -121,18 +122,18 @@ def read_observation(raw: object) -> Observation:
         raise _wrong("media", raw.media, "a tuple of Media")
     _check_names("fields", raw.fields)
     if raw.context not in ("append", "replace"):
-        raise _wrong("context", raw.context, "append or replace", ValueError)
+        raise _wrong("context", raw.context, "append or replace")
     if raw.state_key is not None and not isinstance(raw.state_key, str):
         raise _wrong("state_key", raw.state_key, "text or None")
     if raw.max_tokens is not None and not (type(raw.max_tokens) is int and raw.max_tokens > 0):
-        raise _wrong("max_tokens", raw.max_tokens, "a whole number above 0, or None", ValueError)
+        raise _wrong("max_tokens", raw.max_tokens, "a whole number above 0, or None")
     if not isinstance(raw.player, str):
         raise _wrong("player", raw.player, "text")
     _check_names("rewards", raw.rewards)
     if not isinstance(raw.tasks, tuple | list) or not all(isinstance(each, Task) for each in raw.tasks):
         raise _wrong("tasks", raw.tasks, "a tuple of Task")
     if raw.tasks and (raw.messages or raw.done or raw.truncated):
-        raise _wrong("tasks", raw.tasks, "no tasks beside messages or an end", ValueError)
+        raise _wrong("tasks", raw.tasks, "no tasks beside messages or an end")
     is_plain = type(raw.done) is type(raw.truncated) is type(raw.is_trained) is bool and not raw.rewards
     is_plain = is_plain and type(raw.messages) is type(raw.media) is type(raw.tasks) is tuple
     if is_plain and type(raw.reward) is float and math.isfinite(raw.reward):
@@ -169,7 +170,7 @@ def unpaid(seen: Observation, moved: Sequence[str]) -> str:
 def _flag(name: str, value: Any) -> bool:
     number = _number(name, value, "True or False")
     if number not in (0.0, 1.0):
-        raise _wrong(name, value, "True or False", ValueError)
+        raise _wrong(name, value, "True or False")
     return bool(number)
 
 
@@ -179,7 +180,7 @@ def _number(name: str, value: Any, expected: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise _wrong(name, value, expected, ValueError)
+        raise _wrong(name, value, expected)
     return number
 
 
@@ -188,8 +189,8 @@ def _check_names(name: str, value: object) -> None:
         raise _wrong(name, value, "a dict with names as keys")
 
 
-def _wrong(name: str, value: object, expected: str, kind: type[Exception] = TypeError) -> Exception:
-    return kind(f"Observation.{name} is {_show(value)}; expected {expected}")
+def _wrong(name: str, value: object, expected: str) -> EnvError:
+    return EnvError(f"Observation.{name}", _show(value), expected)
 
 
 def _show(value: object) -> str:

@@ -12,14 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from whet.environments.forms import Context, Form, StepFunction, awaited, same
 from whet.environments.protocol import ENDS, GOES_ON, Answer, Environment, Observation, read_observation
-from whet.errors import ConfigError, SandboxError, ToolError, describe
-from whet.processes.template import Caller, Serve, serve_tasks
+from whet.errors import ConfigError, EnvError, SandboxError, ToolError, describe
+from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Message, Prompt
 
@@ -43,6 +43,21 @@ class EnvironmentSpec:
         if inspect.isfunction(make) and parameters and parameters[0] != "prompt":
             return lambda prompt: StepFunction(make, options)
         return lambda prompt: make(prompt, **options) if parameters else make(**options)
+
+
+@dataclass(frozen=True)
+class Refusal(Failure):
+    """The failure of an environment that refuses its options: the outcome of "reset" for `PROBE`, and of that alone."""
+
+    error: ConfigError = field(kw_only=True)
+
+
+class FailedError(Exception):
+    """Carries the failure of an environment through another one that has it inside."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
 
 class Running:
@@ -73,7 +88,13 @@ class Running:
             return Failure("tool", str(error))
         except SandboxError as error:
             return Failure("sandbox", str(error))
+        except FailedError as error:
+            return error.failure
+        except EnvError as error:
+            return Failure("environment", str(error), key=error.key)
         except BaseException as error:  # the user's code may raise anything: SystemExit, CancelledError
+            if isinstance(error, ConfigError) and verb == "reset" and arguments[0] == PROBE:
+                return Refusal("environment", str(error), error=sendable(ConfigError, error))
             return Failure("environment", describe(error))
 
     def take(self, environment: Any) -> None:
@@ -88,10 +109,8 @@ class Running:
     def _reset(self, prompt: Prompt, seed: int) -> Any:
         made = self._make(prompt)
         if not callable(getattr(made, "step", None)):
-            raise ConfigError(
-                f"the environment {type(made).__name__} has no method step; expected step(answer), or step(text) in "
-                "the short form: add it, or name another environment"
-            )
+            expected, change = "step(answer), or step(text) in the short form", "add it, or name another environment"
+            raise ConfigError(f"environment {type(made).__name__}", "no method step", expected, change)
         self._environment, self._is_over = made, False
         if prompt == PROBE:
             return GOES_ON

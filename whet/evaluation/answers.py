@@ -38,22 +38,21 @@ def read_answers(path: Path) -> list[Record]:
     """Reads an answers.jsonl, or that in the folder of an evaluation.  Raises: DataError."""
     if path.is_dir():
         if not (path / NAME).exists():
-            hint = f"`whet eval` with output={path} writes it"
+            change = f"run `whet eval` with output={path}, which writes it"
             if (path / PARTIAL).exists():
-                hint = "its evaluation was interrupted: run it again"
-            raise DataError(f"{path} has no {NAME}; {hint}")
+                change = "run its evaluation again, which was interrupted"
+            raise DataError(str(path), f"no {NAME}", "the folder of an evaluation", change)
         path = path / NAME
     rows = read_rows(path)
     if not rows:
-        raise DataError(f"{path} has no responses")
+        raise DataError(str(path), "no responses", "one line or more")
     for number, row in enumerate(rows, start=1):
         missing = FIELDS - row.keys()
         wrong = [name for name, kind in KINDS.items() if not isinstance(row.get(name), kind)]
         if missing or wrong:
             found = f"no {', '.join(sorted(missing))}" if missing else f"{wrong[0]} is {row.get(wrong[0])!r:.50}"
-            raise DataError(
-                f"{path}:{number}: {found}; expected responses as `whet eval` or the validation of a run writes them"
-            )
+            expected = "responses as `whet eval` or the validation of a run writes them"
+            raise DataError(f"{path}, line {number}", found, expected)
     return rows
 
 
@@ -171,9 +170,8 @@ def output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"output={path}: {error.strerror}; expected a path that can be written to: choose another one"
-        ) from error
+        expected = "a path that can be written to"
+        raise StorageError("output", f"{path} ({error.strerror})", expected, "choose another one") from error
 
 
 def _lines(rows: Iterable[Record]) -> str:

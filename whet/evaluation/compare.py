@@ -117,9 +117,7 @@ def _score(row: Record, metric: str) -> float:
         return 0.0
     numbers = {**row.get("parts", {}), "accuracy": row["accuracy"], "reward": row["reward"]}
     if numbers.get(metric) is None:
-        raise DataError(
-            f"response {row.get('uid')} has no number {metric!r}; its numbers are {', '.join(sorted(numbers))}"
-        )
+        raise DataError(f"response {row.get('uid')}", f"no number {metric!r}", f"one of {', '.join(sorted(numbers))}")
     return float(numbers[metric])
 
 
@@ -129,24 +127,20 @@ def _check_same_prompts(
     for name, missing in (("A", sorted(b.keys() - a.keys())), ("B", sorted(a.keys() - b.keys()))):
         if missing:
             rows = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-            raise DataError(
-                f"A has {len(a)} prompts and B {len(b)}; {name} lacks {len(missing)} of the other's (rows {rows} of "
-                "the data); evaluate both with the same data.val_files and data.val_max_prompts"
-            )
+            found = f"{len(a)} and {len(b)}; {name} lacks {len(missing)} of the other's (rows {rows} of the data)"
+            change = "evaluate both with the same data.val_files and data.val_max_prompts"
+            raise DataError("prompts of A and B", found, "the same prompts", change)
     for index in a:
         one, other = a[index][0], b[index][0]
         for field in ("data_source", "ground_truth"):
             if one[field] != other[field]:
-                raise DataError(
-                    f"row {index} of the data has {field} {one[field]!r} in A and {other[field]!r} in B; "
-                    "evaluate both on the same data"
-                )
+                found = f"{one[field]!r} in A and {other[field]!r} in B"
+                raise DataError(f"row {index} of the data: {field}", found, change="evaluate both on the same data")
         if one["prompt"] != other["prompt"] and not other_prompts:
-            raise DataError(
-                f"row {index} of the data has the prompt {_around(one['prompt'], other['prompt'])} in A and "
-                f"{_around(other['prompt'], one['prompt'])} in B; evaluate both with the same data.format_prompt, "
-                "data.system_prompt and chat template, or allow the difference with --other-prompts"
-            )
+            left, right = _around(one["prompt"], other["prompt"]), _around(other["prompt"], one["prompt"])
+            same = "evaluate both with the same data.format_prompt, data.system_prompt and chat template"
+            change = f"{same}, or allow the difference with --other-prompts"
+            raise DataError(f"row {index} of the data: prompt", f"{left} in A and {right} in B", change=change)
 
 
 def _around(text: str, other: str) -> str:

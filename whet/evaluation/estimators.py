@@ -82,7 +82,7 @@ def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: 
     """
     num_prompts = len(values)
     if num_prompts == 0:
-        raise DataError("there is no prompt to take a mean over; expected at least one")
+        raise DataError("prompts", 0, "at least one, for a mean")
     value = float(values.mean())
     if (values == values[0]).all():
         least, most = bounds or (value, value)
@@ -136,7 +136,7 @@ def _checked(scores: Array, k: int) -> int:
     """Returns n; checks that k of n responses can be drawn."""
     n = scores.shape[1]
     if not 1 <= k <= n:
-        raise DataError(f"k={k} of n={n} responses per prompt cannot be drawn; sample {k} or more, or lower k")
+        raise DataError("k", k, f"1 to n={n}, the responses per prompt", f"sample {k} or more, or lower k")
     return n
 
 

@@ -79,7 +79,8 @@ def evaluate(
     """
     config = with_dtypes(config)
     if config.model.path is None:
-        raise ConfigError("model.path is not set; it names a Hugging Face model folder, a checkpoint or a hub name")
+        expected = "a Hugging Face model folder, a checkpoint or a hub name"
+        raise ConfigError("model.path", None, expected, "set it")
     trusted = config.model.trust_remote_code
     with ExitStack() as started:
         scorer = scorer_of(config, reward)

@@ -179,16 +179,16 @@ def _open_output(output: Path, origin: dict[str, Any]) -> None:
     note = output.with_name(f"{output.name}.run.json")
     if output.exists() and output.stat().st_size:
         if not note.exists():
-            raise ConfigError(f"{output} exists without {note.name}, which `whet generate` writes; move the file away")
+            found = f"exists without {note.name}, which `whet generate` writes"
+            raise ConfigError(str(output), found, change="move the file away")
         try:
             differences = list(_differences(json.loads(note.read_text(encoding="utf-8")), origin))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{note} cannot be read ({error!r}); move it and {output.name} away") from error
+            raise ConfigError(str(note), repr(error), change=f"move it and {output.name} away") from error
         if differences:
-            raise ConfigError(
-                f"{output} was written with other settings: {'; '.join(differences)}. Use those settings, name another "
-                "output, or delete the file to start again"
-            )
+            found = f"written with other settings: {'; '.join(differences)}"
+            change = "use those settings, name another output, or delete the file to start again"
+            raise ConfigError(str(output), found, change=change)
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     files.write(note, json.dumps(origin, indent=1, ensure_ascii=False))
@@ -213,7 +213,8 @@ def _truncate(file: IO[bytes], output: Path) -> int:
         if not line.endswith(b"\n"):
             break
         if not line.startswith(b'{"index": '):
-            raise DataError(f"{output}:{count + 1} is no line that `whet generate` wrote; move the file away")
+            expected = "lines that `whet generate` wrote"
+            raise DataError(f"{output}, line {count + 1}", f"{line[:80]!r}", expected, "move the file away")
         count, end = count + 1, end + len(line)
     file.seek(end)
     file.truncate()

@@ -41,7 +41,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ConfigError(f"lm-eval cannot be imported ({error}); install it with {pip_install('lm-eval')}") from error
+    raise ConfigError("lm-eval", str(error), "the package lm-eval", f"run {pip_install('lm-eval')}") from error
 
 MAX_NEW_TOKENS = 256  # lm-eval's default for tasks without a limit
 BATCH_TOKENS = 4096  # of a forward pass for log-likelihoods
@@ -59,9 +59,7 @@ class WhetLM(TemplateLM):
         """`harness` has the arguments that lm-eval passes to every model: batch_size, device."""
         super().__init__()
         if unknown := harness.keys() - {"batch_size", "device"}:
-            raise ConfigError(
-                f"model_args {', '.join(sorted(unknown))} are unknown; expected path, dtype, max_batch_size, seed"
-            )
+            raise ConfigError("model_args", ", ".join(sorted(unknown)), "path, dtype, max_batch_size, seed")
         self.seed, named = seed, choose(dtype, "dtype")
         with long_phase("loading the model"), model_folder(path) as folder:
             self.tokenizer = load_tokenizer(folder)
@@ -190,10 +188,8 @@ class WhetLM(TemplateLM):
         settings = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         new = settings["max_gen_toks"]
         if new >= self.max_length:
-            raise ConfigError(
-                f"max_gen_toks={new} leaves no room for a prompt in the model's {self.max_length} positions; "
-                "lower it with --gen_kwargs max_gen_toks=N"
-            )
+            expected = f"less than the model's {self.max_length} positions, which leaves room for a prompt"
+            raise ConfigError("max_gen_toks", new, expected, "lower it with --gen_kwargs max_gen_toks=N")
         until = [text for text in settings.get("until", []) if text]
         params = SamplingParams(
             max_new_tokens=new,
@@ -219,7 +215,9 @@ def main(arguments: Sequence[str]) -> None:
         asked = list(arguments)
         tasks = f"--tasks {asked[asked.index('--tasks') + 1]}" if "--tasks" in asked[:-1] else "the tasks"
         raise DataError(
-            f"lm-eval cannot fetch the data of {tasks} ({describe(error)}); expected the hub, or data kept below "
-            "HF_HOME: run the command once where there is a network, copy HF_HOME and set HF_HUB_OFFLINE=1; or name a "
-            "task of your own over local files (dataset_path: json) with --include_path FOLDER"
+            f"data of {tasks}",
+            f"lm-eval cannot fetch it ({describe(error)})",
+            "the hub, or data kept below HF_HOME",
+            "run the command once where there is a network, copy HF_HOME and set HF_HUB_OFFLINE=1; or name a task of "
+            "your own over local files (dataset_path: json) with --include_path FOLDER",
         ) from error

@@ -28,10 +28,13 @@ import traceback
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from whet.errors import WhetError
 from whet.processes import frames
 
+E = TypeVar("E", bound=WhetError)
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 REQUEST = struct.Struct("<Q")  # the number of a child: with a descriptor a request to fork it, without one to end it
 REPORT = struct.Struct("<Qi")  # the number of a child that ended, and its exit code, or minus the signal
 CHECK_SECONDS = 0.5  # how often the template checks whether its owner and its guards live
@@ -78,6 +81,16 @@ class Caller:
 
 
 Serve = Callable[[Caller], None]
+
+
+def sendable(kind: type[E], error: WhetError) -> E:
+    """Returns an error of `kind` with the fields of `error`, none of a user's class: every process can read it."""
+
+    def plain(each: WhetError) -> E:
+        found = each.found if type(each.found) in PLAIN else str(each.found)
+        return kind(each.key, found, each.expected, each.change)
+
+    return kind.joined(map(plain, (error, *error.others)))
 
 
 async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[Any, Any, None]]) -> None:

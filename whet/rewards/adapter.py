@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMS = Path(__file__).with_name("forms.txt").read_text(encoding="utf-8")  # for errors
+ONE_OF_THESE = f"one of these forms:\n{FORMS}"
 
 
 class RewardFunction:
@@ -146,24 +147,17 @@ def adapt(
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"{function!r} has no signature; expected a function of one of these forms:\n{FORMS}"
-        ) from error
+        raise RewardError(f"{function!r}", "no signature", ONE_OF_THESE) from error
     annotation = _EASYR1.get(getattr(function, "__globals__", {}).get("REWARD_TYPE"))
     form = _recognise(parameters, takes_batch=manager == "batch", options=kwargs, annotation=annotation)
     if form is None:
-        raise RewardError(
-            f"cannot recognise the form of {show(function)} by its names and annotations; "
-            f"expected one of these forms:\n{FORMS}"
-        )
+        raise RewardError(show(function), "parameters whose names and annotations have no known form", ONE_OF_THESE)
     if runner is not None:
         form = replace(form, takes_batch=False)
     if manager is not None and form.takes_batch != (manager == "batch"):
         found, wanted = ("all responses", "one response") if form.takes_batch else ("one response", "all responses")
-        raise RewardError(
-            f"{show(function)} takes {found}, and reward.manager={manager} expects a function of {wanted}; unset "
-            f"reward.manager, then the signature decides, or use this form:\n{FORMS}"
-        )
+        change = f"unset reward.manager, then the signature decides, or use {ONE_OF_THESE}"
+        raise RewardError(show(function), f"takes {found}", f"{wanted} by reward.manager={manager}", change)
     check_options(function, parameters, {*form.values, *form.whole, *form.columns, *form.logs}, kwargs)
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
@@ -190,10 +184,8 @@ class _Form:
         found = dict.fromkeys(name for item in items for name in _row(item))
         more = found if self.more_columns is None else [name for name in self.more_columns if name in found]
         if missing := [name for name in self.columns if name not in found]:
-            raise RewardError(
-                f"the rows have no field {missing}, which the function reads; their fields are {[*found]}; rename the "
-                "parameter, or set reward.kwargs.NAME"
-            )
+            change = f"rename the parameter, or set reward.kwargs.{missing[0]}"
+            raise RewardError("rows", f"no field {missing}, which the function reads", f"one of {[*found]}", change)
         columns = {name: [_row(item).get(name) for item in items] for name in [*self.columns, *more]}
         own = {name: [get(item) for item in items] for name, get in self.values.items()}
         own = own if self.takes_batch else {name: value for name, (value,) in own.items()}
@@ -344,20 +336,15 @@ def check_options(
     options = [name for name in own if name not in supplied]
     for name in kwargs:
         if name in supplied:
-            raise RewardError(
-                f"reward.kwargs.{name}: the run passes {name!r} to {show(function)}; remove it from reward.kwargs"
-            )
+            found = f"the run itself passes it to {show(function)}"
+            raise RewardError(f"reward.kwargs.{name}", found, change="remove it from reward.kwargs")
         if name not in own and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise RewardError(
-                f"reward.kwargs.{name}: {show(function)} has no such parameter; "
-                f"its options are {', '.join(options) or 'none'}"
-            )
+            found = f"{show(function)} has no such parameter"
+            raise RewardError(f"reward.kwargs.{name}", found, f"one of the options {', '.join(options) or '(none)'}")
     for name in options:
         if own[name].default is inspect.Parameter.empty and name not in kwargs:
-            raise RewardError(
-                f"{show(function)} needs a value for {name!r}: give it a default, set reward.kwargs.{name}, "
-                f"or use the names of one of these forms:\n{FORMS}"
-            )
+            change = f"give it a default, set reward.kwargs.{name}, or use the names of {ONE_OF_THESE}"
+            raise RewardError(f"{show(function)}: {name}", None, "a value for each parameter", change)
 
 
 def _annotation_text(parameter: inspect.Parameter) -> str:

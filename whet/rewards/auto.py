@@ -48,16 +48,14 @@ def find(data_source: str) -> tuple[Entry, Mapping[str, Any]]:
     found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
     if found is None:
         hint = did_you_mean(data_source, SOURCES)
-        raise RewardError(
-            f"data_source={data_source!r} has no function of its own{hint and f' ({hint})'}; "
-            f"expected one of {', '.join(SOURCES)}; correct data_source, or name a function in reward.function"
-        )
+        change = "correct it, or name a function in reward.function"
+        expected = f"one of {', '.join(SOURCES)}, which have a function of their own"
+        raise RewardError("data_source", data_source, expected, f"{hint} {change}".strip())
     name, options = found
     if name not in REWARDS:
-        raise RewardError(
-            f"data_source={data_source!r} needs the function {name!r}, which is not registered; expected one of "
-            f"{', '.join(REWARDS.names())}; name one of them, or your own, in reward.function"
-        )
+        unknown = f"{data_source!r}, whose function {name!r} is not registered"
+        change = "name one of them, or your own, in reward.function"
+        raise RewardError("data_source", unknown, f"one of {', '.join(REWARDS.names())}", change)
     return REWARDS[name], options
 
 

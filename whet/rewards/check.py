@@ -146,8 +146,7 @@ class _Check:
         for (_, response), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, Failure):
                 message = outcome.message.splitlines()[-1]
-                is_result = "expected a" in message or message.startswith("the dict has none")
-                kind = "timeout" if outcome.timed_out else "bad result" if is_result else "exception"
+                kind = "timeout" if outcome.timed_out else "bad result" if outcome.key else "exception"
                 self._find(kind, f"it fails on a response: {message}", response)
             else:
                 self.rewards.append(outcome.reward)

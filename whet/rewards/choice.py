@@ -8,7 +8,7 @@ from typing import Literal
 
 from whet.options import Count, Share
 from whet.registry import register_reward
-from whet.rewards.result import after_thought
+from whet.rewards.result import after_thought, truth_error
 from whet.rewards.search_qa import extract_answer
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{[^{}]{0,200}\}){0,200})\}")
@@ -83,5 +83,5 @@ def read_truth(ground_truth: str, *_: object) -> str:
     """The letter of a ground truth.  Raises: ValueError."""
     found = _WRITTEN.fullmatch(str(ground_truth))
     if found is None:
-        raise ValueError(f"the ground truth is {ground_truth!r}; expected B, (B) or `B. text`; write the letter")
+        raise truth_error(ground_truth, "B, (B) or `B. text`", "write the letter")
     return found[1].upper()

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from whet.errors import SandboxError
+from whet.errors import DataError, SandboxError
 from whet.options import Count, Positive, Share
 from whet.registry import register_reward
+from whet.rewards.result import truth_error
 from whet.sandbox.inside import whet_peer
 from whet.sandbox.protocol import Limits, Program, Ran, Sandbox
 
@@ -108,12 +109,10 @@ def compute_score(
     box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     name, source = extract_code(solution_str, language, box.languages)
     if name not in box.languages:
-        raise ValueError(_without(name, box))
+        raise _without(name, box)
     if tests.kind != "stdin" and language not in (None, "python"):
-        raise ValueError(
-            f"language={language!r}, and the ground truth has tests of a function ({tests.kind}), which call Python; "
-            "expected tests of standard input and output; unset language, or leave the row out"
-        )
+        found = f"{language!r} for tests of a function ({tests.kind}), which call Python"
+        raise DataError("language", found, "tests of standard input", "unset language, or leave the row out")
     if tests.kind != "stdin" and name != "python":
         source = ""  # the tests call Python: code in another language fails them
     elif tests.kind != "stdin":
@@ -142,7 +141,7 @@ def check_options(
 
     box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     if language is not None and language not in box.languages:
-        raise SandboxError(_without(language, box))
+        raise SandboxError.joined([_without(language, box)])
 
 
 def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
@@ -150,8 +149,9 @@ def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> No
     read_tests(truth, extra_info)
 
 
-def _without(language: str, box: Sandbox) -> str:
-    return f"language={language!r} is not in the sandbox, which has {', '.join(box.languages)}; add it in languages"
+def _without(language: str, box: Sandbox) -> DataError:
+    expected = f"a language of the sandbox: {', '.join(box.languages)}"
+    return DataError("language", language, expected, "add it in languages")
 
 
 def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> tuple[str, str]:
@@ -177,10 +177,8 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
             truth = json.loads(truth)
         except ValueError:
             if not re.search(r"\bassert\b|\bdef (check|test_)", truth):
-                raise ValueError(
-                    f"the ground truth {truth[:80]!r} is neither JSON nor tests in Python; expected inputs and "
-                    "outputs, assertions, a check function or a pytest file (docs/rewards.md); correct the row"
-                ) from None
+                forms = "inputs and outputs as JSON, or assertions, a check function or a pytest file in Python"
+                raise truth_error(truth, f"{forms} (docs/rewards.md)") from None
     if isinstance(truth, str):
         truth = {"test": truth}
     extra, truth = _given(extra), _given(truth)
@@ -192,17 +190,14 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
         pairs = {"inputs": [each["input"] for each in truth], "outputs": [each.get("output") for each in truth]}
         tests = _tests_of_mapping({**pairs, "testtype": truth[0].get("testtype")}, extra)
     else:
-        raise ValueError(
-            f"the ground truth {str(truth)[:80]!r} has no tests; expected a dict, a list or text with tests; correct "
-            "the row, or set data.answer_key to the field that has them"
-        )
+        change = "correct the row, or set data.answer_key to the field that has them"
+        raise truth_error(truth, "a dict, a list or text with tests", change)
     if not tests.cases:
-        raise ValueError("the ground truth has an empty list of tests; expected one or more, or leave the row out")
+        raise truth_error(truth, "one test or more", "leave the row out")
     if tests.kind in ("code", "pytest") and not _asserts(tests):
-        raise ValueError(
-            f"the tests {tests.cases[0][:80]!r} assert nothing that is run, so every program would pass; expected "
-            "assertions about the code, with entry_point where a function check has them; correct the row"
-        )
+        found = f"{tests.cases[0][:80]!r} asserts nothing that is run, so every program would pass"
+        asserts = "assertions about the code, with entry_point where a function check has them"
+        raise DataError("tests", found, asserts, "correct the row")
     said = {**extra, **truth} if isinstance(truth, Mapping) else extra
     prompt = str(said.get("prompt") or "")
     name = (tests.entry or str(said.get("entry_point") or "")).replace("()", "").partition(".")[0]
@@ -306,10 +301,9 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
         return [(False, f"{ran.end}: {_last(ran)}")] * len(tests.cases)
     found = [(bool(ok), str(why)) for ok, why in json.loads(verdict)]
     if any(whet_peer.NO_PYTEST in why for _, why in found):
-        raise SandboxError(
-            f"{whet_peer.NO_PYTEST} ({box.name}), and the ground truth is a pytest file; expected an interpreter that "
-            "has it; name one in reward.kwargs.python, or install pytest for the service"
-        )
+        expected = "an interpreter that has pytest, since the ground truth is a pytest file"
+        change = "name one in reward.kwargs.python, or install pytest for the service"
+        raise SandboxError(f"sandbox {box.name}", whet_peer.NO_PYTEST, expected, change)
     return found
 
 
@@ -348,23 +342,19 @@ def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Sui
                 return Suite("pytest", [text], imports=imports)
             return Suite("code", [text], entry if re.search(r"\bdef check\(", text) else "", setup, imports)
     if "inputs" not in truth or "outputs" not in truth:
-        raise ValueError(
-            f"the ground truth has the keys {', '.join(map(str, truth)) or 'none'}; expected inputs and outputs, "
-            "assert_case, test, or pytest; correct the row"
-        )
+        keys = ", ".join(map(str, truth)) or "none"
+        expected = "inputs and outputs, assert_case, test, or pytest"
+        raise DataError("keys of ground_truth", keys, expected, "correct the row")
     inputs, outputs = truth["inputs"], truth["outputs"]
     if len(inputs) != len(outputs):
-        raise ValueError(
-            f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; expected as many; correct the row"
-        )
+        found = f"{len(inputs)} inputs and {len(outputs)} outputs"
+        raise DataError("ground_truth", found, "an output for each input", "correct the row")
     if truth.get("fn_name") or truth.get("testtype") == "functional":
         pairs = zip(inputs, outputs, strict=True)
         cases = [{"args": _arguments(given), "expected": _value(expected)} for given, expected in pairs]
         return Suite("call", cases, entry if truth.get("fn_name") else _function(extra), imports=imports)
     if None in outputs:
-        raise ValueError(
-            f"output {outputs.index(None)} is null; expected the text that a program writes; correct the row"
-        )
+        raise DataError(f"outputs[{outputs.index(None)}]", None, "the text that a program writes", "correct the row")
     return Suite("stdin", [(_text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)])
 
 
@@ -380,10 +370,8 @@ def _function(extra: Mapping[str, Any]) -> str:
     for fields in (extra, more if isinstance(more, Mapping) else {}):
         if name := fields.get("fn_name") or fields.get("func_name"):
             return str(name)
-    raise ValueError(
-        'the ground truth has tests of testtype "functional" without the name of the function; expected fn_name beside '
-        "them, or func_name in the row or in its metadata; add it, or leave the row out"
-    )
+    expected = 'fn_name beside tests of testtype "functional", or func_name in the row or in its metadata'
+    raise DataError("fn_name", None, expected, "add it, or leave the row out")
 
 
 def _arguments(given: Any) -> list[Any] | dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from whet.errors import RewardError
 from whet.protocol import DataProto
-from whet.rewards.result import split_rows
+from whet.rewards.result import RESULT, split_rows
 from whet.types import RewardItem
 
 SCORE_COLUMNS = ("token_level_scores", "rm_scores")
@@ -79,7 +79,6 @@ def split_batch_rows(raw: object, count: int) -> list[object]:
         return split_rows(raw, count)
     name = next((name for name in SCORE_COLUMNS if name in raw), None)
     if name is None:
-        raise RewardError(
-            f"the DataProto has no column {' or '.join(SCORE_COLUMNS)}; it has {', '.join(raw.keys()) or 'none'}"
-        )
+        found = f"a DataProto of {', '.join(raw.keys()) or 'no column'}"
+        raise RewardError(RESULT, found, f"a column {' or '.join(SCORE_COLUMNS)}")
     return split_rows(raw[name], count)

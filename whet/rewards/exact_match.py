@@ -10,6 +10,7 @@ from typing import Any
 from numpy import ndarray
 
 from whet.registry import register_reward
+from whet.rewards.result import truth_error
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.IGNORECASE)
 
@@ -37,9 +38,7 @@ def compute_score(
     ground_truth = ground_truth.tolist() if isinstance(ground_truth, ndarray) else ground_truth
     truths = list(ground_truth) if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     if not truths or None in truths:
-        raise ValueError(
-            f"the ground truth is {ground_truth!r}; expected a text, or a list of texts of which one is enough"
-        )
+        raise truth_error(ground_truth, "a text, or a list of texts of which one is enough")
     if after is not None:
         _, mark, solution_str = solution_str.rpartition(after)
         if not mark:

@@ -7,9 +7,10 @@ import re
 from decimal import Decimal
 from typing import Literal
 
+from whet.errors import ConfigError
 from whet.options import Share
 from whet.registry import register_reward
-from whet.rewards.result import after_thought, is_repeated, number_text
+from whet.rewards.result import after_thought, is_repeated, number_text, truth_error
 
 # A minus sign directly after a digit, letter or bracket subtracts: "16-3" ends in 3.
 _NUMBER = re.compile(
@@ -40,7 +41,7 @@ def compute_score(
     Raises: ValueError for a ground truth without a number, and for an unknown method.
     """
     if method not in ("flexible", "strict"):
-        raise ValueError(f"method={method!r}; expected 'flexible' or 'strict'")
+        raise ConfigError("method", method, "'flexible' or 'strict'")
     truth = read_truth(ground_truth)
     text = after_thought(solution_str)
     found = _number_after_mark(text) if method == "strict" else last_number(text, prompt_str)
@@ -53,7 +54,7 @@ def read_truth(ground_truth: object, *_: object) -> Decimal:
     """The number of a ground truth.  Raises: ValueError."""
     truth = last_number(str(ground_truth).rpartition(_MARK)[2])
     if truth is None:
-        raise ValueError(f"the ground truth {ground_truth!r} has no number; expected one; correct the row")
+        raise truth_error(ground_truth, "a number")
     return truth
 
 

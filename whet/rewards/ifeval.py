@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from whet.errors import pip_install
+from whet.errors import DataError, pip_install
 from whet.options import Number, fits, words
 from whet.registry import register_reward
-from whet.rewards.result import after_thought
+from whet.rewards.result import after_thought, truth_error
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
@@ -84,15 +84,11 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
     row = found if isinstance(found, Mapping) and "instruction_id_list" in found else extra_info
     names, arguments = row.get("instruction_id_list"), row.get("kwargs")
     if not names or not isinstance(names, list | tuple) or not isinstance(arguments, list | tuple):
-        raise ValueError(
-            f"the ground truth is {ground_truth!r:.80}; expected a dict or JSON with the lists instruction_id_list "
-            "(not empty) and kwargs; put them there or into extra_info"
-        )
+        lists = "a dict or JSON with the lists instruction_id_list (not empty) and kwargs"
+        raise truth_error(ground_truth, lists, "put them there or into extra_info")
     if len(names) != len(arguments):
-        raise ValueError(
-            f"{len(names)} instructions have {len(arguments)} kwargs; expected one dict of arguments for each; add "
-            "{} for an instruction without arguments"
-        )
+        found, change = f"{len(arguments)} of {len(names)} instructions", "add {} for an instruction without arguments"
+        raise DataError("kwargs", found, "one dict of arguments for each", change)
     pairs = zip(names, arguments, strict=True)
     return [_bind(name, given if isinstance(given, Mapping) else {}) for name, given in pairs]
 
@@ -100,9 +96,7 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
     """The check of one instruction with its arguments.  Raises: ValueError, ModuleNotFoundError."""
     if name not in CHECKS:
-        raise ValueError(
-            f"unknown instruction {name!r}; correct instruction_id_list; expected one of {', '.join(CHECKS)}"
-        )
+        raise DataError("instruction_id_list", name, f"one of {', '.join(CHECKS)}", "correct it")
     if name.startswith(("language:", "change_case:english_")):
         _find_langdetect(name)
     check, values = CHECKS[name], []
@@ -111,8 +105,7 @@ def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
         if takes is Number and isinstance(value, float) and value.is_integer():  # a table with gaps holds floats
             value = int(value)
         if value is None or not fits(value, takes):
-            found = "is missing" if value is None else f"is {value!r}"
-            raise ValueError(f"{name}: {argument} {found}; expected {words(takes)}; correct kwargs of the row")
+            raise DataError(f"{name}: {argument}", value, words(takes), "correct kwargs of the row")
         values.append(value)
     return lambda text: check(text, *values)
 
@@ -154,10 +147,8 @@ def _find_langdetect(name: str) -> None:
     try:
         import langdetect  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"the instruction {name!r} needs the language of the response, for which langdetect is missing; install it "
-            f"with `{pip_install('langdetect')}`, or leave such rows out"
-        ) from error
+        change = f"install it with `{pip_install('langdetect')}`, or leave such rows out"
+        raise DataError(name, "langdetect is missing, which finds the language of a response", change=change) from error
 
 
 def _is_in(language: str, text: str) -> bool:
@@ -172,9 +163,8 @@ def _find(pattern: str, text: str, flags: int = re.IGNORECASE) -> list[str]:
     try:
         return [match[0] for match in re.finditer(pattern, text, flags)]
     except re.error as error:
-        raise ValueError(
-            f"the keyword {pattern!r} is no regular expression ({error}); those of IFEval are; escape it with \\"
-        ) from error
+        expected = "a regular expression, as the keywords of IFEval are"
+        raise DataError("keyword", f"{pattern!r} ({error})", expected, "escape it with \\") from error
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from whet.errors import RewardError, describe
 from whet.models.load import load_tokenizer
 from whet.registry import REWARDS, load_target
-from whet.rewards.adapter import FORMS, check_options, show
+from whet.rewards.adapter import ONE_OF_THESE, check_options, show
 from whet.rewards.result import read_result
 from whet.types import Failure
 
@@ -38,17 +38,16 @@ def open_manager(
     """
     methods = [name for name in METHODS if any(name in vars(base) for base in cls.__mro__)]
     if not methods:
-        raise RewardError(f"the class {cls.__qualname__} has none of {', '.join(METHODS)}; expected:\n{FORMS}")
+        raise RewardError(f"class {cls.__qualname__}", f"no method {', '.join(METHODS)}", ONE_OF_THESE)
     arguments = _arguments(cls, kwargs, tokenizer)
 
     def make() -> Any:
         try:
             return cls(**arguments)
         except Exception as error:  # a user's constructor may raise anything
-            raise RewardError(
-                f"the manager {cls.__qualname__} cannot be made: {describe(error)}; expected a constructor that takes "
-                f"{', '.join(arguments) or 'nothing'}; correct it, or set what it reads below reward.kwargs"
-            ) from error
+            takes = f"a constructor that takes {', '.join(arguments) or 'nothing'}"
+            change = "correct it, or set what it reads below reward.kwargs"
+            raise RewardError(f"manager {cls.__qualname__}", describe(error), takes, change) from error
 
     async def make_in_loop() -> Any:  # verl's keep the event loop that they are made in
         return make()
@@ -73,7 +72,7 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
     if "tokenizer" not in named:
         return own
     if tokenizer is None:
-        raise RewardError(f"{show(cls)} needs the tokenizer of a run, and there is none here; set model.path")
+        raise RewardError("model.path", None, f"the model whose tokenizer {show(cls)} takes", "set it")
     path, runs_code = tokenizer
     return {"tokenizer": load_tokenizer(path, trust_remote_code=runs_code), **own}
 
@@ -100,7 +99,7 @@ def score_shipped(
     raw = entry.load()(**{key: fields[key] for key in fields if key in {*entry.parameters, *entry.options}})
     found = read_result(raw, correct_threshold=1.0, num_response_tokens=0)
     if isinstance(found, Failure):
-        raise RewardError(found.message)
+        raise RewardError(f"reward function {name}", found.message, "a number")
     return found.reward
 
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
+from whet.errors import ConfigError
 from whet.options import Number, Share
 from whet.registry import register_reward
 from whet.rewards.gsm8k import last_number
-from whet.rewards.result import after_thought, number_text
+from whet.rewards.result import after_thought, number_text, truth_error
 from whet.rewards.search_qa import extract_answer
 
 _ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
@@ -39,7 +40,7 @@ def detection(
     Raises: ValueError for a ground truth without boxes, and for no thresholds.
     """
     if not thresholds:
-        raise ValueError("thresholds is empty; expected numbers such as 0.5; list at least one")
+        raise ConfigError("thresholds", thresholds, "numbers such as 0.5", "list at least one")
     truths = read_boxes(ground_truth)
     nothing: Box = ("", (0, 0, 0, 0), 0.0)  # a malformed box counts as one that matches none
     boxes = [box or nothing for box in _boxes(_last_list(after_thought(solution_str)))]
@@ -55,10 +56,8 @@ def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
     expected = _boxes(_last_list(ground_truth) if isinstance(ground_truth, str) else ground_truth)
     truths = [box for box in expected if box]
     if not truths or len(truths) < len(expected):
-        raise ValueError(
-            f"the ground truth is {ground_truth!r:.80}; expected a list of boxes such as "
-            '[{"bbox_2d": [0, 0, 5, 5], "label": "cat"}]; write at least one'
-        )
+        boxes = 'a list of boxes such as [{"bbox_2d": [0, 0, 5, 5], "label": "cat"}]'
+        raise truth_error(ground_truth, boxes, "write at least one")
     return truths
 
 
@@ -74,9 +73,7 @@ def grounding(
     """
     truths, found = (_CORNERS.findall(text) for text in (str(ground_truth), after_thought(solution_str)))
     if not truths:
-        raise ValueError(
-            f"the ground truth is {ground_truth!r:.80}; expected a box as [x1, y1, x2, y2]; correct the row"
-        )
+        raise truth_error(ground_truth, "a box as [x1, y1, x2, y2]")
     box, truth = (("", [float(each) for each in (boxes or [(0, 0, 0, 0)])[-1]], 1.0) for boxes in (found, truths))
     iou = _overlap(box, truth)
     accuracy = float(iou >= threshold and bool(found))
@@ -162,14 +159,14 @@ def _numbers(solution_str: str, ground_truth: str | int | float) -> tuple[Decima
     """The last numbers of the answer and of the ground truth.  Raises: ValueError."""
     truth = last_number(str(ground_truth))
     if truth is None:
-        raise ValueError(f"the ground truth is {ground_truth!r}; expected a number; correct the row")
+        raise truth_error(ground_truth, "a number")
     return last_number(extract_answer(solution_str, needs_tag=False) or ""), truth
 
 
 def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:
     found = _ROUGE_WORD.findall(ground_truth.lower()) if letters else ground_truth.split()
     if not found:
-        raise ValueError(f"the ground truth is {ground_truth!r}; expected a text with words; correct the row")
+        raise truth_error(ground_truth, "a text with words")
     return found
 
 

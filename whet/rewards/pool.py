@@ -15,13 +15,13 @@ from typing import Any
 
 from whet.config.schema import DomainConfig, EvalConfig, ModelConfig, RewardConfig, TrainConfig
 from whet.domains import OTHERS, Domains
-from whet.errors import ConfigError, RewardError, describe
+from whet.errors import ConfigError, describe
 from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS
 from whet.rewards.adapter import RewardFunction, split_calls
 from whet.rewards.processes import ProcessScorer
-from whet.rewards.result import CLOSED, NOT_SCORED, failure
+from whet.rewards.result import NOT_SCORED, closed_error, failure
 from whet.rewards.worker import WorkerSpec
 from whet.types import Failure, Outcome, Outcomes, RewardItem, RewardResult, Scorer
 
@@ -190,10 +190,9 @@ def _make_scorer(
     shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     key = "reward.limits" if seconds_between_calls else "reward.memory_limit_mb"
     needs_processes = seconds_between_calls or memory_limit_mb is not None
-    refused = ConfigError(
-        f"{key} is set, but {shown_as} scores in the trainer's process, where calls are not limited; expected "
-        "reward processes: set reward.num_workers=1, and name the function as package.module:function"
-    )
+    found = f"set, but {shown_as} scores in the trainer's process, where calls are not limited"
+    change = "set reward.num_workers=1, and name the function as package.module:function"
+    refused = ConfigError(key, found, "reward processes", change)
     if num_workers == 0:
         if needs_processes:
             raise refused
@@ -204,7 +203,7 @@ def _make_scorer(
         if needs_processes:
             raise refused from error
         logger.warning(
-            "the reward function %s cannot be sent to a process (%s); it is called in a thread of this one, where a "
+            "the reward function %s does not pickle (%s), so it is called in a thread of this one, where a "
             "late call cannot be stopped. Name it as package.module:function to run it in processes",
             shown_as,
             describe(error),
@@ -269,7 +268,7 @@ class ThreadScorer:
         """Returns a future with the outcome of each item, in order.  Raises: RewardError once closed."""
         with self._lock:
             if self._closed:
-                raise RewardError(CLOSED)
+                raise closed_error()
             return self._requests.submit(partial(self._score, items))
 
     def close(self) -> None:
@@ -285,7 +284,7 @@ class ThreadScorer:
 
     def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
         if self._closed:
-            raise RewardError(CLOSED)
+            raise closed_error()
         deadline = self._timeout_seconds * len(items)
         future = self._thread.submit(partial(self._function.score, items))
         if wait([future], deadline).done:
@@ -326,7 +325,7 @@ def build_scorer(
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     if function is None and not names and not config.domains:
         known = ", ".join(REWARDS.names())
-        raise ConfigError(f"reward.function is not set; registered: {known}; or name file.py:function")
+        raise ConfigError("reward.function", None, f"one of {known}, or file.py:function", "set it")
     functions: list[str | Callable[..., Any]] = [function] if function is not None else [*names]
     pools = [_pool(config, each, model) for each in functions]
     found: Scorer | None = pools[0] if len(pools) == 1 else None

@@ -7,6 +7,7 @@ workers together, at most until the nearest deadline. No other thread touches a 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ from whet.errors import RewardError, describe
 from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.memory import memory_below
 from whet.rewards.adapter import split_calls
-from whet.rewards.result import CLOSED, failure
+from whet.rewards.result import closed_error, failure
 from whet.rewards.worker import Scored, Started
 from whet.types import Outcome, RewardItem
 
@@ -150,7 +151,7 @@ class ProcessScorer:
         tasks = self._make_tasks(request, items)
         with self._lock:
             if self._ended is not None:
-                raise RewardError(str(self._ended))
+                raise copy.copy(self._ended)
             self._queue.extend(tasks)
             self._children.wake()
         return request.future
@@ -178,7 +179,7 @@ class ProcessScorer:
         return tasks
 
     def _run(self) -> None:
-        ended = RewardError(CLOSED)
+        ended = closed_error()
         try:
             for _ in range(self._num_workers):
                 self._start()
@@ -191,7 +192,7 @@ class ProcessScorer:
             ended = error
         except Exception as error:  # the threads that wait for results get this error
             logger.exception("the thread that owns the reward processes cannot go on")
-            ended = RewardError(f"the reward pool cannot go on: {describe(error)}")
+            ended = RewardError("reward pool", describe(error), "", "report this error of whet, with the log")
         self._end(ended)
 
     def _start(self) -> None:
@@ -244,7 +245,7 @@ class ProcessScorer:
         if isinstance(event, Ended):
             self._replace(event)
         elif isinstance(event.value, RewardError):
-            raise RewardError(f"{self._cannot_load}:\n{event.value}")
+            raise event.value.at(self._loading)
         elif event.task is None:
             self._handle_start(event.child, event.value)
         else:
@@ -276,8 +277,8 @@ class ProcessScorer:
         if ended.child not in self._ready:
             self._killed_starts += 1
             if "SIG" not in why or self._killed_starts == MAX_KILLED_STARTS:
-                late = f"it was not ready in {START_SECONDS:g} s"
-                raise RewardError(f"{self._cannot_load}: {late if ended.is_late else why}")
+                why = f"not ready in {START_SECONDS:g} s" if ended.is_late else why
+                raise RewardError(self._loading, why, "a process that imports it")
         elif ended.running is None:
             logger.warning("%s while idle; another one replaces it", why)
         elif ended.waiting and self._concurrency > 1:
@@ -296,11 +297,11 @@ class ProcessScorer:
         task.put(failure(why, timed_out=is_late))
         self._deaths += not is_late
         if self._deaths == MAX_DEATHS:
-            raise RewardError(
-                f"{MAX_DEATHS} reward processes of {self._shown_as} in a row ended while scoring, the last for the "
-                f"response {task.shown}: {why}; expected a score of some response; correct the function, or give it "
-                "the memory that it needs"
+            found = (
+                f"{MAX_DEATHS} processes in a row ended while scoring, the last for the response {task.shown}: {why}"
             )
+            change = "correct the function, or give it the memory that it needs"
+            raise RewardError(f"reward function {self._shown_as}", found, "a score of some response", change)
 
     def _score_alone(self, tasks: Sequence[_Task]) -> None:
         self._put_back([replace(task, is_alone=True) for task in tasks])
@@ -335,8 +336,8 @@ class ProcessScorer:
             self._start()
 
     @property
-    def _cannot_load(self) -> str:
-        return f"the reward function {self._shown_as} cannot be loaded in its process"
+    def _loading(self) -> str:
+        return f"loading the reward function {self._shown_as} in a process"
 
     def _note_seconds(self, seconds: float) -> None:
         self._task_seconds = max(0.9 * self._task_seconds + 0.1 * seconds, 1e-6)

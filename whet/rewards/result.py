@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
-from whet.errors import RewardError
+from whet.errors import DataError, RewardError
 from whet.rounding import reaches
 from whet.types import Failure, Outcome, RewardResult
 
@@ -23,7 +23,7 @@ REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
 EXTRACTED_KEY = "pred"  # as in verl
 QUOTED = 40  # characters that are no coincidence
-CLOSED = "the reward pool is closed"
+RESULT = "result of the reward function"
 
 
 @runtime_checkable
@@ -38,10 +38,10 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
     try:
         if isinstance(raw, Mapping):
             return _read_mapping(raw, correct_threshold, num_response_tokens)
-        reward, token_rewards = _read_reward("the result", raw, num_response_tokens)
+        reward, token_rewards = _read_reward(RESULT, raw, num_response_tokens)
         return RewardResult(reward, float(reaches(reward, correct_threshold)), {}, token_rewards)
     except RewardError as error:
-        return failure(str(error))
+        return Failure("reward", str(error), key=error.key)
 
 
 def split_rows(raw: object, count: int) -> list[Any]:
@@ -49,16 +49,14 @@ def split_rows(raw: object, count: int) -> list[Any]:
     a dict of columns by row (a single number is a part of every row).  Raises: RewardError where rows are missing."""
     if isinstance(raw, Mapping):
         found = {name: _entries(value) for name, value in raw.items()}
-        columns = {name: _split_column(f"{name!r}", each, count) for name, each in found.items() if each is not None}
+        columns = {name: _split_column(str(name), each, count) for name, each in found.items() if each is not None}
         numbers = {name: value for name, value in raw.items() if name not in columns and as_number(value) is not None}
         if uncolumned := [name for name in REWARD_KEYS if name in numbers]:
-            raise RewardError(f"{uncolumned[0]!r} is one number for {count} responses; expected one for each")
+            raise RewardError(uncolumned[0], f"one number for {count} responses", "a number for each response")
         return [{**numbers, **{name: column[row] for name, column in columns.items()}} for row in range(count)]
     if (entries := _entries(raw)) is None:
-        raise RewardError(
-            f"the function returned {_show(raw)} for {count} responses; expected a list with a result for each"
-        )
-    return _split_column("the result", entries, count)
+        raise RewardError(RESULT, f"{_show(raw)} for {count} responses", "a list of one result per response")
+    return _split_column(RESULT, entries, count)
 
 
 def as_number(value: object) -> float | None:
@@ -98,6 +96,16 @@ def failure(message: str, *, timed_out: bool = False) -> Failure:
     return Failure("reward", message, timed_out)
 
 
+def truth_error(truth: object, expected: str, change: str = "correct the row") -> DataError:
+    """Returns the error for a ground truth that a reward function cannot read."""
+    return DataError("ground_truth", None if truth is None else f"{truth!r:.80}", expected, change)
+
+
+def closed_error() -> RewardError:
+    """Returns the error for a call of a pool after its end."""
+    return RewardError("reward pool", "closed", "a pool that is open", "open another one")
+
+
 NOT_SCORED = failure("the function returned None for this response: it does not score it")
 
 
@@ -107,15 +115,15 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
     reward_key = next((key for key in REWARD_KEYS if key in raw), None)
     if reward_key is None:
         raise RewardError(
-            f"the dict has none of {', '.join(REWARD_KEYS)}; its keys are {', '.join(map(str, raw)) or 'none'}"
+            RESULT, f"a dict of {', '.join(map(str, raw)) or 'nothing'}", f"one of {', '.join(REWARD_KEYS)}"
         )
-    reward, token_rewards = _read_reward(f"{reward_key!r}", raw[reward_key], num_response_tokens)
+    reward, token_rewards = _read_reward(reward_key, raw[reward_key], num_response_tokens)
     accuracy_key = next((key for key in ACCURACY_KEYS if key in raw), None)
     accuracy = float(reaches(reward, correct_threshold))
     if accuracy_key is not None:
-        accuracy = finite(f"{accuracy_key!r}", raw[accuracy_key])
+        accuracy = finite(accuracy_key, raw[accuracy_key])
     others = {str(key): value for key, value in raw.items() if key not in (reward_key, accuracy_key, EXTRACTED_KEY)}
-    parts = {key: finite(f"{key!r}", value) for key, value in others.items() if as_number(value) is not None}
+    parts = {key: finite(key, value) for key, value in others.items() if as_number(value) is not None}
     extracted = raw.get(EXTRACTED_KEY)
     return RewardResult(reward, accuracy, parts, token_rewards, None if extracted is None else str(extracted))
 
@@ -124,17 +132,14 @@ def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[fl
     """The total reward, and the rewards of the tokens where `value` is a list of them (it may cover the padding)."""
     if as_number(value) is not None or (entries := _entries(value)) is None:
         return finite(what, value), None
-    row = [finite(f"{what} at token {position}", each) for position, each in enumerate(entries)]
+    row = [finite(f"{what}, token {position}", each) for position, each in enumerate(entries)]
     if len(row) < num_response_tokens or not num_response_tokens:
-        raise RewardError(
-            f"{what} has {len(row)} numbers; expected one number, or one for each of {num_response_tokens} tokens"
-        )
+        raise RewardError(what, f"{len(row)} numbers", f"one number, or {num_response_tokens}, one per token")
     late = next((position for position in range(num_response_tokens, len(row)) if row[position] != 0), None)
     if late is not None:
-        raise RewardError(
-            f"{what} has {row[late]:g} at token {late}, in the padding; the response has {num_response_tokens} "
-            f"tokens, and a reward for the whole response belongs to token {num_response_tokens - 1}"
-        )
+        change = f"give a reward for the whole response to token {num_response_tokens - 1}"
+        expected = f"0 in the padding, since the response has {num_response_tokens} tokens"
+        raise RewardError(f"{what}, token {late}", row[late], expected, change)
     return math.fsum(row), tuple(row[:num_response_tokens])
 
 
@@ -142,11 +147,9 @@ def finite(what: str, value: object) -> float:
     """The number that `value` is.  Raises: RewardError where it is none, or not finite."""
     number = as_number(value)
     if number is None:
-        raise RewardError(f"{what} is {_show(value)}; expected a number")
+        raise RewardError(what, _show(value), "a number")
     if not math.isfinite(number):
-        raise RewardError(
-            f"{what} is {number}; expected a finite number (leave out, or set to None, a part that does not apply)"
-        )
+        raise RewardError(what, number, "a finite number", "leave out, or set to None, a part that does not apply")
     return number
 
 
@@ -158,9 +161,7 @@ def _entries(value: object) -> list[object] | None:
 
 def _split_column(what: str, column: list[object], count: int) -> list[object]:
     if len(column) != count:
-        raise RewardError(
-            f"{what} has {len(column)} entries for {count} responses; expected one for each, in the same order"
-        )
+        raise RewardError(what, f"{len(column)} entries for {count} responses", "one for each, in their order")
     return column
 
 

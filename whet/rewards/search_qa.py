@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from whet.registry import register_reward
-from whet.rewards.result import after_thought
+from whet.rewards.result import after_thought, truth_error
 
 # Punctuation, but not the minus sign of -5 nor the point of 4.2: SQuAD's own rule makes 5 and 42 of them.
 _PUNCTUATION = re.compile(rf"(?!(?<!\w)-?\.?\d|(?<=\d)\.\d)[{re.escape(string.punctuation)}]")
@@ -44,9 +44,7 @@ def read_truths(ground_truth: Any, *_: object) -> list[Any]:
     truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     truths = [truths] if isinstance(truths, str | int | float) else list(truths or ())
     if not truths or None in truths:
-        raise ValueError(
-            f"the ground truth is {ground_truth!r}; expected a text or a list of texts; write at least one"
-        )
+        raise truth_error(ground_truth, "a text or a list of texts", "write at least one")
     return truths
 
 

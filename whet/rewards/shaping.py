@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from typing import Any, Literal
 
+from whet.errors import ConfigError
 from whet.options import Count, Number
 from whet.registry import register_reward
 
@@ -54,7 +55,7 @@ def format_score(
     try:
         return float(re.fullmatch(pattern, solution_str.strip(), re.DOTALL) is not None)
     except re.error as error:
-        raise ValueError(f"pattern={pattern!r} ({error}); expected a regular expression; correct the option") from error
+        raise ConfigError("pattern", f"{pattern!r} ({error})", "a regular expression", "correct the option") from error
 
 
 @register_reward("language")

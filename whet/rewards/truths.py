@@ -9,7 +9,7 @@ from typing import Any
 from whet.config.schema import RewardConfig
 from whet.data.load import Loaded
 from whet.domains import Domains
-from whet.errors import DataError, WhetError
+from whet.errors import DataError, WhetError, describe
 from whet.registry import REWARDS, Entry
 from whet.types import Prompt
 
@@ -36,5 +36,8 @@ def checked(
                 first, place = 0, iter(loaded.parts)
                 while (part := next(place)).num_rows <= prompt.index - first:
                     first += part.num_rows
-                raise DataError(f"{part.name}: row {prompt.index - first}: reward {entry.name!r}: {error}") from error
+                where = f"{part.name}, row {prompt.index - first}: reward {entry.name}"
+                if isinstance(error, WhetError):
+                    raise DataError.joined([error]).at(where) from error
+                raise DataError(where, describe(error), "a row that it can read") from error
     return prompts

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from whet.errors import RewardError, WhetError, describe
-from whet.processes.template import Caller, Serve, serve_tasks
+from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.processes.user_code import pin
 from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
@@ -100,8 +100,9 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
         spec: WorkerSpec = pickle.loads(spec_bytes)
         function = spec.load()
     except BaseException as error:  # the user's module runs here; the pool raises this error
-        why = str(error) if isinstance(error, WhetError) else traceback.format_exc()
-        caller.send(number, pickle.dumps(RewardError(why)))
+        raised = RewardError("", traceback.format_exc().strip(), "code that can be imported")
+        raised = sendable(RewardError, error) if isinstance(error, WhetError) else raised
+        caller.send(number, pickle.dumps(raised))
         return
     concurrency = spec.concurrency if function.is_concurrent else 1
     caller.send(number, pickle.dumps(Started(function.takes_batch, sources, concurrency, os.getppid())))

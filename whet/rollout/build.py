@@ -158,7 +158,7 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
         undo.callback(hosts[agent].shutdown)
         if refusal := hosts[agent].refusal():
             at = f"environment.agents.{agent}" if agent else "environment"
-            raise EnvError(f"{at}.name={stage.name} cannot be made with {at}.options={stage.options}: {refusal}")
+            raise EnvError.joined([refusal]).at(f"{at}.name={stage.name}, {at}.options={stage.options}")
     return hosts
 
 

@@ -26,6 +26,7 @@ TOLD = "whet: "  # before the end of a program in `message`, from a service of `
 FULL = (429, 502, 503, 504)
 KEY = "WHET_SANDBOX_KEY"  # environment variable of the API key of a service
 MOST_BYTES = 256 * 2**20  # of an answer
+INTERFACE = "a service with SandboxFusion's interface"
 
 
 class HttpSandbox:
@@ -45,10 +46,9 @@ class HttpSandbox:
         """The service's names of languages, which whet's own tells; and own ones.  Raises: SandboxError."""
         told = self._ask("/v1/languages", None, GRACE_SECONDS)
         if told is None and self._own:
-            raise SandboxError(
-                f"languages has {', '.join(self._own)}, and the service at {self.address} takes no languages of its "
-                "clients; expected a service of `whet serve-sandbox`, or no languages; unset reward.kwargs.languages"
-            )
+            found = f"{', '.join(self._own)}, and the service at {self.address} takes no languages of its clients"
+            expected = "a service of `whet serve-sandbox`, or no languages"
+            raise SandboxError("languages", found, expected, "unset reward.kwargs.languages")
         return SERVED if told is None else {**{name: name for name in told["languages"]}, **self._own}
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
@@ -71,7 +71,7 @@ class HttpSandbox:
             try:
                 return self._read(answer)
             except (ValueError, TypeError, AttributeError) as error:
-                raise SandboxError(f"{self.address} answered {answer!r:.200}: {error}; is it SandboxFusion?") from error
+                raise self._unread(f"{answer!r:.200}: {error}") from error
 
         return until_late(run, inputs)
 
@@ -90,7 +90,7 @@ class HttpSandbox:
                 with urllib.request.urlopen(request, timeout=seconds) as answer:
                     found = read_json(answer.read(MOST_BYTES + 1), MOST_BYTES)
                 if not isinstance(found, dict):
-                    raise SandboxError(f"{self.address} answered {found!r:.200}; expected a result, a JSON object")
+                    raise self._unread(f"{found!r:.200}")
                 return found
             except urllib.error.HTTPError as error:
                 why = f"status {error.code}: {error.read(500).decode(errors='replace')}"
@@ -105,19 +105,21 @@ class HttpSandbox:
             if not last:
                 time.sleep(wait)
                 wait *= 2
-        raise SandboxError(
-            f"the sandbox at {self.address} gave no result ({why}); start it (`whet serve-sandbox`), or correct it; "
-            "expected a service with SandboxFusion's interface"
-        )
+        change = "start it (`whet serve-sandbox`), or correct the address"
+        raise SandboxError(f"sandbox at {self.address}", f"no result ({why})", INTERFACE, change)
+
+    def _unread(self, answer: str) -> SandboxError:
+        change = "correct the address"
+        return SandboxError(f"sandbox at {self.address}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
         """Raises: SandboxError where the service failed, which says nothing about the program."""
         if answer.get("status") == "SandboxError":
-            raise SandboxError(f"the sandbox at {self.address} failed: {answer.get('message')}; look at its log")
+            raise SandboxError(f"sandbox at {self.address}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")
         result = ran or compiled
         if not isinstance(result, dict):
-            raise SandboxError(f"{self.address} answered without run_result: {answer!r:.200}; is it SandboxFusion?")
+            raise self._unread(f"without run_result: {answer!r:.200}")
         code = result.get("return_code")
         end: End = "ok" if code == 0 else "failed"
         if result.get("status") == "TimeLimitExceeded":

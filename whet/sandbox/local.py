@@ -76,10 +76,8 @@ class LocalSandbox:
         self._isolated, self._paths = isolated, [*paths]
         for path in paths:
             if not Path(path).is_absolute() or not Path(path).is_dir() or str(Path(*Path(path).parts[:2])) in OWN:
-                raise SandboxError(
-                    f"paths has {path!r}; expected the absolute path of a folder that is there, and not "
-                    f"in {SCRATCH}, /proc or /dev, of which programs have their own; correct it"
-                )
+                own = f"not in {SCRATCH}, /proc or /dev, of which programs have their own"
+                raise SandboxError("paths", path, f"the absolute path of an existing folder, {own}", "correct it")
         commands = [ENVIRONMENT["PATH"], *(each for path in paths for each in (f"{path}/bin", path))]
         self._environment = {**ENVIRONMENT, "PATH": ":".join(commands)}
         # A virtual environment is found by the path of its interpreter, so links stay.
@@ -117,20 +115,17 @@ class LocalSandbox:
         if ran.code == 127 and not job.argv[0].startswith("./"):  # a program may end so too; an empty one does not
             empty = self.run_job(replace(job, files=dict.fromkeys(job.files, b""), stdin=b""))
             if empty.code == 127:
-                said = empty.stderr.decode(errors="replace").strip()
-                why = "is not there" if said.startswith("FileNotFoundError") else f"does not start ({said[-200:]})"
-                raise SandboxError(
-                    f"language {language!r}: {job.argv[0]} {why} for programs in the sandbox ({self.name}); expected "
-                    f"it in {self._environment['PATH']}; install it, name its folder in paths, or leave rows of that "
-                    "language out"
-                )
+                said = empty.stderr.decode(errors="replace").strip()[-200:]
+                found = f"{job.argv[0]} does not start in the sandbox {self.name} ({said})"
+                change = "install it, name its folder in paths, or leave rows of that language out"
+                raise SandboxError(f"language {language}", found, f"it in {self._environment['PATH']}", change)
         return ran
 
     def run_job(self, job: Job) -> Ran:
         """Runs a command or Python code to its end.  Raises: SandboxError."""
         for name in (*job.files, *job.collect):
             if name.startswith("/") or not {"", ".."}.isdisjoint(name.split("/")) or "\0" in name:
-                raise SandboxError(f"{name!r} is no file of the scratch folder; name a relative path without '..'")
+                raise SandboxError("file", name, "a relative path below the scratch folder, without '..'")
         for _ in range(2):  # a process that died is replaced
             ours, theirs = socket.socketpair()
             with ours:
@@ -141,15 +136,14 @@ class LocalSandbox:
                     return self._exchange(ours, job)
                 except TimeoutError as error:
                     self.close()
-                    raise SandboxError(
-                        f"the sandbox ({self.name}) gave no answer {GRACE_SECONDS:g} s after the limit of its program; "
-                        "it was ended, and the next program starts another; run fewer programs at a time"
-                    ) from error
+                    found = f"no answer {GRACE_SECONDS:g} s after the limit of its program"
+                    change = "run fewer programs at a time; it was ended, and the next program starts another"
+                    raise SandboxError(f"sandbox {self.name}", found, change=change) from error
                 except (OSError, EOFError) as error:
                     why = f"{error}"
                     with suppress(subprocess.TimeoutExpired):  # it alone died, or the whole process did
                         self._process.wait(END_SECONDS)
-        raise SandboxError(f"the sandbox ({self.name}) ended: {self._log() or why}; {INSTALL}")
+        raise SandboxError(f"sandbox {self.name}", f"ended: {self._log() or why}", change=INSTALL)
 
     def close(self) -> None:
         """Ends the process and its programs."""
@@ -167,7 +161,8 @@ class LocalSandbox:
         answer = json.loads(receive(channel))
         out, errors, *files = [receive(channel) for _ in range(2 + len(answer["files"]))]
         if answer["end"] == "sandbox":
-            raise SandboxError(f"the sandbox ({self.name}) cannot start a program: {answer['message']}; {INSTALL}")
+            why = f"cannot start a program: {answer['message']}"
+            raise SandboxError(f"sandbox {self.name}", why, change=INSTALL)
         found = dict(zip(answer["files"], files, strict=True))
         return Ran(answer["end"], answer["code"], out, errors, answer["seconds"], answer["cpu_seconds"], found)
 
@@ -187,8 +182,8 @@ class LocalSandbox:
         wrapper = self._wrapper() if self._isolated else []
         if not self._isolated and not whet_landlock.version():
             log.warning(
-                "this kernel has no Landlock (Linux 5.13), so programs may read and write what this user, or nobody in "
-                "root's place, may; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
+                "Landlock (Linux 5.13) is missing in this kernel: programs may read and write what this user may, or "
+                "nobody in root's place; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
             )
         command += ["isolated"] if self._isolated else ["unisolated", *self._readable()]
         with theirs, tempfile.TemporaryFile() as said:
@@ -209,8 +204,8 @@ class LocalSandbox:
         """The command line of bubblewrap."""
         found = shutil.which("bwrap")
         if found is None:
-            problem = "bubblewrap is not installed, and programs must not run without isolation"
-            raise SandboxError(f"{problem}; expected the command bwrap in PATH for sandbox=bubblewrap; {INSTALL}")
+            found = "not installed, and programs must not run without isolation"
+            raise SandboxError("sandbox=bubblewrap", found, "the command bwrap in PATH", INSTALL)
         words = [found, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         if os.getuid() != 0:  # root needs no namespace of users, and can then give programs another user
             words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
@@ -252,7 +247,7 @@ def check(sandbox: LocalSandbox) -> None:
     """Runs a program that prints.  Raises: SandboxError where this machine cannot hold programs."""
     ran = sandbox.run_job(Job(code="print(6 * 7)", limits=Limits(seconds=20.0)))
     if (ran.end, ran.stdout) != ("ok", b"42\n"):
-        raise SandboxError(f"a program that prints 42 ended with {ran}; {INSTALL}")
+        raise SandboxError(f"sandbox {sandbox.name}", f"a program that prints 42 ended with {ran}", change=INSTALL)
 
 
 def _prefixes(python: str) -> list[str]:
@@ -261,8 +256,8 @@ def _prefixes(python: str) -> list[str]:
     try:
         done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        problem = f"{python} is no Python interpreter ({error})"
-        raise SandboxError(f"{problem}; expected one for the programs in the sandbox: name another") from error
+        expected = "a Python interpreter for the programs in the sandbox"
+        raise SandboxError("python", f"{python} ({error})", expected, "name another") from error
     return [*dict.fromkeys(done.stdout.split())]
 
 

@@ -21,18 +21,15 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}", pa
         from whet.sandbox.http import HttpSandbox
 
         if python or paths:
-            raise SandboxError(
-                f"python and paths are of this machine, and the sandbox {name} is a service; expected neither; unset "
-                "them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"
-            )
+            found = f"set to files of this machine, and the sandbox {name} is a service"
+            change = "unset them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"
+            raise SandboxError("python, paths", found, "neither", change)
         return HttpSandbox(name, _read(languages))
     from whet.sandbox.local import LocalSandbox, check
 
     if name not in ("bubblewrap", "unisolated"):
-        raise SandboxError(
-            f"no sandbox is called {name!r}; expected bubblewrap, http://HOST:PORT of a SandboxFusion service, or "
-            "unisolated, which has no namespaces, and holds programs by Landlock where the kernel has it"
-        )
+        unisolated = "unisolated, which has no namespaces, and holds programs by Landlock where the kernel has it"
+        raise SandboxError("sandbox", name, f"bubblewrap, http://HOST:PORT of a SandboxFusion service, or {unisolated}")
     sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages), paths=paths)
     check(sandbox)
     return sandbox
@@ -44,6 +41,6 @@ def _read(text: str) -> dict[str, Language]:
         try:
             found[name] = Language(**given)
         except TypeError as error:
-            expected = "expected file, run, and compile with compiled where it is compiled"
-            raise SandboxError(f"the language {name} has {given}; {expected}") from error
+            expected = "file, run, and compile with compiled where it is compiled"
+            raise SandboxError(f"languages.{name}", given, expected) from error
     return found

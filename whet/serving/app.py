@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from whet.config.schema import Dtype
-from whet.errors import WhetError
+from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
@@ -225,7 +225,7 @@ class App:
                 if isinstance(event, EngineStoppedError):
                     raise ApiError(503, f"the request was ended: {event}", code="stopped")
                 if isinstance(event, WhetError):
-                    raise ApiError(400, in_own_words(event), code="refused_by_engine")
+                    raise ApiError(400, str(in_own_words(event)), code="refused_by_engine")
                 if isinstance(event, Failed):
                     status, code = (504, "deadline_exceeded") if event.failure.timed_out else (500, "engine_failure")
                     raise ApiError(status, f"the request failed: {event.failure.message}", code=code)
@@ -376,10 +376,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def in_own_words(error: WhetError) -> str:
-    """The message of an engine, with the options of the server and the fields of requests in place of config keys."""
+def in_own_words(error: WhetError) -> EngineError:
+    """An engine's error, with the options of the server and the fields of requests in place of config keys."""
     own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
-    return reduce(lambda message, key: message.replace(key, own[key]), own, str(error))
+
+    def named(text: str) -> str:
+        return reduce(lambda renamed, key: renamed.replace(key, own[key]), own, text)
+
+    return EngineError(named(error.key), error.found, named(error.expected), named(error.change))
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -72,7 +72,7 @@ class EngineThread:
         def tell(entered: Future[None]) -> None:
             """Tells of an engine that had failed before the requests reached it."""
             if (error := entered.exception()) is not None:
-                self._tell([(deliver, EngineStoppedError(str(error)))])
+                self._tell([(deliver, _stopped(error))])
 
         self.call(enter).add_done_callback(tell)
 
@@ -92,7 +92,7 @@ class EngineThread:
 
         def end() -> None:
             self.engine.abort(list(self._deliver))
-            self._tell_all(EngineError("the server is stopping"))
+            self._tell_all(_stopping())
 
         self.call(end)
 
@@ -118,7 +118,7 @@ class EngineThread:
             self._die(named(error))
         else:
             self.engine.close()
-            self._die(EngineError("the server is stopping"), is_expected=True)
+            self._die(_stopping(), is_expected=True)
 
     def _carry_out_calls(self) -> None:
         """Carries out all calls that wait; without requests it waits for one."""
@@ -177,7 +177,7 @@ class EngineThread:
             self._on_death(error)
 
     def _tell_all(self, error: WhetError) -> None:
-        self._tell([(deliver, EngineStoppedError(str(error))) for deliver in self._deliver.values()])
+        self._tell([(deliver, _stopped(error)) for deliver in self._deliver.values()])
         self._deliver.clear()
         self._waiting.clear()
 
@@ -190,11 +190,20 @@ class EngineThread:
             future.set_exception(error)
 
 
-def named(error: Exception) -> WhetError:
+def named(error: BaseException) -> WhetError:
     """The error of an engine, as one that a user can act on."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return EngineError(
-            f"the engine ran out of memory ({describe(error)}); lower --max-running, or its cache, for instance with "
-            "--option kv_cache_bytes=268435456, or sample in --dtype bfloat16"
-        )
-    return error if isinstance(error, WhetError) else EngineError(f"the rollout engine failed: {describe(error)}")
+        cache = "its cache, for instance with --option kv_cache_bytes=268435456"
+        change = f"lower --max-running, or {cache}, or sample in --dtype bfloat16"
+        return EngineError("rollout engine", f"out of memory ({describe(error)})", change=change)
+    if isinstance(error, WhetError):
+        return error
+    return EngineError("rollout engine", f"failed ({describe(error)})", change="read the server's log")
+
+
+def _stopped(error: BaseException) -> EngineStoppedError:
+    return EngineStoppedError.joined([error if isinstance(error, WhetError) else named(error)])
+
+
+def _stopping() -> EngineError:
+    return EngineError("server", "stopping", change="send the request again later")

@@ -162,15 +162,17 @@ def _source(settings: Settings) -> str:
     is_run = found != settings.model and Path(found) != run
     if (settings.follow or settings.best) and not is_run:
         option = "--follow" if settings.follow else "--best"
-        found = f"{option} is set and {settings.model} is no folder of a run"
-        raise ConfigError(f"{found}; name one, or leave {option} out")
+        expected = f"the folder of a run, which {option} needs"
+        raise ConfigError("model", settings.model, expected, f"name one, or leave {option} out")
     if settings.follow and settings.best:
-        raise ConfigError("--follow and --best are both set; --follow serves the newest checkpoint: leave one out")
+        found, change = "set beside --follow, which serves the newest checkpoint", "leave one out"
+        raise ConfigError("--best", found, "one of the two", change)
     if not settings.best:
         return found
     best = checkpoint.best(run / "checkpoints")
     if best is None:
-        raise ConfigError(f"no checkpoint of {run} has a validation score; leave --best out to serve the newest")
+        found, change = f"no checkpoint of {run} has a validation score", "leave it out to serve the newest"
+        raise ConfigError("--best", found, change=change)
     return str(best)
 
 
@@ -199,10 +201,9 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
             bound.listen(1)
             yield bound
     except OSError as error:
-        raise ConfigError(
-            f"the server cannot listen on {host}:{port} ({error.strerror}); name another address with --host, or "
-            "another port with --port (0: a free one)"
-        ) from error
+        found = f"the server cannot listen there ({error.strerror})"
+        change = "name another address with --host, or another port with --port (0: a free one)"
+        raise ConfigError(f"{host}:{port}", found, change=change) from error
 
 
 @contextmanager

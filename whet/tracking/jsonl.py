@@ -64,7 +64,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise DataError(f"{path}:{number} is {line[:80]!r}, expected a JSON object with a step; delete the line")
+            expected = "a JSON object with a step"
+            raise DataError(f"{path}, line {number}", repr(line[:80]), expected, "delete the line")
         records.append(record)
     return records
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import DataError
-from whet.tracking.runs import nearest
+from whet.tracking.runs import nearest, unknown
 
 Record = Mapping[str, Any]
 ALIASES = {"length": "tokens", "score": "reward"}
@@ -39,17 +39,15 @@ def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None
     }
     if not found:
         names = " or ".join(f"{each}_*.jsonl" for each in kinds)
-        raise DataError(
-            f"{run}/rollouts has no files {names}; expected the folder of a run of "
-            "`whet train` with trainer.log_rollouts above 0, or of an evaluation; `whet runs` lists runs"
-        )
+        expected = "a run of `whet train` with trainer.log_rollouts above 0, or an evaluation"
+        raise DataError(f"{run}/rollouts", f"no files {names}", expected, "find the runs with `whet runs`")
     number = max(at for at, _ in found) if step is None else step
     for each in kinds:
         if (number, each) in found:
             return found[number, each]
     near = ", ".join(map(str, sorted({at for at, _ in found}, key=lambda at: (abs(at - number), at))[:5]))
-    problem = f"{run}/rollouts has nothing of step {number}"
-    raise DataError(f"{problem}; the nearest steps that were written are {near} (trainer.log_rollouts sets how often)")
+    expected = f"a step that was written (trainer.log_rollouts sets how often); the nearest are {near}"
+    raise DataError(f"{run}/rollouts", f"nothing of step {number}", expected)
 
 
 def read_rollouts(file: Path) -> list[Record]:
@@ -61,10 +59,11 @@ def read_rollouts(file: Path) -> list[Record]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise DataError(f"{file}:{number} is {line[:80]!r}, expected a JSON object; name a file of rollouts/")
+            change = "name a file of rollouts/"
+            raise DataError(f"{file}, line {number}", repr(line[:80]), "a JSON object", change)
         rows.append(row)
     if not rows:
-        raise DataError(f"{file} has no trajectories; choose another step")
+        raise DataError(str(file), "no trajectories", change="choose another step")
     return rows
 
 
@@ -104,8 +103,8 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
     left, right = _comparable(value), _comparable(wanted)
     if isinstance(left, float) != isinstance(right, float):
         if isinstance(left, float) and sign not in ("=", "!="):
-            problem = f"--where {condition}: {name} is a number, and {wanted!r} is none"
-            raise DataError(f"{problem}; compare it with a number")
+            found = f"{name} is a number, and {wanted!r} is none"
+            raise DataError(f"--where {condition}", found, change="compare it with a number")
         left, right = str(value), wanted
     return bool(COMPARISONS[sign](left, right))
 
@@ -144,8 +143,8 @@ def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: st
             if hit is not None:
                 found[number] = those.pop(hit)
     if left and not found:
-        problem = f"{name} and {other} have no prompt in common"
-        raise DataError(f"{problem}; compare validations (--validation), or runs with the same data and trainer.seed")
+        change = "compare validations (--validation), or runs with the same data and trainer.seed"
+        raise DataError(f"{name} and {other}", "no prompt in common", change=change)
     return [(left[number], found[number]) for number in sorted(found)]
 
 
@@ -176,9 +175,7 @@ def _known(name: str, rows: Sequence[Record]) -> str:
     inner = [f"{key}.{part}" for row in rows for key, value in row.items() if isinstance(value, dict) for part in value]
     known = list(dict.fromkeys([*fields, *inner]))
     if name not in known:
-        near = nearest(name, [*known, *ALIASES])
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-        raise DataError(f"no trajectory has the field {name!r}; {hint}")
+        raise unknown("field of a trajectory", name, known, nearest(name, [*known, *ALIASES]))
     return name
 
 

@@ -116,16 +116,16 @@ def read_run(folder: Path) -> RunFolder:
     """Reads a run's folder.  Raises: DataError where it is none, or where a file of it is damaged."""
     if not is_run(folder):
         near = ", ".join(map(str, find_runs(folder)[:5])) if folder.is_dir() else ""
-        what = "is not the folder of a run" if folder.exists() else "does not exist"
-        hint = f"did you mean {near}?" if near else "`whet runs FOLDER` lists the runs in a folder"
-        raise DataError(f"{folder} {what}; expected a folder with {CONFIG} and {INPUTS}; {hint}")
+        what = "not the folder of a run" if folder.exists() else "does not exist"
+        hint = f"did you mean {near}?" if near else "find the runs in a folder with `whet runs FOLDER`"
+        raise DataError(str(folder), what, f"a folder with {CONFIG} and {INPUTS}", hint)
     try:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         noted = json.loads((folder / STATE).read_bytes()) if (folder / STATE).is_file() else {}
         if not isinstance(config, dict) or not isinstance(noted, dict):
             raise ValueError("not a mapping")
     except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
-        raise DataError(f"{folder} has a damaged {CONFIG} or {STATE} ({error}); restore the file") from error
+        raise DataError(str(folder), f"a damaged {CONFIG} or {STATE} ({error})", change="restore the file") from error
     was, steps = noted.get("state", "ended"), noted.get("total_steps")
     state: State = "running" if is_locked(folder) else "killed" if was == "running" else was
     return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), read_steps(folder))
@@ -169,11 +169,15 @@ def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[s
     for pattern in patterns:
         found = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
         if not found:
-            near = nearest(pattern, known)
-            listed = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(known)}"
-            raise DataError(f"no run has the metric {pattern!r}{listed}")
+            raise unknown("metric", pattern, known, nearest(pattern, known))
         chosen += [name for name in found if name not in chosen]
     return chosen
+
+
+def unknown(what: str, name: str, known: Iterable[str], near: Sequence[str]) -> DataError:
+    """Returns the error for a name that no run has, with those that are near, or all that there are."""
+    hint = f"did you mean {' or '.join(near)}?" if near else ""
+    return DataError(what, name, "" if near else f"one of {', '.join(known)}", hint)
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -91,8 +91,8 @@ class BackgroundTracker:
         except Exception as error:
             self._thread.close()
             found = f"{type(error).__name__}: {error}" if started.done() else f"no response in {START_SECONDS:.0f} s"
-            problem = f"trainer.logger={name} does not start ({found})"
-            raise ConfigError(f"{problem}; correct its settings, or remove it from trainer.logger") from error
+            change = "correct its settings, or remove it from trainer.logger"
+            raise ConfigError("trainer.logger", f"{name} does not start ({found})", change=change) from error
         self.run_id, self.last_step = self._service.run_id, self._service.last_step
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:

@@ -21,10 +21,9 @@ class SwanlabTracker:
         settings = swanlab.Settings()
         # Without this check the library would ask for a key on the terminal and wait.
         if settings.mode == "online" and settings.api_key is None:
-            raise ConfigError(
-                "trainer.logger=swanlab finds no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the "
-                "run's folder with SWANLAB_MODE=offline"
-            )
+            otherwise = "write to the run's folder with SWANLAB_MODE=offline"
+            change = f"run `swanlab login`, set SWANLAB_API_KEY, or {otherwise}"
+            raise ConfigError("trainer.logger", "swanlab finds no API key", change=change)
         self._run = swanlab.init(
             project=run.project,
             name=run.name,

@@ -20,10 +20,9 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         # Without this check the library would ask for a key on the terminal and wait.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise ConfigError(
-                "trainer.logger=wandb finds no API key; run `wandb login`, set WANDB_API_KEY, or write to the run's "
-                "folder with WANDB_MODE=offline"
-            )
+            otherwise = "write to the run's folder with WANDB_MODE=offline"
+            change = f"run `wandb login`, set WANDB_API_KEY, or {otherwise}"
+            raise ConfigError("trainer.logger", "wandb finds no API key", change=change)
         self._run = wandb.init(
             project=run.project,
             name=run.name,

@@ -207,14 +207,14 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
     """Returns a server that listens; port 0 is a free one.  Raises: ConfigError without runs, and for a port in use."""
     if not root.is_dir() or not find_runs(root):
         state = "holds no run" if root.is_dir() else "is no folder"
-        expected = "expected a run's folder (it has metrics.jsonl), or a folder with runs in it"
-        raise ConfigError(f"{root} {state}; {expected}")
+        expected = "a run's folder (it has metrics.jsonl), or a folder with runs in it"
+        raise ConfigError(str(root), state, expected)
     handler = type("SiteHandler", (Handler,), {"site": Site(root), "own_host": host})
     try:
         return Server((host, port), handler)
     except OSError as error:
-        advice = "choose another port, or 0 for any"
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror}; {advice}") from error
+        change = "choose another port, or 0 for any"
+        raise ConfigError(f"--host {host} --port {port}", str(error.strerror), "a free port", change) from error
 
 
 def _static(name: str) -> bytes:

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from episodes import episode
 from transformers import AutoTokenizer
 
+from tests.raising import raises
 from whet.config.schema import EnvironmentConfig
 from whet.environments.tools.sandbox import Python, with_last_value
 from whet.environments.tools.shipped import BM25, Search, calculator, words
@@ -53,13 +55,12 @@ def test_search_reads_a_corpus(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("")
     assert Search(corpus=str(tmp_path / "none.jsonl")).search("whale") == "nothing found; try other words"
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
-    with pytest.raises(
-        ConfigError, match=r"line 2 of the corpus .*bad\.jsonl is '\{\"body\": \"b\"\}'; expected JSON with"
-    ):
+    with raises(ConfigError, f"corpus {tmp_path}/bad.jsonl, line 2", found=repr('{"body": "b"}')):
         Search(corpus=str(tmp_path / "bad.jsonl"))
-    with pytest.raises(ConfigError, match=r"environment\.tools\[0\].*the corpus nowhere\.jsonl cannot be read"):
+    place = "environment.tools[0]: Search.prepare"
+    with raises(ConfigError, f"{place}: corpus", found=re.compile(r"^nowhere\.jsonl .*No such file")):
         toolbox_of(EnvironmentConfig(tools=[{"python": "search", "options": {"corpus": "nowhere.jsonl"}}]))
-    with pytest.raises(ConfigError, match=r"tools\[0\]\.options: tool 'search' requires corpus; set it below"):
+    with pytest.raises(ConfigError, match=r"tools\[0\]\.options.*search.*corpus"):
         toolbox_of(EnvironmentConfig(tools=["search"]))
 
 

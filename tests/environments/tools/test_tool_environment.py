@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import pytest
 from episodes import episode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.raising import raises
 from whet.config import TrainConfig
 from whet.config.checks import problems
 from whet.config.schema import EnvironmentConfig
@@ -299,7 +301,7 @@ def test_a_class_has_an_object_for_each_episode(opened: Any, tmp_path: Path) -> 
 def test_a_session_that_cannot_be_made_fails_its_episode(opened: Any) -> None:
     found = called(opened("Unmade"), ("use", {}))
     assert isinstance(found, Failure) and found.source == "tool"
-    assert found.message.startswith("the session of a tool cannot be made: OSError: no such place (")
+    assert "use: OSError: no such place (" in found.message
 
 
 def test_a_turn_without_calls_goes_to_the_environment(opened: Any, file: str) -> None:
@@ -384,9 +386,9 @@ def test_a_parser_that_raises_fails_its_episode_alone(tokenizer: PreTrainedToken
     config = EnvironmentConfig(tools=[f"{file}:add"], tool_parser=parser)
     trajectory = episode(tokenizer, config, ["bad"], fails=True)
     assert trajectory.failure.source == "tool"
-    said = f"environment.tool_parser={parser} raised KeyError: 'name' ({file}:"
+    said = f"environment.tool_parser: {parser} raised KeyError: 'name' ({file}:"
     assert trajectory.failure.message.startswith(said)
-    assert trajectory.failure.message.endswith("expected texts and Calls: let it yield a Call with an error")
+    assert "Calls" in trajectory.failure.message.rpartition("; expected ")[2]
     assert [tokenizer.decode(list(turn.token_ids)) for turn in trajectory.turns] == ["bad<|im_end|>"]
     assert len(episode(tokenizer, config, ["good"]).turns) == 1
 
@@ -444,17 +446,15 @@ def test_the_config_is_checked_without_running_tools(settings: Any, said: str, t
 
 
 def test_tools_without_a_schema_and_two_of_one_name(file: str) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.tools\[0\]: the parameter a of the tool no_type has no type"):
+    with raises(ConfigError, "environment.tools[0]: tool no_type: a", expected=re.compile("a: str")):
         toolbox_of(EnvironmentConfig(tools=[f"{file}:no_type"]))
-    with pytest.raises(
-        ConfigError, match=r"tools\[1\] and environment\.tools\[0\] both have a tool add; expected diff"
-    ):
+    with raises(ConfigError, "environment.tools[1]", found=re.compile(r"\badd\b.*environment\.tools\[0\]")):
         toolbox_of(EnvironmentConfig(tools=[f"{file}:add", f"{file}:add"]))
-    with pytest.raises(ConfigError, match=r"the tool .*:nothing cannot be loaded: .*has no 'nothing'"):
+    with raises(ConfigError, f"environment.tools[0]: tool {file}:nothing", found=re.compile("'nothing'")):
         toolbox_of(EnvironmentConfig(tools=[f"{file}:nothing"]))
     tools = toolbox_of(EnvironmentConfig(tools=[f"{file}:add"]))
     assert tools is not None
-    with pytest.raises(ConfigError, match=r"template does not show tools .*environment\.tool_role=user, which"):
+    with raises(ConfigError, "chat template", change=re.compile(r"environment\.tool_role=user.*chat_template$")):
         with_parser(tools, "{{ messages }}")
-    with pytest.raises(ConfigError, match=r"environment\.tool_parser is not set, .* expected gpt-oss, hermes"):
+    with raises(ConfigError, "environment.tool_parser", found=None, expected=re.compile("gpt-oss, hermes")):
         with_parser(tools, "{{ tools }}")

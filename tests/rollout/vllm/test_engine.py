@@ -34,7 +34,6 @@ import server_conformance as servers
 from fake_engines import CPU, Start, events_of, request, starting
 
 from tests import pictures
-from tests.raising import raises
 from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.load import load_policy

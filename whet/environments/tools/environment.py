@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from whet.config.tools import ToolLimits
 from whet.environments.protocol import Answer, Environment, Observation
-from whet.environments.running import EnvironmentSpec, Running
+from whet.environments.running import EnvironmentSpec, FailedError, Running
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource, open_source
 from whet.errors import SandboxError, ToolError, describe
@@ -64,17 +64,17 @@ class ToolEnvironment:
             try:
                 session = source.session(prompt)
             except Exception as error:  # the constructor of a user's class
-                raise ToolError(f"the session of a tool cannot be made: {describe(error)}") from error
+                names = ", ".join(schema.name for schema in source.schemas)
+                raise ToolError(f"session of {names}", describe(error), "a session for the prompt") from error
             self._sessions.append(session)
             self._by_tool |= dict.fromkeys((schema.name for schema in source.schemas), session)
         try:
             async with asyncio.timeout(self._limits.start_seconds):
                 await asyncio.gather(*(session.start() for session in self._sessions))
         except TimeoutError as error:
-            raise ToolError(
-                f"the sessions of the tools took longer than {self._limits.start_seconds:g} s to start; expected less: "
-                "raise environment.tool_limits.start_seconds, or look at the server's own log"
-            ) from error
+            found = f"not started in {self._limits.start_seconds:g} s"
+            change = "raise environment.tool_limits.start_seconds, or look at the server's own log"
+            raise ToolError("sessions of the tools", found, change=change) from error
         return self._counted(await self._ask("reset", prompt, seed))
 
     async def step(self, answer: Answer) -> Observation:
@@ -95,12 +95,12 @@ class ToolEnvironment:
         ended = await asyncio.gather(*(each.close() for each in self._sessions), return_exceptions=True)
         await self._inner.call("close")
         if errors := [each for each in ended if isinstance(each, BaseException)]:
-            raise ToolError(f"a session was not closed cleanly: {describe(errors[0])}")
+            raise ToolError("session of a tool", describe(errors[0]), "a close that raises nothing")
 
     async def _ask(self, verb: str, *arguments: Any) -> Observation:
         outcome = await self._inner.call(verb, *arguments)
         if isinstance(outcome, Failure):
-            raise (SandboxError if outcome.source == "sandbox" else RuntimeError)(outcome.message)
+            raise FailedError(outcome)
         self._asked = outcome
         return outcome
 

@@ -23,6 +23,7 @@ from whet.registry import load_target
 from whet.types import Prompt
 
 FORMS = "{command: [...], env: {...}}, {url: http://..., headers: {...}} or {python: path/file.py:server}"
+IN_A_TERMINAL = "run its command in a terminal"
 _SECRET = re.compile(r"auth|cookie|key|secret|token", re.IGNORECASE)  # in names of headers
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 T = TypeVar("T")
@@ -38,24 +39,23 @@ class McpSource(ToolSource):
         try:
             importlib.import_module("mcp")
         except ImportError as error:
-            raise ConfigError(f"{where} needs the package mcp; run {pip_install('mcp')}") from error
+            raise ConfigError(where, "the package mcp is missing", "", f"run {pip_install('mcp')}") from error
         self._open = _opener(server, where)
         self.schemas = list(known) if known is not None else in_new_loop(self._ask)
 
     def session(self, prompt: Prompt) -> Session:
-        return McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
+        return McpSession(self._open, f"{self._where}: MCP server {self._shown}")
 
     async def _ask(self) -> list[ToolSchema]:
-        session = McpSession(self._open, f"the MCP server of {self._where} ({self._shown})")
+        session = McpSession(self._open, f"{self._where}: MCP server {self._shown}")
         try:
             async with asyncio.timeout(self._seconds):
                 await session.start()
                 return await session.schemas()
         except TimeoutError as error:
-            raise ToolError(
-                f"{session.name} did not start within {self._seconds:g} s; expected its list of tools: run its command "
-                "in a terminal to see why, or raise environment.tool_limits.start_seconds"
-            ) from error
+            change = f"{IN_A_TERMINAL} to see why, or raise environment.tool_limits.start_seconds"
+            found = f"not started in {self._seconds:g} s"
+            raise ToolError(session.name, found, "its list of tools", change) from error
         finally:
             await session.close()
 
@@ -110,11 +110,9 @@ class McpSession(Session):
         except BaseException as error:  # a group of errors, of the library or of the server
             if self._ready.done():
                 return
-            lost = ToolError(
-                f"{self.name} does not start: {describe(_first(error))}; expected a server that answers: run its "
-                "command in a terminal, or correct command or url"
-            )
-            self._ready.set_exception(lost)
+            change = f"{IN_A_TERMINAL}, or correct command or url"
+            found = f"does not start ({describe(_first(error))})"
+            self._ready.set_exception(ToolError(self.name, found, "a running server", change))
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         """The answer of the server.  Raises: ToolError where the connection is lost; BadCallError."""
@@ -126,15 +124,15 @@ class McpSession(Session):
         await asyncio.wait([asked, self._task], return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
             asked.cancel()
-            raise ToolError(f"{self.name} ended during a call")
+            raise ToolError(self.name, "ended during a call", change="read its log")
         try:
             return asked.result()
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise ToolError(f"{self.name} ended during a call: {error.message}") from error
+                raise ToolError(self.name, f"ended during a call ({error.message})", change="read its log") from error
             raise BadCallError(error.message) from error
         except Exception as error:  # a transport that is closed raises errors of other libraries
-            raise ToolError(f"{self.name} is lost: {describe(_first(error))}") from error
+            raise ToolError(self.name, f"lost ({describe(_first(error))})", change="read its log") from error
 
 
 def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
@@ -157,12 +155,11 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
             try:
                 found = load_target(path, is_called=False)
             except Exception as error:  # importing the file runs code of the user
-                raise ConfigError(
-                    f"{where}.mcp.python={path} cannot be loaded: {describe(error)}; correct it"
-                ) from error
+                found = f"{path} ({describe(error)})"
+                raise ConfigError(f"{where}.mcp.python", found, "code that loads", "correct it") from error
             return lambda: mcp.Client(found)
     shown = {key: sorted(value) if isinstance(value, Mapping) else value for key, value in server.items()}  # no secrets
-    raise ConfigError(f"{where}.mcp={shown}; expected {FORMS}: correct it (seen from {Path.cwd()})")
+    raise ConfigError(f"{where}.mcp", shown, FORMS, f"correct it (seen from {Path.cwd()})")
 
 
 def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
@@ -173,12 +170,11 @@ def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
     for name, value in given.items():
         text = str(value)
         if _SECRET.search(name) and not re.fullmatch(rf"(?:[A-Za-z]+ )?{_VARIABLE.pattern}", text):
-            raise ConfigError(
-                f"{where}.{name} holds a secret, which the run would save; expected the environment variable that has "
-                "it, such as 'Bearer $MCP_TOKEN': set one, and name it"
-            )
+            expected = "the environment variable that has it, such as 'Bearer $MCP_TOKEN'"
+            change = "set such a variable, and name it here"
+            raise ConfigError(f"{where}.{name}", "a secret, which the run would save", expected, change)
         if unset := [each for each in map("".join, _VARIABLE.findall(text)) if each not in os.environ]:
-            raise ConfigError(f"{where}.{name} names the environment variable {unset[0]}, which is not set: set it")
+            raise ConfigError(f"{where}.{name}: environment variable {unset[0]}", None, "the secret", "set it")
         found[name] = _VARIABLE.sub(lambda variable: os.environ[variable[1] or variable[2]], text)
     return found
 

@@ -38,28 +38,23 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
     which the model does not see.
 
     Raises: ConfigError, beginning with `where`, without a docstring, for a parameter without a type, and for *args."""
-    doc = inspect.getdoc(function)
+    doc, place = inspect.getdoc(function), f"{where}: tool {name}"
     if not doc:
-        raise ConfigError(f"{where}: the tool {name} has no docstring, from which the model reads its use; write one")
+        raise ConfigError(place, "no docstring", "one from which the model reads its use", "write one")
     summary, described = read_docstring(doc)
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:  # annotations are code of the user
-        raise ConfigError(f"{where}: the types of {name} cannot be read: {error}; correct the annotations") from error
+        raise ConfigError(place, str(error), "types that can be read", "correct the annotations") from error
     fields: dict[str, Any] = {}
     for each in inspect.signature(function).parameters.values():
         if each.name == "self" or each.kind is each.KEYWORD_ONLY:
             continue
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
-            raise ConfigError(
-                f"{where}: the tool {name} has the parameter {each}, which has no schema; expected named parameters "
-                "with types: replace it"
-            )
+            found = f"the parameter {each}, which has no schema"
+            raise ConfigError(place, found, "named parameters with types", "replace it")
         if each.name not in hints:
-            raise ConfigError(
-                f"{where}: the parameter {each.name} of the tool {name} has no type; expected one such as "
-                f"{each.name}: str; annotate it"
-            )
+            raise ConfigError(f"{place}: {each.name}", "no type", f"one such as {each.name}: str", "annotate it")
         default = ... if each.default is each.empty else each.default
         # The alias lets a parameter have a name that pydantic keeps for itself.
         named = Field(default, alias=each.name, description=described.get(each.name))
@@ -70,11 +65,8 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
         parameters = _without_titles(model.model_json_schema())
         parameters.pop("additionalProperties", None)  # the check says so, where a model gives more
     except Exception as error:  # pydantic's errors of unsupported types have several classes
-        first = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{where}: a parameter of the tool {name} has a type without a JSON schema: {first}; expected str, int, "
-            "float, bool, list, dict, Literal or a pydantic model"
-        ) from error
+        found = f"a parameter has a type without a JSON schema ({str(error).splitlines()[0]})"
+        raise ConfigError(place, found, "str, int, float, bool, list, dict, Literal or a pydantic model") from error
     return ToolSchema(name, summary, {"type": "object", **parameters}), model
 
 

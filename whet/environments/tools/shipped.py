@@ -95,15 +95,13 @@ def _index(corpus: str) -> BM25:
     try:
         text = Path(corpus).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the corpus {corpus} cannot be read: {error}; expected a .jsonl file: correct it") from error
+        raise ConfigError("corpus", f"{corpus} ({error})", "a .jsonl file", "correct it") from error
     lines = text.removesuffix("\n").split("\n")  # splitlines would split at U+2028 inside a JSON string too
     for number, line in enumerate(lines if text else [], start=1):
         try:
             row = json.loads(line)
             documents.append("\n".join(str(row[name]) for name in ("title", "text") if name == "text" or name in row))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"line {number} of the corpus {corpus} is {line[:60]!r}; expected JSON with text, and maybe a "
-                "title: correct it"
-            ) from error
+            expected = "JSON with text, and maybe a title"
+            raise ConfigError(f"corpus {corpus}, line {number}", f"{line[:60]!r}", expected, "correct it") from error
     return BM25(documents)

@@ -70,7 +70,7 @@ def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSche
         found = TOOLS[value]
         target = found.load()
     except Exception as error:  # importing the file runs code of the user
-        raise ConfigError(f"{where}: the tool {value} cannot be loaded: {describe(error)}; correct it") from error
+        raise ConfigError(f"{where}: tool {value}", describe(error), "code that loads", "correct it") from error
     resolved = found.resolve_options(options, f"{where}.options")
     return ClassSource(target, resolved, where) if inspect.isclass(target) else FunctionSource(target, resolved, where)
 
@@ -98,13 +98,15 @@ class ClassSource(ToolSource):
         methods = inspect.getmembers(kind, inspect.isfunction)
         names = [name for name, _ in methods if not name.startswith("_") and name not in ("close", "shown")]
         if not names:
-            raise ConfigError(f"{where}: the class {kind.__name__} has no public method; each one is a tool: write one")
+            raise ConfigError(f"{where}: class {kind.__name__}", "no public method", "one for each tool", "write one")
         if inspect.ismethod(prepare):
             try:
                 prepare(**options)
             except Exception as error:  # code of the user
-                said = str(error) if isinstance(error, ConfigError) else describe(error)
-                raise ConfigError(f"{where}: {kind.__name__}.prepare: {said}") from error
+                place = f"{where}: {kind.__name__}.prepare"
+                if isinstance(error, ConfigError):
+                    raise error.at(place) from error
+                raise ConfigError(place, describe(error), "code that raises nothing", "correct it") from error
         found = {name: schema_of(inspect.getattr_static(kind, name), name, where) for name in names}
         self.schemas = [schema for schema, _ in found.values()]
         self._models = {name: model for name, (_, model) in found.items()}

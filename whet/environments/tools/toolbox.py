@@ -69,8 +69,8 @@ class Toolbox:
         try:
             parsed = parse(self.parser or "hermes", text, {each.name: each.parameters for each in self.schemas})
         except Exception as error:  # the code of a user's parser
-            what = f"environment.tool_parser={self.parser} raised {describe(error)}"
-            raise ToolError(f"{what}; expected texts and Calls: let it yield a Call with an error") from error
+            found, change = f"{self.parser} raised {describe(error)}", "let it yield a Call with an error"
+            raise ToolError("environment.tool_parser", found, "texts and Calls", change) from error
         return tuple(
             {"id": f"t{turn % 10**4:04}c{place % 10**3:03}", "name": call.name, "arguments": dict(call.arguments)}
             | ({"error": call.error} if call.error else {})
@@ -102,17 +102,16 @@ def with_parser(tools: Toolbox, template: str | None) -> Toolbox:
 
     Raises: ConfigError where the template shows no known format, or no tools at all."""
     if template is not None and tools.role == "tool" and "tools" not in template:
-        raise ConfigError(
-            "the chat template does not show tools to the model; expected one that reads tools: set "
-            "environment.tool_role=user, which tells them in the system message and sends results as user messages, "
-            "or set data.chat_template_kwargs.chat_template"
+        change = (
+            "set environment.tool_role=user, which tells them in the system message and sends results as user "
+            "messages, or set data.chat_template_kwargs.chat_template"
         )
+        raise ConfigError("chat template", "does not show tools to the model", "one that reads tools", change)
     parser = tools.parser or ("hermes" if tools.role == "user" else parser_of(template or ""))
     if parser is None:
-        raise ConfigError(
-            "environment.tool_parser is not set, and the chat template shows no known format of calls; expected "
-            f"{', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function: set it"
-        )
+        expected = f"{', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
+        change = "set it, since the chat template shows no known format of calls"
+        raise ConfigError("environment.tool_parser", None, expected, change)
     return replace(tools, parser=parser)
 
 
@@ -130,9 +129,7 @@ def _open(entries: str, start_seconds: float) -> tuple[tuple[ToolSchema, ...], .
         known.append(tuple(open_source(entry, where, start_seconds).schemas))
         for schema in known[-1]:
             if schema.name in found:
-                raise ConfigError(
-                    f"{where} and {found[schema.name]} both have a tool {schema.name}; expected different "
-                    "names: rename or remove one of them"
-                )
+                both = f"a tool {schema.name}, which {found[schema.name]} has too"
+                raise ConfigError(where, both, "different names", "rename or remove one of them")
             found[schema.name] = where
     return tuple(known)

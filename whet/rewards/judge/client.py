@@ -83,9 +83,7 @@ class Client:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         if not self.settings.endpoint.startswith(("http://", "https://")):
-            raise RewardError(
-                f"endpoint={self.settings.endpoint!r} is no address; expected one such as http://127.0.0.1:8000/v1"
-            )
+            raise RewardError("endpoint", self.settings.endpoint, "an address such as http://127.0.0.1:8000/v1")
         folder, size = self.settings.cache, int(self.settings.cache_mb * 2**20)
         self._cache = None if folder is None else Cache(Path(folder), size)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,10 +144,12 @@ class Client:
                 break
             if attempt < self.settings.retries:
                 await asyncio.sleep(wait)
+        limits = f"{self.settings.deadline_seconds:g} s and {self.settings.retries + 1} attempts"
         failed = RewardError(
-            f"the judge {self.settings.model!r} at {self.settings.endpoint} gave no usable reply within "
-            f"{self.settings.deadline_seconds:g} s and {self.settings.retries + 1} attempts: {why}; expected a reply "
-            "of an OpenAI-compatible server; correct the endpoint, the model or the rubric, or raise the deadline"
+            f"judge {self.settings.model!r} at {self.settings.endpoint}",
+            f"no usable reply within {limits}: {why}",
+            "a reply of an OpenAI-compatible server",
+            "correct the endpoint, the model or the rubric, or raise the deadline",
         )
         failed.parts = used([spent])
         raise failed
@@ -177,7 +177,7 @@ class Client:
             except httpx.HTTPError as error:
                 raise _AgainError(f"it cannot be reached ({type(error).__name__}: {error})") from error
             except (httpx.InvalidURL, UnicodeError) as error:
-                raise RewardError(f"the judge's endpoint={self.settings.endpoint!r} is no address: {error}") from error
+                raise RewardError("endpoint", f"{self.settings.endpoint!r} ({error})", "an address") from error
         answer = self._read(reply, bytes(content))
         tokens = answer.input_tokens + answer.output_tokens
         if self.settings.tokens_per_minute is not None and tokens:
@@ -186,23 +186,20 @@ class Client:
 
     def _read(self, reply: httpx.Response, content: bytes) -> JudgeReply:
         """Raises: _AgainError where a retry may help, else RewardError."""
-        where, shown = f"the judge at {self.settings.endpoint}", content[:SHOWN_CHARACTERS].decode(errors="replace")
+        where, shown = f"judge at {self.settings.endpoint}", content[:SHOWN_CHARACTERS].decode(errors="replace")
         if reply.status_code in (401, 403):
             is_set = "is set, but not accepted" if os.environ.get(self.settings.key_variable) else "is not set"
-            raise RewardError(
-                f"{where} refused the key ({reply.status_code}); expected it in the environment variable "
-                f"{self.settings.key_variable}, which {is_set}; set it to a valid key, or name another as key_variable"
-            )
+            expected = f"a key in the environment variable {self.settings.key_variable}, which {is_set}"
+            change = "set it to a valid key, or name another as key_variable"
+            raise RewardError(where, f"refused the key (status {reply.status_code})", expected, change)
         if reply.status_code in RETRIED or reply.status_code >= 500:
             wait = _seconds_of(reply.headers.get("Retry-After", ""))
             if reply.status_code in (429, 503):
                 self._free_at = max(self._free_at, time.monotonic() + wait)
             raise _AgainError(f"status {reply.status_code}: {shown}", wait)
         if reply.status_code != 200:
-            raise RewardError(
-                f"{where} answered with status {reply.status_code}: {shown}; expected 200; correct the endpoint (it "
-                f"ends in /v1 as a rule), or model={self.settings.model!r}"
-            )
+            change = f"correct the endpoint (it ends in /v1 as a rule), or model={self.settings.model!r}"
+            raise RewardError(where, f"status {reply.status_code}: {shown}", "status 200", change)
         try:
             found = read_json(content)
             choice, usage = found["choices"][0], found.get("usage") or {}
@@ -225,10 +222,9 @@ class Client:
             try:
                 self._http = httpx.AsyncClient(timeout=self.settings.request_seconds, limits=limits)
             except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:  # of proxies and certificates
-                raise RewardError(
-                    f"no client of the judge at {self.settings.endpoint} can be made: {error}; correct the environment "
-                    "variables of proxies (HTTP_PROXY, ALL_PROXY, NO_PROXY) and certificates (SSL_CERT_FILE)"
-                ) from error
+                variables = "of proxies (HTTP_PROXY, ALL_PROXY, NO_PROXY) and certificates (SSL_CERT_FILE)"
+                change = f"correct the environment variables {variables}"
+                raise RewardError(f"client of {self.settings.endpoint}", str(error), change=change) from error
             self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
 
     async def _wait_for_limits(self, tokens: float) -> None:

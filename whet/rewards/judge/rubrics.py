@@ -22,7 +22,7 @@ import jinja2
 import jinja2.meta
 import yaml
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, did_you_mean
 from whet.files import shipped_yaml
 from whet.options import Finite, fits
 from whet.rewards.result import after_thought
@@ -62,34 +62,27 @@ class Rubric:
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        place = f"rubric {self.name}"
         if self.parser not in _PARSERS:
-            raise ConfigError(
-                f"rubric {self.name!r}: parser={self.parser!r}; expected one of {', '.join(_PARSERS)}; change it"
-            )
+            raise ConfigError(f"{place}: parser", self.parser, f"one of {', '.join(_PARSERS)}", "change it")
         if not self.low < self.high:
-            raise ConfigError(f"rubric {self.name!r}: low={self.low:g} is not less than high={self.high:g}; swap them")
+            raise ConfigError(f"{place}: low", self.low, f"less than high={self.high:g}", "swap them")
         try:
             used = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(self.template))
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"rubric {self.name!r}: the template is no jinja: {error}; correct it") from error
+            raise ConfigError(f"{place}: template", str(error), "a jinja template", "correct it") from error
         if unknown := used - set(TEXTS):
-            raise ConfigError(
-                f"rubric {self.name!r}: the template has {min(unknown)!r}; expected {', '.join(TEXTS)}; correct it"
-            )
+            raise ConfigError(f"{place}: template", f"reads {min(unknown)}", f"one of {', '.join(TEXTS)}", "correct it")
         if self.weights and (self.parser != "json" or any(not weight > 0 for weight in self.weights.values())):
-            raise ConfigError(
-                f"rubric {self.name!r}: weights={dict(self.weights)} with parser={self.parser}; expected numbers above "
-                "0 by JSON field, with parser=json; correct them"
-            )
+            expected = f"numbers above 0 by JSON field, with parser=json (it is {self.parser})"
+            raise ConfigError(f"{place}: weights", dict(self.weights), expected, "correct them")
         asks, named = _PARSERS[self.parser].asks, self.weights or [self.field]
         asked = [each.format(field=name, low=self.low, high=self.high) for each in asks for name in named]
         missing = [each for each in asked if each not in self.template]
         missing += [] if "response" in used else ["{{ response }}"]
         if missing:
-            raise ConfigError(
-                f"rubric {self.name!r}: the template does not have {missing[0]!r}, but parser={self.parser} reads "
-                f"{' '.join(asked)} of a judge that has seen the response; add it to the template"
-            )
+            reads = f"the response, and {' '.join(asked)}, which parser={self.parser} reads"
+            raise ConfigError(f"{place}: template", f"no {missing[0]!r}", reads, "add it to the template")
 
     def messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
         """The messages that ask a judge about `texts`, which are `TEXTS` by name."""
@@ -186,7 +179,7 @@ RUBRICS: dict[str, Rubric] = {}
 def register_rubric(rubric: Rubric) -> Rubric:
     """Registers a rubric under its name.  Raises: ConfigError for a name that another rubric has."""
     if RUBRICS.setdefault(rubric.name, rubric) != rubric:
-        raise ConfigError(f"rubric {rubric.name!r} is registered already; give this one another name")
+        raise ConfigError(f"rubric {rubric.name}", "registered already", "a new name", "give this one another name")
     return rubric
 
 
@@ -196,24 +189,21 @@ def load_rubric(reference: str) -> Rubric:
         return RUBRICS[reference]
     path = Path(reference)
     if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(
-            f"no rubric is called {reference!r}; expected {', '.join(RUBRICS)}, or a .yaml or .json file with one"
-        )
+        expected = f"{', '.join(RUBRICS)}, or a .yaml or .json file with a rubric"
+        raise ConfigError("rubric", reference, expected, did_you_mean(reference, RUBRICS, "name one of them"))
     try:
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"rubric {reference} cannot be read ({error}); expected a YAML or JSON file") from error
+        raise ConfigError(f"rubric {reference}", f"cannot be read ({error})", "a YAML or JSON file") from error
     names = [each.name for each in fields(Rubric)]
     given = {"name": path.stem, **found} if isinstance(found, dict) else {}
     if missing := [name for name in ("template", "parser") if name not in given]:
-        raise ConfigError(
-            f"rubric {reference} has no {missing[0]!r}; expected a mapping with {', '.join(names)}; add it"
-        )
+        raise ConfigError(f"rubric {reference}: {missing[0]}", None, f"a mapping with {', '.join(names)}", "add it")
     for name, value in given.items():
         takes, kind = _TAKES.get(name, (str, "text")) if name in names else (None, f"one of {', '.join(names)}")
         weights = value.values() if takes is dict and isinstance(value, dict) else ()
         if takes is None or not fits(value, takes) or not all(fits(weight, Finite) for weight in weights):
-            raise ConfigError(f"rubric {reference}: {name}={value!r}; expected {kind}; correct the file")
+            raise ConfigError(f"rubric {reference}: {name}", value, kind, "correct the file")
     return Rubric(**given)
 
 
