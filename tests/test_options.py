@@ -15,11 +15,12 @@ import torch
 from annotated_types import Ge, Gt, Interval, Le, Lt
 from torch import Tensor
 
+from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.raising import raises
-from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
+from whet.algorithms.calls import call
 from whet.errors import ConfigError
 from whet.options import Finite, Share, bounds_of, fits, words
-from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, WEIGHTS, Entry, Registry, call, entry_of
+from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, WEIGHTS, Entry, Registry, entry_of
 from whet.trainers.hints import HINTS
 
 FROM_THE_LOOP = {"num_tokens", "num_sequences", "fixed_length"}  # what aggregations are given; no option of a config

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.raising import raises
+from whet.algorithms.calls import call
 from whet.errors import ConfigError, RegistryError
 from whet.registry import (
     ADV_ESTIMATORS,
@@ -22,7 +23,6 @@ from whet.registry import (
     POLICY_LOSSES,
     REQUIRED,
     Registry,
-    call,
     load_target,
 )
 

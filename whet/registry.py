@@ -28,7 +28,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.columns import ROW_COLUMNS
 from whet.errors import ConfigError, RegistryError, did_you_mean
 from whet.options import fits, read, words
 
@@ -58,7 +57,7 @@ FIELDS = frozenset({"prompt_str", "extra_info"})
 
 
 class Resolved(dict[str, Any]):
-    """Complete and checked options of a function, which `call` does not check again for every micro-batch."""
+    """Complete and checked options of a function."""
 
 
 @cache
@@ -240,48 +239,6 @@ class Registry:
                 "put an option after `*`",
             )
         return entry
-
-
-def call(
-    entry: Entry, columns: Mapping[str, Any], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
-) -> Any:
-    """Calls a function on `columns` and returns its result. Float columns [B, R, ...] are set to 0 where
-    `response_mask` is 0; the function must not write into columns.  The value of an option is that in `options`, else
-    that in `supplied`, else its default.  Raises: RegistryError for a missing column or value."""
-    from whet.masks import zero_outside
-
-    supplied = supplied or {}
-    mask = columns.get("response_mask")
-    arguments: list[Any] = []
-    for parameter in entry.parameters:
-        if parameter in SUPPLIED:
-            arguments.append(_supplied(parameter, supplied, entry))
-            continue
-        name = FOREIGN_COLUMNS.get(parameter, parameter)
-        if name not in columns:
-            key, found = f"{entry.kind} {entry.name!r}", f"reads column {name!r}, which is not in the batch"
-            raise RegistryError(key, found, f"one of {', '.join(columns)}", "rename the parameter")
-        column = columns[name]
-        is_per_token = mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS
-        if is_per_token and column.is_floating_point():
-            column = zero_outside(column, mask)
-        # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
-        arguments.append(column.cpu().numpy() if parameter == "index" else column)
-    named = {**entry.options, **{name: supplied[name] for name in entry.options if name in supplied}, **options}
-    for name, value in named.items():
-        if value is REQUIRED:
-            _supplied(name, supplied, entry)
-    if options and not isinstance(options, Resolved):
-        entry.check(options, f"{entry.kind} {entry.name!r}: ")
-    return entry.load()(*arguments, **named)
-
-
-def _supplied(name: str, supplied: Mapping[str, Any], entry: Entry) -> Any:
-    if name not in supplied:
-        key, found = f"{entry.kind} {entry.name!r}", f"needs {name!r}, which the caller does not supply"
-        expected = f"a name that the caller supplies ({', '.join(supplied) or 'none'})"
-        raise RegistryError(key, found, expected, "set an option with that name")
-    return supplied[name]
 
 
 def entry_of(

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from whet.algorithms.calls import Bound, estimate, policy_loss, with_mini_batch_columns
 
 from benchmarks.workers.random_columns import columns_for
 from benchmarks.workers.turns import Turns
-from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.statistics import masked_mean
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 OPTIONS = {"gae": {"gamma": 0.99, "lam": 0.95}}
 
@@ -33,12 +33,12 @@ def main() -> None:
 
 def estimated(name: str, columns: dict[str, Tensor]) -> None:
     """As the loop does it."""
-    estimate(ADV_ESTIMATORS[name], columns, OPTIONS.get(name, {}))
+    estimate(Bound(ADV_ESTIMATORS[name], OPTIONS.get(name, {})), columns)
 
 
 def alone(name: str, columns: dict[str, Tensor]) -> None:
     """The function itself."""
-    call(ADV_ESTIMATORS[name], columns, OPTIONS.get(name, {}))
+    Bound(ADV_ESTIMATORS[name], OPTIONS.get(name, {}))(columns)
 
 
 def loss(name: str, columns: dict[str, Tensor]) -> None:
@@ -50,7 +50,8 @@ def loss(name: str, columns: dict[str, Tensor]) -> None:
 def total(name: str, columns: dict[str, Tensor]) -> Tensor:
     """The loss as one number; what it reported is a list of numbers then, as in an engine, and no tensor any more."""
     entry, mask = POLICY_LOSSES[name], columns["response_mask"]
-    result = policy_loss(entry, with_mini_batch_columns(entry, columns, {}), {})
+    function = Bound(entry, {})
+    result = policy_loss(function, with_mini_batch_columns(function, columns))
     reported = [float(masked_mean(value, mask)) for value in result.diagnostics.values()]
     mode = entry.marks.get("aggregation", "token-mean")
     assert result.per_token is not None

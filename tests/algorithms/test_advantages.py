@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate
+from tests.algorithms.calling import estimate
 from whet.algorithms.statistics import whiten
 from whet.registry import ADV_ESTIMATORS
 

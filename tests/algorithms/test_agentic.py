@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate
+from tests.algorithms.calling import estimate
 from whet.registry import ADV_ESTIMATORS
 
 # row 0: turn 0 samples two tokens and earns 1, a tool writes one, turn 1 samples one and earns 4; padding

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet.algorithms.calls import call
 from whet.algorithms.correction import gap, out_of_bounds, weight_metrics
-from whet.registry import REJECTIONS, WEIGHTS, call
+from whet.registry import REJECTIONS, WEIGHTS
 
 LOG2 = math.log(2)
 NAN = math.nan

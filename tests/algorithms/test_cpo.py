@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithms.calling import estimate
 from tests.raising import raises
-from whet.algorithms.adapters import estimate
 from whet.algorithms.cpo import positions
 from whet.errors import ConfigError, RegistryError
 from whet.registry import ADV_ESTIMATORS, WRAPPERS

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from whet.registry import FILTERS, call
+from whet.algorithms.calls import call
+from whet.registry import FILTERS
 
 
 @pytest.mark.parametrize("name", ["dynamic_sampling", "dapo"])

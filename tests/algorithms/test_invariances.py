@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
+from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS, Entry, call
+from whet.algorithms.calls import call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS, Entry
 
 Batch = dict[str, Tensor]
 MakeBatch = Callable[..., Batch]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import with_mini_batch_columns
+from tests.algorithms.calling import with_mini_batch_columns
+from whet.algorithms.calls import call
 from whet.algorithms.covariance import covariances
-from whet.registry import POLICY_LOSSES, call
+from whet.registry import POLICY_LOSSES
 
 Batch = dict[str, Tensor]
 E = math.e

@@ -6,7 +6,7 @@ import re
 import torch
 
 from tests.raising import raises
-from whet.algorithms.adapters import TrajectoryLayout
+from whet.algorithms.calls import TrajectoryLayout
 from whet.errors import DataError
 
 # trajectory 7 has rows 0 and 2, trajectory 3 has row 1, all of trajectory 5 failed

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet.algorithms.calls import call
 from whet.algorithms.value_loss import explained_variance
-from whet.registry import VALUE_LOSSES, call
+from whet.registry import VALUE_LOSSES
 
 
 def one_row(values: list[float], old_values: list[float], returns: list[float]) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from tests.algorithms.calling import estimate
 from tests.config.frameworks import STEPS
-from whet.algorithms.adapters import estimate
 from whet.config import TrainConfig, load_config
 from whet.config.convert import Converted, convert
 from whet.config.foreign import tables

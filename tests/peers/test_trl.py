@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithms.calling import policy_loss
 from tests.peers.peer import ask, interpreter
 from tests.peers.test_verl import BATCHES, Batch, ragged
-from whet.algorithms.adapters import policy_loss
 from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.calls import call
 from whet.algorithms.kl import kl_penalty
 from whet.algorithms.shaping import soft_overlong
-from whet.registry import POLICY_LOSSES, WEIGHTS, call
+from whet.registry import POLICY_LOSSES, WEIGHTS
 from whet.trainers.objectives import PreferenceObjective
 
 WORKER = Path(__file__).parent / "trl_worker.py"

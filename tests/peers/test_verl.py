@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.peers.peer import ask, interpreter
 from tests.rewards.test_peers import scores
-from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.calls import call
 from whet.algorithms.kl import kl_penalty
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
 
 Batch = dict[str, Tensor]
 Call = tuple[str, str, Batch, dict[str, Any]]

@@ -12,7 +12,7 @@ import pytest
 from scripted import Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
-from whet.algorithms.adapters import estimate
+from tests.algorithms.calling import estimate
 from whet.environments.host import Deadlines
 from whet.environments.protocol import Observation, unpaid
 from whet.metrics import Metrics

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from whet import registry
+from whet.algorithms.calls import call
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.environments.protocol import Answer
 from whet.environments.tools.parsers import Call, parse
 from whet.environments.tools.schema import schema_of
 from whet.models.load import load_policy
-from whet.registry import call, load_target
+from whet.registry import load_target
 from whet.trainers.build import train
 from whet.types import Prompt
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from whet.algorithms.calls import Bound
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, Registry
-from whet.trainers.correction import Chosen, Correction
+from whet.trainers.correction import Correction
 from whet.trainers.objectives import PolicyObjective, ValueObjective, narrowed
 
 
@@ -33,9 +34,9 @@ def rejected(loss: str = "reinforce", weight: str = "importance", **options: Any
         }
     )
     correction = Correction(
-        Chosen(POLICY_LOSSES[loss], {}),
-        Chosen(WEIGHTS[weight], options),
-        Chosen(REJECTIONS["divergence"], {"form": "k3", "high": 0.5}),
+        Bound(POLICY_LOSSES[loss], {}),
+        Bound(WEIGHTS[weight], options),
+        Bound(REJECTIONS["divergence"], {"form": "k3", "high": 0.5}),
     )
     metrics = Metrics()
     return correction.weigh(correction.reject(batch, metrics), metrics), metrics

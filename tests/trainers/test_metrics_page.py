@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import whet
+from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.algorithms.conftest import _make_batch
-from whet.algorithms.adapters import estimate, policy_loss, with_mini_batch_columns
 from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.data.drawn.figures import counting

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from whet.algorithms.adapters import with_mini_batch_columns
+from tests.algorithms.calling import with_mini_batch_columns
 from whet.config import TrainConfig
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings

@@ -10,12 +10,14 @@ the `*`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from whet.algorithms.calls import Bound
 from whet.algorithms.statistics import row_means, row_sums
-from whet.registry import AGGREGATIONS, call, register_aggregation
+from whet.registry import AGGREGATIONS, register_aggregation
 
 Count = Tensor | int | float
 
@@ -34,8 +36,13 @@ def counts(response_mask: Tensor) -> dict[str, Tensor]:
 def aggregate(mode: str, values: Tensor, response_mask: Tensor, **counts: Count) -> Tensor:
     """Applies the registered aggregation `mode` to `values` [B, R]; masked values are ignored. `counts` are
     `num_tokens`, `num_sequences` and `fixed_length`.  Raises: RegistryError."""
-    total: Tensor = call(AGGREGATIONS[mode], {"values": values, "response_mask": response_mask}, {}, counts)
+    total: Tensor = _bound(mode)({"values": values, "response_mask": response_mask}, counts)
     return total
+
+
+@cache
+def _bound(mode: str) -> Bound:
+    return Bound(AGGREGATIONS[mode], {})
 
 
 @register_aggregation("token-mean")

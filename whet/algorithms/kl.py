@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from whet.algorithms.calls import call
 from whet.algorithms.statistics import log_ratio
-from whet.registry import KL_FORMS, call, register_kl
+from whet.registry import KL_FORMS, register_kl
 
 
 def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:

@@ -8,9 +8,9 @@ from whet.registry import register_environment
 from whet.types import Prompt
 
 
-@register_environment("single_turn", pure=True, max_turns=1)
+@register_environment("single_turn", pure=True, max_turns=1, silent=True)
 class SingleTurn:
-    """An environment whose episode ends after the first turn."""
+    """An environment whose episode ends after the first turn. It is `silent`: as it says nothing, nobody runs it."""
 
     def __init__(self, prompt: Prompt) -> None:
         pass

@@ -21,6 +21,7 @@ from whet.environments.tools.toolbox import Toolbox
 from whet.errors import DataError
 from whet.keyed import key
 from whet.phases import counted
+from whet.registry import ENVIRONMENTS
 from whet.rollout.codec import TemplateCodec
 from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
@@ -42,6 +43,12 @@ class Stage:
     max_episodes: int | None = None
     tools: Toolbox | None = None  # with their parser
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # with the tools (`with_tools`)
+
+    @property
+    def is_silent(self) -> bool:
+        """Tells whether the environment ends each episode after its first turn, and says nothing: no host runs it."""
+        is_plain = self.tools is None and self.max_episodes is None
+        return is_plain and bool(ENVIRONMENTS[self.environment].marks.get("silent"))
 
     def open(self) -> EnvironmentHost:
         """Opens the host of the environment.  Raises: as `open_host`."""
@@ -71,7 +78,8 @@ class Collector:
         reads images and videos of observations; `turns` makes the turns of the driver, by default `Turns`."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         stages = {MAIN: self.stage, **self.agents}
-        self.environments = dict(hosts or {name: each.open() for name, each in stages.items()})
+        speaking = {name: each for name, each in stages.items() if not each.is_silent}
+        self.environments = dict(hosts or {name: each.open() for name, each in speaking.items()})
         self.codecs = {
             name: TemplateCodec(
                 tokenizer,
@@ -95,9 +103,10 @@ class Collector:
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[Episode]:
         """n episodes of each prompt, in order; `step` and `purpose` name their random draws."""
-        rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits)
+        rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits, self.stage.is_silent)
         agents = {
-            name: replace(rules, codec=self.codecs[name], limits=each.limits) for name, each in self.agents.items()
+            name: replace(rules, codec=self.codecs[name], limits=each.limits, is_silent=each.is_silent)
+            for name, each in self.agents.items()
         }
         rules = replace(rules, agents=agents)
         seeds = [key(self.seed, "environment", purpose, step, prompt.uid) for prompt in prompts]
@@ -225,7 +234,9 @@ class Driver:
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self._clock = clock
         self._open: dict[str, _Open] = {}  # by id of the episode
-        self._late_at = {agent: dict[str, float]() for agent in environments}  # by sub-agent and id, first begun first
+        self._late_at = {
+            agent: dict[str, float]() for agent in episode_seconds
+        }  # by sub-agent and id
         self._unsent = deque[Sample]()
         self._num_tokens = 0  # of all completions so far
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
@@ -266,7 +277,8 @@ class Driver:
 
         Raises: what the engine raises."""
         self._send()
-        self._take_observations(0.0 if self._sampling else timeout_seconds)
+        if self._stepping:
+            self._take_observations(0.0 if self._sampling else timeout_seconds)
         if self._sampling:
             self._handle(self.engine.poll(0.0 if self._stepping or self._unsent else timeout_seconds))
         self._fail_late_episodes()
@@ -274,9 +286,8 @@ class Driver:
     def drop(self) -> None:
         """Ends all episodes without a word, after an error."""
         drop(self.engine, list(self._sampling))
-        for uid, each in self._open.items():
-            self.environments[each.episode.agent].close(uid)
-            self._late_at[each.episode.agent].pop(uid, None)
+        for each in self._open.values():
+            self._let_go(each.episode)
         self._open, self._sampling, self._stepping = {}, {}, {}
         self._unsent.clear()
 
@@ -289,6 +300,8 @@ class Driver:
 
     def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
         self._open[episode.id] = _Open(episode, on_done)
+        if episode.rules.is_silent:
+            self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
         self._carry_out(episode.start())
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -297,23 +310,29 @@ class Driver:
                 self._unsent.append(command)
                 continue
             opened = self._open[command.episode]
-            host, agent = self.environments[opened.episode.agent], opened.episode.agent
+            agent = opened.episode.agent
             if isinstance(command, Score):
                 del self._open[command.episode]
-                self._late_at[agent].pop(command.episode, None)
                 opened.on_done(command.trajectory)
             elif isinstance(command, Close):
-                self._abandon([child for child in opened.children if child in self._open])
-                host.close(command.episode)
-            elif isinstance(command, Step):
-                self._stepping[command.episode] = agent
-                host.step(command.episode, command.answer)
+                if opened.children:
+                    self._abandon([child for child in opened.children if child in self._open])
+                self._let_go(opened.episode)
             elif isinstance(command, Delegate):
                 opened.children.append(command.child.id)
                 self._begin(command.child, partial(self._on_delegated, opened.episode))
+            elif isinstance(command, Step):
+                self._stepping[command.episode] = agent
+                self.environments[agent].step(command.episode, command.answer)
             else:
                 self._stepping[command.episode] = agent
-                host.start(command.episode, command.prompt, command.seed)
+                self.environments[agent].start(command.episode, command.prompt, command.seed)
+
+    def _let_go(self, episode: Episode) -> None:
+        """Ends the environment of an episode, and its deadline."""
+        if not episode.rules.is_silent:
+            self.environments[episode.agent].close(episode.id)
+        self._late_at[episode.agent].pop(episode.id, None)
 
     def _on_delegated(self, parent: Episode, trajectory: Trajectory) -> None:
         self._carry_out(parent.on_delegated(trajectory))
@@ -325,8 +344,7 @@ class Driver:
             opened = self._open.pop(uid, None)
             if opened is not None:
                 self._abandon(opened.children)
-                self.environments[opened.episode.agent].close(uid)
-                self._late_at[opened.episode.agent].pop(uid, None)
+                self._let_go(opened.episode)
 
     def _send(self) -> None:
         """Submits requests until the engine is full."""
@@ -366,12 +384,14 @@ class Driver:
     def _fail_late_episodes(self) -> None:
         """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""
         now, late = self._clock(), list[str]()
-        for agent, deadlines in self._late_at.items():
-            for uid in self.environments[agent].begun():
+        for agent, host in self.environments.items():
+            for uid in host.begun():
                 if uid in self._open:
-                    deadlines.setdefault(uid, now + self.episode_seconds[agent])
+                    self._late_at[agent].setdefault(uid, now + self.episode_seconds[agent])
+        for deadlines in self._late_at.values():
             late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
-        self._stop_calls(late)
+        if late:
+            self._stop_calls(late)
         for uid in late:
             if uid in self._open:  # else it was a task of another late one
                 self._stepping.pop(uid, None)  # a late task may just have given it a turn

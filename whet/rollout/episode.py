@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from whet.data.chat import assistant_message, check_message
-from whet.environments.protocol import Answer, Observation, Result, Task, unpaid
+from whet.environments.protocol import ENDS, GOES_ON, Answer, Observation, Result, Task, unpaid
 from whet.errors import TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
 
-BEGINNING = Observation(done=False)
 MAIN = ""  # the agent of an episode that is no task of another
 
 
@@ -78,6 +77,7 @@ class Rules:
     step: int
     purpose: str = "rollout"
     limits: Limits = Limits()
+    is_silent: bool = False  # no environment answers a turn: the episode ends with the first
     agents: Mapping[str, Rules] = field(default_factory=dict)  # of sub-agents, by name
 
 
@@ -159,7 +159,7 @@ class Episode:
     _behind: int | None = None  # digest of the context of `_partial`, where an earlier run sampled it
     _attempt: int = 0
     _noted: Completion | None = None  # of the attempt that is running
-    _read: Observation = BEGINNING  # before the turn that is being sampled
+    _read: Observation = GOES_ON  # before the turn that is being sampled
     _contexts: dict[str, Context] = field(default_factory=dict)  # by player
     _last: dict[str, int] = field(default_factory=dict)  # the player's last turn: its place in `turns`
     _tasks: dict[str, Result | None] = field(default_factory=dict)  # by the trajectory that a task leads to
@@ -171,8 +171,8 @@ class Episode:
         self.id = f"{self.rules.purpose}:{self.rules.step}:{self.uid}"  # names the episode among all that run
 
     def start(self) -> list[Command]:
-        """Begins."""
-        return [Reset(self.id, self.prompt, self.seed)]
+        """Begins; a silent environment says nothing."""
+        return self.on_observation(GOES_ON) if self.rules.is_silent else [Reset(self.id, self.prompt, self.seed)]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
@@ -235,6 +235,8 @@ class Episode:
         self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
         if failure is not None:
             return self._end(failure)
+        if self.rules.is_silent:
+            return self.on_observation(ENDS)
         return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:

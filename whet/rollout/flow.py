@@ -119,7 +119,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Chosen:
-    """All groups of the step are sampled, and no filter reads their scores: they may be read before these come."""
+    """Names the groups of the step, which are sampled and not scored yet; no filter reads their scores."""
 
     groups: list[Group]
 

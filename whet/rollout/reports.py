@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of sampled groups: failures, filter, staleness; and the end of a run in which too many fail."""
+"""Measures of sampled groups: failures, filter, staleness; and the end of a run in which too many fail."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Given:
         self._prompts = list(prompts)
 
     def take(self, n: int) -> list[Prompt]:
-        """All of them."""
+        """Returns all of them."""
         return self._prompts
 
     def observe(self, groups: Sequence[Group]) -> None:

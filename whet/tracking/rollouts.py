@@ -103,8 +103,8 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
     left, right = _comparable(value), _comparable(wanted)
     if isinstance(left, float) != isinstance(right, float):
         if isinstance(left, float) and sign not in ("=", "!="):
-            found = f"{name} is a number, and {wanted!r} is none"
-            raise DataError(f"--where {condition}", found, change="compare it with a number")
+            problem = f"{name} is a number, and {wanted!r} is none"
+            raise DataError(f"--where {condition}", problem, change="compare it with a number")
         left, right = str(value), wanted
     return bool(COMPARISONS[sign](left, right))
 

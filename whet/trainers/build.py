@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.algorithms.calls import Bound
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
@@ -52,7 +53,7 @@ from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
 from whet.trainers import judged as judged, workers  # judged: its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
-from whet.trainers.correction import Chosen, Correction
+from whet.trainers.correction import Correction, estimator
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
@@ -162,7 +163,7 @@ def build(
                 roles=roles,
                 rollouts=_rollouts(begun, config, roles, scorer, hosts),
                 columns=columns,
-                estimator=Chosen.estimator(config.algorithm),
+                estimator=estimator(config.algorithm),
                 correction=Correction.from_config(config),
                 policy_objective=PolicyObjective.from_config(config),
                 value_objective=ValueObjective.from_config(config) if "critic" in roles else None,
@@ -366,7 +367,7 @@ def _group_filter(config: TrainConfig) -> Filter | None:
     def made(chosen: GroupFilterConfig, key: str) -> Filter | None:
         if chosen.name is None:
             return None
-        of = Chosen.of(FILTERS, chosen.name, chosen.options, f"{key}.filter.options")
+        of = Bound.of(FILTERS, chosen.name, chosen.options, f"{key}.filter.options")
         return Filter(of.entry.load(), of.options, chosen.metric)
 
     by_domain = {name: made(each.filter, f"reward.domains.{name}") for name, each in config.reward.domains.items()}

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.algorithms.adapters import estimate
+from whet.algorithms.calls import Bound, estimate
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
+from whet.algorithms.statistics import zero_outside
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from whet.config.compose import shipped_recipes
 from whet.config.load import load_config
 from whet.config.schema import DataConfig, TrainConfig
-from whet.masks import zero_outside
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
-from whet.trainers.correction import Chosen, Correction
+from whet.trainers.correction import Correction, estimator
 from whet.trainers.objectives import PolicyObjective
 from whet.trainers.shape import Shaper
 
@@ -164,7 +164,7 @@ class Step:
 
     world: World
     config: TrainConfig
-    estimator: Chosen
+    estimator: Bound
     correction: Correction
     objective: PolicyObjective
 
@@ -179,7 +179,7 @@ class Step:
         return cls(
             world,
             config,
-            Chosen.estimator(algorithm),
+            estimator(algorithm),
             Correction.from_config(config),
             objective if mode is None else replace(objective, aggregation=mode),
         )
@@ -223,7 +223,7 @@ class Step:
         uid = torch.zeros(len(group), dtype=torch.int64)
         batch = DataProto.from_dict({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)
-        advantages = estimate(self.estimator.entry, batch.tensors(), self.estimator.options).advantages
+        advantages = estimate(self.estimator, batch.tensors()).advantages
         batch = shaper.advantages(batch.with_columns(advantages=advantages), metrics)
         shown = self.correction.weigh(self.correction.reject(batch, metrics), metrics).tensors()
         of_rows = {name: output[rows] for name, output in outputs.items()}

@@ -16,8 +16,9 @@ from statistics import fmean
 
 import torch
 
-from whet.algorithms.adapters import mini_batch_functions
+from whet.algorithms.calls import mini_batch_functions
 from whet.algorithms.kl import kl_columns
+from whet.algorithms.statistics import zero_outside
 from whet.columns import COLUMNS, SCORED_BY, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
 from whet.config.compose import flatten
@@ -25,7 +26,6 @@ from whet.config.schema import ActorConfig, TrainConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, RegistryError
 from whet.keyed import key
-from whet.masks import zero_outside
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS

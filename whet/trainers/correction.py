@@ -7,63 +7,43 @@ Losses are summed over `loss_mask` and divided by its counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from whet.algorithms.adapters import with_mini_batch_columns
 from whet.algorithms.aggregation import loss_mask
+from whet.algorithms.calls import Bound, with_mini_batch_columns
 from whet.algorithms.correction import gap, out_of_bounds, ratio, weight_metrics
 from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Entry, Registry, call
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Registry
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A registered function and its options."""
-
-    entry: Entry
-    options: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, registry: Registry, name: str, options: Mapping[str, Any], where: str) -> Chosen:
-        """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
-        return cls(registry[name], registry[name].resolve_options(options, where))
-
-    @classmethod
-    def estimator(cls, algorithm: AlgorithmConfig) -> Chosen:
-        """The advantage estimator of a config.  Raises: ConfigError, RegistryError."""
-        return cls.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
-
-    def __call__(self, batch: DataProto) -> torch.Tensor:
-        """The column that it makes of a batch."""
-        result: torch.Tensor = call(self.entry, batch.tensors(), self.options)
-        return result
+def estimator(algorithm: AlgorithmConfig) -> Bound:
+    """The advantage estimator of a config.  Raises: ConfigError, RegistryError."""
+    return Bound.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
 
 
 @dataclass(frozen=True)
 class Correction:
     """The rejection, the weight and the loss that a config chooses."""
 
-    loss: Chosen
-    weight: Chosen | None = None
-    rejection: Chosen | None = None
+    loss: Bound
+    weight: Bound | None = None
+    rejection: Bound | None = None
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> Correction:
         """The functions that a config names, with their options.  Raises: ConfigError, RegistryError."""
         algorithm, names = config.algorithm, config.algorithm.correction
 
-        def chosen(registry: Registry, key: str) -> Chosen | None:
+        def chosen(registry: Registry, key: str) -> Bound | None:
             name, options = names[key], names[f"{key}_options"]
-            return None if name is None else Chosen.of(registry, name, options, f"algorithm.correction.{key}_options")
+            return None if name is None else Bound.of(registry, name, options, f"algorithm.correction.{key}_options")
 
-        loss = Chosen.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
+        loss = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
         return cls(loss, chosen(WEIGHTS, "weight"), chosen(REJECTIONS, "rejection"))
 
     def reject(self, batch: DataProto, metrics: Metrics) -> DataProto:
@@ -76,7 +56,7 @@ class Correction:
         if self.rejection is None:
             return batch
         sampled = batch["response_mask"] != 0
-        kept = self.rejection(batch).expand(sampled.shape) & sampled
+        kept = self.rejection(batch.tensors()).expand(sampled.shape) & sampled
         metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
@@ -97,14 +77,14 @@ class Correction:
         those that are trained on."""
         trained = loss_mask(mini_batch.tensors())
         if self.weight is not None:
-            weights, counted = self.weight(mini_batch), trained != 0
+            weights, counted = self.weight(mini_batch.tensors()), trained != 0
             weights = weights.expand(counted.shape).masked_fill(~counted, 0.0)
             metrics.mean("correction/weight", weights.sum() / counted.sum().clamp(min=1), int(counted.sum()))
             self._measure(mini_batch, weights, counted, metrics)
             mini_batch = mini_batch.with_columns(token_weights=weights)
         if "before" in self.loss.entry.marks:
             columns = {**mini_batch.tensors(), "response_mask": trained}
-            added = with_mini_batch_columns(self.loss.entry, columns, self.loss.options)
+            added = with_mini_batch_columns(self.loss, columns)
             new = {name: column for name, column in added.items() if name not in columns}
             mini_batch = mini_batch.with_columns(**new)
         return mini_batch

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from whet.algorithms.adapters import PolicyLoss, policy_loss
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
+from whet.algorithms.calls import Bound, PolicyLoss, policy_loss
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.preference import bradley_terry
 from whet.algorithms.statistics import log_ratio, masked_mean
@@ -42,18 +42,23 @@ class Objective:
         """The registered loss."""
         return self.kind[self.loss_name]
 
+    @cached_property
+    def function(self) -> Bound:
+        """The loss with its options."""
+        return Bound(self.entry, self.options)
+
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
         """The loss of whole sequences: their ratios are of all sampled tokens, and only trained tokens have a gradient.
         A function that aggregates its loss itself reads the trained tokens alone."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
-            return policy_loss(self.entry, columns, self.options, supplied)
+            return policy_loss(self.function, columns, supplied)
         output = "log_probs" if "log_probs" in self.entry.columns else "values"
         held = torch.where(trained != 0, columns[output], columns[output].detach())
-        result = policy_loss(self.entry, {**columns, output: held}, self.options, supplied)
+        result = policy_loss(self.function, {**columns, output: held}, supplied)
         if result.aggregated is None:
             return result
-        return policy_loss(self.entry, {**columns, "response_mask": trained}, self.options, supplied)
+        return policy_loss(self.function, {**columns, "response_mask": trained}, supplied)
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Tokens that are trained on, and rows that have any."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from whet.algorithms.adapters import estimate
+from whet.algorithms.calls import estimate
 from whet.config.schema import ActorConfig
 from whet.controller.worker_group import PendingCall
 from whet.keyed import key
@@ -95,11 +95,11 @@ def update(run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
 def estimate_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
     """Adds `advantages` of all rows, and `returns` where the estimator gives them or a critic learns them."""
     with_returns = run.value_objective is not None
-    entry, options = run.estimator.entry, run.estimator.options
+    entry = run.estimator.entry
     supplied = {"config": run.config, "non_tensor_batch": batch.non_tensor_batch}
     if "batch" in (*entry.parameters, *entry.options):  # verl's form: a TensorDict
         supplied["batch"] = batch.batch
-    estimated = estimate(entry, batch.tensors(), options, supplied, with_returns=with_returns)
+    estimated = estimate(run.estimator, batch.tensors(), supplied, with_returns=with_returns)
     for name, value in estimated.metrics.items():
         metrics.mean(name if "/" in name else f"critic/{name}", value)
     batch = batch.with_columns(advantages=estimated.advantages)

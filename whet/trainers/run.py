@@ -15,6 +15,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from whet import files
+from whet.algorithms.calls import Bound
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
@@ -29,7 +30,7 @@ from whet.tracking.jsonl import json_line, printable
 from whet.tracking.rollouts import read_rollouts
 from whet.tracking.tracker import TableRow
 from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
-from whet.trainers.correction import Chosen, Correction
+from whet.trainers.correction import Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.gap import GAP, largest_jumps, reward_gap
 from whet.trainers.health import Health
@@ -51,7 +52,7 @@ class Run(Frame):
     config: TrainConfig
     rollouts: Rollouts
     columns: ColumnPlan
-    estimator: Chosen
+    estimator: Bound
     correction: Correction
     policy_objective: PolicyObjective
     value_objective: ValueObjective | None

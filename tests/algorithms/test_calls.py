@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.algorithms.calling import estimate, policy_loss
 from tests.raising import raises
-from whet.algorithms.adapters import estimate, policy_loss
 from whet.errors import RegistryError
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES
 

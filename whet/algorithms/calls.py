@@ -1,25 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of registered estimators and losses: the several forms of their results are converted to one.
+"""Calls of registered functions on columns: bound once to their options, their results converted to one form.
 
 Where the context of a trajectory was rewritten, a new row begins: functions read the rows of a trajectory as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from whet.algorithms.statistics import reward_to_go, spread
+from whet.algorithms.statistics import reward_to_go, spread, zero_outside
 from whet.columns import ROW_COLUMNS
 from whet.errors import DataError, RegistryError
-from whet.masks import zero_outside
-from whet.registry import Entry, call, entry_of, load_target
+from whet.registry import (
+    FOREIGN_COLUMNS,
+    REQUIRED,
+    SUPPLIED,
+    Entry,
+    Registry,
+    Resolved,
+    entry_of,
+    load_target,
+)
 
 BATCH = frozenset({"batch", "non_tensor_batch"})
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A registered function with its options, to be called on columns [B, ...] by name.
+
+    Float columns [B, R, ...] are set to 0 where `response_mask` is 0; the function must not write into columns. The
+    value of an option is that in `options`, else that in `supplied`, else its default.  Raises: ConfigError for an
+    option that does not fit; a call RegistryError for a missing column or value."""
+
+    entry: Entry
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.options and not isinstance(self.options, Resolved):
+            self.entry.check(self.options, f"{self.entry.kind} {self.entry.name!r}: ")
+
+    @classmethod
+    def of(cls, registry: Registry, name: str, options: Mapping[str, Any], where: str) -> Bound:
+        """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
+        return cls(registry[name], registry[name].resolve_options(options, where))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bound, (self.entry, self.options)
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The function itself, imported at the first call."""
+        return self.entry.load()
+
+    @cached_property
+    def sources(self) -> list[tuple[str, str | None]]:
+        """Parameters with the column that each reads; None where the caller supplies its value."""
+        names = self.entry.parameters
+        return [(name, None if name in SUPPLIED else FOREIGN_COLUMNS.get(name, name)) for name in names]
+
+    def __call__(self, columns: Mapping[str, Tensor], supplied: Mapping[str, Any] | None = None) -> Any:
+        """Calls the function.  Returns its result."""
+        given, mask = supplied or {}, columns.get("response_mask")
+        named = {**self.entry.options, **{name: given[name] for name in self.entry.options if name in given}}
+        named |= self.options
+        try:
+            arguments = [
+                given[each] if name is None else _argument(each, name, columns[name], mask)
+                for each, name in self.sources
+            ]
+        except KeyError as error:
+            raise self._missing(error.args[0], columns, given) from None
+        if REQUIRED in named.values():
+            raise self._missing(next(name for name, value in named.items() if value is REQUIRED), columns, given)
+        return self.function(*arguments, **named)
+
+    def _missing(self, name: str, columns: Mapping[str, Any], supplied: Mapping[str, Any]) -> RegistryError:
+        key = f"{self.entry.kind} {self.entry.name!r}"
+        if name in self.entry.columns:
+            found = f"reads column {name!r}, which is not in the batch"
+            return RegistryError(key, found, f"one of {', '.join(columns)}", "rename the parameter")
+        found = f"needs {name!r}, which the caller does not supply"
+        expected = f"a name that the caller supplies ({', '.join(supplied) or 'none'})"
+        return RegistryError(key, found, expected, "set an option with that name")
+
+
+def _argument(parameter: str, name: str, column: Any, mask: Tensor | None) -> Any:
+    """A column as the function reads it."""
+    if mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS and column.is_floating_point():
+        column = zero_outside(column, mask)
+    # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
+    return column.cpu().numpy() if parameter == "index" else column
+
+
+def call(
+    entry: Entry, columns: Mapping[str, Any], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
+) -> Any:
+    """Binds a function and calls it once: see `Bound`."""
+    return Bound(entry, options)(columns, supplied)
 
 
 @dataclass(frozen=True)
@@ -44,9 +128,8 @@ class PolicyLoss:
 
 
 def estimate(
-    entry: Entry,
+    estimator: Bound,
     columns: Mapping[str, Tensor],
-    options: Mapping[str, Any],
     supplied: Mapping[str, Any] | None = None,
     *,
     with_returns: bool = False,
@@ -59,7 +142,7 @@ def estimate(
     none of its own.
     Raises: RegistryError where a column is missing or the result is not finite advantages of the batch's shape;
     DataError where the rows of a trajectory disagree."""
-    mask = columns["response_mask"]
+    entry, mask = estimator.entry, columns["response_mask"]
     layout = _trajectory_layout(columns)
     if layout is None:
         seen = dict(columns)
@@ -70,7 +153,7 @@ def estimate(
     if "returns" not in seen and ("returns" in entry.columns or with_returns):
         seen["returns"] = reward_to_go(seen["token_level_rewards"], seen["response_mask"])
 
-    advantages, returns, metrics = _parts(entry, call(entry, seen, options, supplied))
+    advantages, returns, metrics = _parts(entry, estimator(seen, supplied))
     if returns is None and with_returns:
         returns = seen["returns"]
 
@@ -95,25 +178,23 @@ def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
     }
 
 
-def with_mini_batch_columns(
-    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adds the loss's own columns to the `columns` of a whole mini-batch; both functions get the options by name."""
-    resolved = {**entry.options, **options}
+    resolved = {**loss.entry.options, **loss.options}
     own = {
         column: call(function, columns, {name: resolved[name] for name in function.options})
-        for column, function in mini_batch_functions(entry).items()
+        for column, function in mini_batch_functions(loss.entry).items()
     }
     return {**columns, **own}
 
 
 def policy_loss(
-    entry: Entry, columns: Mapping[str, Tensor], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
+    function: Bound, columns: Mapping[str, Tensor], supplied: Mapping[str, Any] | None = None
 ) -> PolicyLoss:
     """Computes the loss of a policy or of a value function; its reports become diagnostics or metrics by their shape.
     Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
-    shape = columns["response_mask"].shape
-    result = call(entry, columns, options, supplied)
+    entry, shape = function.entry, columns["response_mask"].shape
+    result = function(columns, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.shape not in (shape, ()) or not isinstance(reported, Mapping):
         expected = f"a loss of shape {list(shape)} (per token) or a scalar (aggregated), alone or with a metrics dict"
