@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataProto: the batch that all components exchange."""
+"""DataProto: a batch in the form of verl's protocol."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast, overload
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from whet import column_rules as rules, keyed, serialization
-from whet.column_rules import Column, Names, ObjectArray, RowIndex
+from whet.batch import Batch
+from whet.column_rules import Names, ObjectArray, RowIndex
 from whet.errors import DataError
 
 if TYPE_CHECKING:  # a TensorDict is made where verl's form is asked for: importing it takes 2.5 CPU seconds
@@ -22,14 +23,6 @@ if TYPE_CHECKING:  # a TensorDict is made where verl's form is asked for: import
 
 _AUTO_PADDING = "auto_padding"  # in meta_info
 _PARTS = ("batch", "non_tensor_batch", "meta_info", "rows")  # of a file, in the order of `_from_parts`
-
-
-class Rows(dict[str, torch.Tensor]):
-    """Tensor columns by name, of a known number of rows."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], rows: int) -> None:
-        super().__init__(tensors)
-        self.batch_size = (rows,)
 
 
 @dataclass(frozen=True)
@@ -41,44 +34,41 @@ class DataProtoItem:
     meta_info: dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
-class DataProto:
-    """B rows as named columns: tensors [B, ...] in `batch`, object arrays [B] in `non_tensor_batch`; `meta_info` is
-    about the batch as a whole.
+class DataProto(Batch):
+    """A batch with verl's names and methods; `union`, `rename`, `reorder` and `pop` do not change it: use their result.
 
-    Every operation returns a new DataProto with its own containers. Columns share storage with the old ones if a view
-    is possible (for a slice, not for a list of rows). So adding a column does not change the other batch, and columns
-    must not be written in place: after Ray they may be in read-only memory. The methods have verl's names, but `union`,
-    `rename`, `reorder` and `pop` do not change the batch: use their result.
-
-    `batch` is None without tensor columns. A DataProto without any column has no rows, and union with it is always
-    possible. Raises: DataError with the names and sizes of columns.
+    `batch` has the tensor columns as a TensorDict, None without any; what is written into it is in the batch. A
+    DataProto without any column has no rows, and union with it is always possible.
     """
-
-    _batch: TensorDict | Rows | None
-    non_tensor_batch: dict[str, ObjectArray]
-    meta_info: dict[str, Any]
 
     def __init__(
         self,
-        batch: TensorDict | Rows | None = None,
+        batch: TensorDict | None = None,
         non_tensor_batch: dict[str, ObjectArray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
         if batch is not None and len(batch.batch_size) != 1:
             raise DataError("batch size", list(batch.batch_size), "one dimension, [B]", "flatten the others")
-        objects = {} if non_tensor_batch is None else non_tensor_batch
-        vars(self).update(_batch=batch, non_tensor_batch=objects, meta_info={} if meta_info is None else meta_info)
-        rules.check_columns(self.tensors(), self.non_tensor_batch, None if batch is None else batch.batch_size[0])
+        tensors: Any = {} if batch is None else batch
+        objects, size = (
+            {} if non_tensor_batch is None else non_tensor_batch,
+            None if batch is None else batch.batch_size[0],
+        )
+        rows = rules.check_columns(dict(tensors.items()), objects, size)
+        made = {"_tensors": tensors, "non_tensor_batch": objects, "_rows": size or rows}
+        vars(self).update(**made, meta_info={} if meta_info is None else meta_info)
 
     @property
     def batch(self) -> TensorDict | None:
         """The tensor columns as verl has them."""
-        if isinstance(self._batch, Rows):
-            from tensordict import TensorDict
+        if not isinstance(self._tensors, dict):
+            return cast("TensorDict", self._tensors)
+        if not self._tensors and (self.non_tensor_batch or not self._rows):
+            return None
+        from tensordict import TensorDict
 
-            vars(self)["_batch"] = TensorDict(dict(self._batch), batch_size=self._batch.batch_size)
-        return cast("TensorDict | None", self._batch)
+        vars(self)["_tensors"] = TensorDict(self._tensors, batch_size=[self._rows])
+        return cast("TensorDict", self._tensors)
 
     @classmethod
     def from_dict(
@@ -95,10 +85,13 @@ class DataProto:
         """
         if num_batch_dims != 1:
             raise DataError("num_batch_dims", num_batch_dims, "1, the dimension of rows, [B]")
-        objects = {name: rules.object_array(name, values) for name, values in (non_tensors or {}).items()}
-        rows = rules.check_columns(tensors or {}, objects)
         marks = {_AUTO_PADDING: True} if auto_padding else {}
-        return cls._assemble({**(tensors or {}), **objects}, {**(meta_info or {}), **marks}, rows)
+        return cls.of(tensors, non_tensors, {**(meta_info or {}), **marks})
+
+    @classmethod
+    def from_batch(cls, batch: Batch) -> Self:
+        """The same rows and columns with verl's methods."""
+        return cls._assemble(batch.columns(), batch.meta_info, len(batch))
 
     @classmethod
     def from_single_dict(
@@ -145,80 +138,8 @@ class DataProto:
             result.set_non_tensor(name, value)
         return result
 
-    @classmethod
-    def concat(cls, data: Sequence[Self], places: Sequence[Sequence[int]] | None = None) -> Self:
-        """Joins the rows of all parts in order, or those of part i at the row numbers `places[i]` of the result.
-        Columns, dtypes and trailing sizes must agree.
-
-        `meta_info` is the union: a key may be missing in some parts, and must be equal in all others.
-        """
-        if not data:
-            raise DataError("concat", "no parts", "at least one DataProto", "pass one")
-        first, meta_info = data[0], dict(data[0].meta_info)
-        for number, part in enumerate(data[1:], start=1):
-            rules.check_same_columns(first.tensors(), part.tensors(), "tensor column", number)
-            rules.check_same_columns(first.non_tensor_batch, part.non_tensor_batch, "object column", number)
-            meta_info = rules.merged(meta_info, part.meta_info, "meta_info")
-        if len(data) == 1 and places is None:
-            return first.select()
-        where = None if places is None else rules.check_places(places, [len(part) for part in data])
-        columns = [part.columns() for part in data]
-        whole = {name: rules.joined([each[name] for each in columns], where) for name in columns[0]}
-        return first._assemble(whole, meta_info, sum(map(len, data)))
-
-    def __len__(self) -> int:
-        if self._batch is not None:
-            return int(self._batch.batch_size[0])
-        return next((len(column) for column in self.non_tensor_batch.values()), 0)
-
-    def keys(self) -> list[str]:
-        """The names of all columns, tensors first."""
-        return list(self.columns())
-
-    def columns(self) -> dict[str, Column]:
-        """The columns by name, tensors first."""
-        return {**self.tensors(), **self.non_tensor_batch}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensor columns by name."""
-        return {} if self._batch is None else cast("dict[str, torch.Tensor]", dict(self._batch.items()))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.columns()
-
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self[row] for row in range(len(self)))
-
-    @overload
-    def __getitem__(self, index: str) -> Any: ...
-    @overload
-    def __getitem__(self, index: int) -> DataProtoItem: ...
-    @overload
-    def __getitem__(self, index: RowIndex) -> Self: ...
-    def __getitem__(self, index: str | int | RowIndex) -> Any:
-        """A column by name; one row (DataProtoItem) by int; a DataProto by slice, row numbers or a mask [B].
-
-        A one-row DataProto is `data[i : i + 1]`. Raises: IndexError for a row that is not there.
-        """
-        if isinstance(index, str):
-            columns = self.columns()
-            if index not in columns:
-                raise DataError(f"column {index!r}", "it does not exist", f"one of {list(columns)}", "correct the name")
-            return columns[index]
-        if isinstance(index, int | np.integer):
-            return self._row(int(index))
-        rows = rules.row_numbers(index, len(self))
-        if isinstance(rows, slice):
-            return self._map(lambda column: column[rows], len(range(len(self))[rows]))
-        tensor_rows = torch.from_numpy(rows)
-        return self._map(lambda column: column[tensor_rows if torch.is_tensor(column) else rows], len(rows))
-
-    def __repr__(self) -> str:
-        columns = [
-            f"{name}: {str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
-            for name, column in self.columns().items()
-        ]
-        return f"DataProto(rows={len(self)}, columns=[{', '.join(columns)}], meta_info={list(self.meta_info)})"
 
     def select(
         self,
@@ -267,7 +188,7 @@ class DataProto:
 
     def union(self, other: DataProto) -> Self:
         """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
-        blank = [data for data in (self, other) if data._batch is None and not data.non_tensor_batch]
+        blank = [data for data in (self, other) if not data.keys() and not len(data)]
         if len(self) != len(other) and not blank:
             found = f"{len(other)} rows (columns {other.keys()})"
             expected = f"the {len(self)} rows (columns {self.keys()}) of the batch, in the same order"
@@ -278,14 +199,6 @@ class DataProto:
         columns = rules.merged(self.columns(), other.columns(), "column")
         meta_info = rules.merged(self.meta_info, other.meta_info, "meta_info")
         return self._assemble(columns, meta_info, max(len(self), len(other)))
-
-    def with_columns(self, **columns: torch.Tensor | ObjectArray | Sequence[Any]) -> Self:
-        """Adds columns, and replaces those with the same names."""
-        given = type(self).from_single_dict(columns)
-        if len(given) != len(self):
-            return self.union(given)  # raises, unless there is nothing here yet
-        kept = {name: column for name, column in self.columns().items() if name not in columns}
-        return self._assemble(kept | given.columns(), self.meta_info, len(self))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Splits into `chunks` consecutive parts of equal size; with `auto_padding` the first ones may have a row more.
@@ -316,7 +229,7 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeats each row `repeat_times` times: rows 0 0 1 1 interleaved, else 0 1 0 1."""
         order = np.arange(len(self))
-        return self[order.repeat(repeat_times) if interleave else np.tile(order, repeat_times)]
+        return self.rows(order.repeat(repeat_times) if interleave else np.tile(order, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Self:
         """Repeats row i `repeat_times[i]` times: [2, 0, 1] gives rows 0 0 2."""
@@ -324,7 +237,7 @@ class DataProto:
         if times.shape != (len(self),) or (times.size and (times.dtype.kind not in "iu" or times.min() < 0)):
             expected = f"a count of at least 0 for each of {len(self)} rows"
             raise DataError("repeat_times", times.tolist(), expected, "correct it")
-        return self[np.arange(len(self)).repeat(times)]
+        return self.rows(np.arange(len(self)).repeat(times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Names | None = None) -> Self:
         """Splits each row into `n_split` rows: [B, L, ...] -> [B * n_split, L / n_split, ...] in the columns
@@ -342,7 +255,7 @@ class DataProto:
             found = f"{len(order)} indices, {len(np.unique(order))} of them different"
             expected = f"a permutation of {len(self)} rows"
             raise DataError("reorder", found, expected, "use data[indices] to choose rows")
-        return self[order]
+        return self.rows(order)
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[Self]:
         """Yields mini-batches of `mini_batch_size` rows, each row once an epoch; the last of an epoch may be smaller.
@@ -373,7 +286,7 @@ class DataProto:
         """The rows without the last `pad_size`."""
         if not 0 <= pad_size <= len(self):
             raise DataError("pad_size", pad_size, f"0 to {len(self)}, the number of rows", "correct it")
-        return self[: len(self) - pad_size]
+        return self.rows(slice(len(self) - pad_size))
 
     def fold_batch_dim(self, new_batch_size: int) -> Self:
         """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column: consecutive rows become one."""
@@ -389,10 +302,6 @@ class DataProto:
             raise DataError("unfold_batch_dim", leads, "the same first two sizes [B, K] in every column", "pad some")
         rows, width = next(iter(leads.values()))
         return self._map(lambda column: column.reshape(rows * width, *column.shape[2:]), rows * width)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Tensor columns on `device`; tensors inside object columns stay where they are."""
-        return self._map(lambda column: column.to(device) if torch.is_tensor(column) else column, len(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the batch to a file, without gradients; `whet.serialization` lists the supported types of objects."""
@@ -417,11 +326,6 @@ class DataProto:
 
     save_to_disk, load_from_disk = save, load  # verl's names
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Pickles the batch, with tensors on the CPU and without gradients. With pickle protocol 5 and a buffer
-        callback, as in Ray, the bytes of tensors are not part of the pickle, and loading does not copy them."""
-        return self._from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
-
     def __copy__(self) -> Self:
         return self.select()
 
@@ -429,15 +333,6 @@ class DataProto:
         objects, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
         tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
         return self._from_parts(tensors, objects, meta_info, len(self))
-
-    def _parts(self) -> dict[str, Any]:
-        """The arguments of `_from_parts`, in its order."""
-        return {
-            "batch": self.tensors(),
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-            "rows": len(self),
-        }
 
     def _row(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
@@ -447,27 +342,6 @@ class DataProto:
             non_tensor_batch={name: array[row] for name, array in self.non_tensor_batch.items()},
             meta_info=dict(self.meta_info),
         )
-
-    def _map(self, change: Callable[[Any], Any], rows: int) -> Self:
-        return self._assemble({name: change(column) for name, column in self.columns().items()}, self.meta_info, rows)
-
-    @classmethod
-    def _from_parts(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        objects: Mapping[str, ObjectArray],
-        meta_info: dict[str, Any],
-        rows: int,
-    ) -> Self:
-        return cls._assemble({**tensors, **objects}, meta_info, rules.check_columns(tensors, objects) or rows)
-
-    @classmethod
-    def _assemble(cls, columns: Mapping[str, Column], meta_info: Mapping[str, Any], rows: int) -> Self:
-        """Makes a batch of `rows` rows, with new containers for these columns."""
-        objects = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
-        tensors: dict[str, Any] = {name: column for name, column in columns.items() if name not in objects}
-        batch = Rows(tensors, rows) if tensors or (rows and not objects) else None
-        return cls(batch, objects, dict(meta_info))
 
 
 # verl's functions

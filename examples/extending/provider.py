@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.advantages import grpo
-from whet.protocol import DataProto
+from whet.batch import Batch
 from whet.trainers.columns import Sources, register_provider
 
 
 @register_provider("prompt_difficulty")
-def prompt_difficulty(batch: DataProto, sources: Sources) -> Tensor:
+def prompt_difficulty(batch: Batch, sources: Sources) -> Tensor:
     """The share of wrong trajectories in a row's group.   -> [B]"""
     wrong = [
         sum((each.accuracy or 0.0) < 1 for each in group.trajectories) / len(group.trajectories)

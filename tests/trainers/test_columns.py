@@ -252,6 +252,9 @@ class Judge:
         self.count = len(items)
         return self
 
+    def done(self) -> bool:
+        return False
+
     def result(self) -> list[Any]:
         self.events.append("judge is awaited")
         return [Failure("reward", "no opinion"), *[RewardResult(1.0, 1.0)] * (self.count - 1)]

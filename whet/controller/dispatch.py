@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+from whet.batch import Batch
 from whet.controller.worker import Layout, Worker
 from whet.errors import DataError, RegistryError, WorkerError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 
 F = TypeVar("F", bound=Callable[..., Any])
 RESERVED = "block"  # keyword of a call that the dispatcher reads itself
@@ -113,7 +113,7 @@ def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, c
 
 def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | None:
     """Plans a call on the only rank, where nothing is split or joined; None where `plan_call` is to plan it."""
-    sizes = {len(each) for each in (*arguments.args, *arguments.kwargs.values()) if isinstance(each, (DataProto, list))}
+    sizes = {len(each) for each in (*arguments.args, *arguments.kwargs.values()) if isinstance(each, (Batch, list))}
     if mode is not Dispatch.DP_COMPUTE or len(sizes) != 1:
         return None
     return CallPlan({0: arguments}, lambda results: _one_result_per_row(results[0], range(*sizes), caller))
@@ -134,10 +134,10 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 
 
 def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> CallPlan:
-    split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (DataProto, list))]
+    split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (Batch, list))]
     if not split:
         problem = f"{caller} splits rows, but no argument has rows"
-        raise DataError(f"{problem}: pass a DataProto or a list, or register it one to all")
+        raise DataError(f"{problem}: pass a Batch or a list, or register it one to all")
     if len({len(value) for value in split}) > 1:
         raise DataError(
             f"{caller} got {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "
@@ -153,9 +153,9 @@ def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str,
     )
 
 
-def _workloads(rows: DataProto | list[Any]) -> list[float]:
+def _workloads(rows: Batch | list[Any]) -> list[float]:
     """Workload of each row, from its number of tokens; equal for rows without tokens."""
-    if isinstance(rows, DataProto):
+    if isinstance(rows, Batch):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
         lengths = [len(getattr(row, "token_ids", (row,))) for row in rows]
@@ -163,7 +163,7 @@ def _workloads(rows: DataProto | list[Any]) -> list[float]:
 
 
 def _take_rows(shard: Sequence[int], value: Any) -> Any:
-    if not isinstance(value, (DataProto, list)) or len(shard) == len(value):
+    if not isinstance(value, (Batch, list)) or len(shard) == len(value):
         return value
     return [value[row] for row in shard] if isinstance(value, list) else value[shard]
 
@@ -198,7 +198,7 @@ def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str
     if kinds or kind not in _KINDS:
         found = ", ".join(sorted(each.__name__ for each in {kind, *kinds}))
         raise WorkerError(
-            f"{caller} returned {found}, which cannot be gathered; return the same type on every rank: DataProto, "
+            f"{caller} returned {found}, which cannot be gathered; return the same type on every rank: Batch, "
             "list, dict of tensors, Metrics, None or a tuple of these"
         )
     if kind is tuple:
@@ -212,7 +212,7 @@ def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str
     return _join_rows([part for part in parts if part[1]] or parts[:1], caller)
 
 
-_KINDS = (tuple, Metrics, DataProto, list, dict)
+_KINDS = (tuple, Metrics, Batch, list, dict)
 
 
 def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
@@ -224,15 +224,15 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
         joined = [item for result in results for item in result]
         return [joined[position] for position in inverse_order(shards)]
     if isinstance(results[0], dict):
-        tables = [DataProto.from_dict(result) for result in results]
-        return DataProto.concat(tables, shards).tensors() if results[0] else {}
-    return DataProto.concat(results, shards)
+        tables = [Batch.of(result) for result in results]
+        return Batch.concat(tables, shards).tensors() if results[0] else {}
+    return Batch.concat(results, shards)
 
 
 def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
     """The result, once each of its columns has a row for each of the shard's."""
     for each in result if isinstance(result, tuple) else [result]:
-        columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (DataProto, list)) else {}
+        columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (Batch, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):
             problem = f"{caller} returned {sizes} for a shard of {len(shard)} rows"

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet import devices
+from whet.batch import Batch
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
@@ -33,7 +34,6 @@ from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
 from whet.models.vision.load import vision_of
 from whet.phases import counted, span
-from whet.protocol import DataProto
 
 
 class Engine(ABC):
@@ -60,7 +60,7 @@ class Engine(ABC):
         self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
-        self._probe: tuple[DataProto, frozenset[str], float] | None = None  # a row of the last update, its outputs
+        self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, its outputs
         if role.optim is None:
             model.requires_grad_(False)
 
@@ -92,7 +92,7 @@ class Engine(ABC):
         return True
 
     @torch.no_grad()
-    def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
         columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
@@ -111,7 +111,7 @@ class Engine(ABC):
         self.model.train(training)
         return outputs
 
-    def update(self, batch: DataProto, objective: Objective) -> Metrics:
+    def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes one optimizer step on the mini-batch `batch`.
 
         Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite

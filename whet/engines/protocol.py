@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedModel
 
+from whet.batch import Batch
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 
 # Tensors [B, ...], and arrays of B objects (media, digests, names), which pass through every split as they are.
 Columns = Mapping[str, Any]
@@ -77,11 +77,11 @@ class TrainEngine(Protocol):
         """True on one of the ranks with the same `dp_rank`: results come from it."""
         ...
 
-    def forward(self, batch: DataProto, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient, in row order."""
         ...
 
-    def update(self, batch: DataProto, objective: Objective) -> Metrics:
+    def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes one optimizer step on the mini-batch `batch`."""
         ...
 

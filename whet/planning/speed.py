@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
 from whet.models.attention import head_size, token_bytes
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, mini_batch
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size
-from whet.protocol import DataProto
 
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
 CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # overhead of a forward pass in operator calls, for each layer and in addition
@@ -92,7 +92,7 @@ def plan_speed(
     return Speed({"prompt": prompts, "response": round(response) * len(rows)}, seconds, validation)
 
 
-def training_flops(model: Outline, batch: DataProto) -> float:
+def training_flops(model: Outline, batch: Batch) -> float:
     """Operations of the forward and backward pass of an update on a batch, recomputation left out; 0.0 for a mixture of
     experts whose config does not say to how many a token is sent."""
     number, used = model.experts

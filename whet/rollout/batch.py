@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from whet.batch import Batch
 from whet.errors import DataError
 from whet.models.packing import LATER_MEDIA, MEDIA
 from whet.models.positions import position_ids, rotary_positions
@@ -17,6 +18,7 @@ from whet.protocol import DataProto
 from whet.rollout.flow import by_player
 from whet.types import Group, Media, Trajectory, Turn
 
+B = TypeVar("B", bound=Batch)
 NOT_SAMPLED = -1  # turn id of text that the policy did not write
 
 
@@ -75,11 +77,14 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 
 
 def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> DataProto:
+    """Returns the batch of scored groups: `unscored`, with the columns of `with_scores`."""
+    return with_scores(unscored(groups, pad_token_id=pad_token_id), groups, columns=columns)
+
+
+def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
     """Returns a row for each append-only token sequence of each trajectory, groups together, in order.
 
-    `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
-    A trajectory that failed before its first token leaves one row of its prompt and a masked padding token.
-    Raises: DataError for a name in `columns` that no trajectory reports."""
+    A trajectory that failed before its first token leaves one row of its prompt and a masked padding token."""
     rows, owners = _rows_and_owners(groups, pad_token_id)
     real_prompts = _real([row.prompt_ids for row in rows]).flip(1)  # padded on the left
     real = _real([row.response_ids for row in rows])
@@ -108,7 +113,9 @@ def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[st
     }
     if any(row.media or row.response_media for row in rows):
         objects |= {MEDIA: [row.media for row in rows], LATER_MEDIA: [row.response_media for row in rows]}
-    return _with_scores(DataProto.from_dict(tensors, objects), owners, columns)
+    alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
+    tensors["response_mask"] = ((tensors["turn_ids"] != NOT_SAMPLED) & alive).long()
+    return DataProto.of(tensors, objects)
 
 
 def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
@@ -126,14 +133,27 @@ def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
     return None if all(row is None for row in found) else found
 
 
-def with_scores(
-    batch: DataProto, groups: Sequence[Group], *, columns: Sequence[str] = (), is_dropped: bool = False
-) -> DataProto:
-    """`batch`, made by `to_batch` before its groups were scored, as `to_batch` makes it of the scored groups; with
-    `is_dropped` none of it is trained on."""
-    owners = {each.uid: each for group in by_player(groups) for each in group.trajectories}
-    scored = _with_scores(batch, [owners[uid] for uid in batch["trajectory_uid_name"]], columns)
-    return scored.with_columns(response_mask=torch.zeros_like(scored["response_mask"])) if is_dropped else scored
+def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (), is_dropped: bool = False) -> B:
+    """Adds the columns that follow from rewards and failures to a batch of the same groups, made before they were
+    scored; with `is_dropped` none of it is trained on.
+
+    `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
+    Raises: DataError for a name in `columns` that no trajectory reports."""
+    by_uid = {each.uid: each for group in by_player(groups) for each in group.trajectories}
+    owners = [by_uid[uid] for uid in batch["trajectory_uid_name"]]
+    part_names = sorted({name for trajectory in owners for name in trajectory.parts})
+    alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
+    scores = {
+        "response_mask": ((batch["turn_ids"] != NOT_SAMPLED) & alive & (not is_dropped)).long(),
+        "token_level_scores": _scores(batch, owners, alive),
+        "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
+        **{name: _reported(name, owners) for name in columns},
+    }
+    if part_names:
+        scores["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
+    scored = batch.with_columns(**scores, error=[t.failure for t in owners])
+    scored.meta_info["reward_part_names"] = part_names
+    return scored
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
@@ -150,24 +170,7 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
     return rows, owners
 
 
-def _with_scores(batch: DataProto, owners: Sequence[Trajectory], columns: Sequence[str]) -> DataProto:
-    """Adds the columns that follow from rewards and failures; `owners` are the trajectories of the rows."""
-    part_names = sorted({name for trajectory in owners for name in trajectory.parts})
-    alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
-    scores = {
-        "response_mask": ((batch["turn_ids"] != NOT_SAMPLED) & alive).long(),
-        "token_level_scores": _scores(batch, owners, alive),
-        "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
-        **{name: _reported(name, owners) for name in columns},
-    }
-    if part_names:
-        scores["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
-    scored = batch.with_columns(**scores, error=[t.failure for t in owners])
-    meta_info = {**batch.meta_info, "reward_part_names": part_names}
-    return DataProto.from_dict(scored.tensors(), scored.non_tensor_batch, meta_info)
-
-
-def _scores(batch: DataProto, owners: Sequence[Trajectory], alive: torch.Tensor) -> torch.Tensor:
+def _scores(batch: Batch, owners: Sequence[Trajectory], alive: torch.Tensor) -> torch.Tensor:
     """[B, R]: the environment's reward of a turn on its last token, the reward of a trajectory on the last sampled
     token of its last row. Rewards by token are for the tokens of that row; the reward of a token that was only read is
     paid for the token sampled before it. A failed trajectory has no rewards."""

@@ -171,7 +171,7 @@ class Turns:
         return self.wait(self.call(function), lambda: (0, 1))
 
     def wait(
-        self, future: Future[T], progress: Callable[[], tuple[int, int]], *, between: Callable[[], None] = lambda: None
+        self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
         """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
         waited for, `between` is called now and then and may raise.
@@ -181,7 +181,8 @@ class Turns:
         try:
             while not future.done():
                 self.pass_time(future)
-                between()
+                if between is not None:
+                    between()
                 done, total = progress()
                 counted(done, total, speed())
                 if time.monotonic() > until and not future.done():
@@ -234,9 +235,7 @@ class Driver:
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self._clock = clock
         self._open: dict[str, _Open] = {}  # by id of the episode
-        self._late_at = {
-            agent: dict[str, float]() for agent in episode_seconds
-        }  # by sub-agent and id
+        self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
         self._unsent = deque[Sample]()
         self._num_tokens = 0  # of all completions so far
         self._sampling: dict[str, Episode] = {}  # by the uid of their request

@@ -173,7 +173,9 @@ class Rollouts:
             raise DataError(
                 "groups of a step", n, f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
             )
-        begun = self._begin(self._training, step, metrics, between=self.may_stop)
+        # without staleness a step ends where it is whole: what it sampled is in no checkpoint
+        between = self.may_stop if flow.room else None
+        begun = self._begin(self._training, step, metrics, between)
 
         return Sampled(begun.groups, lambda: self._taken(begun.result(), metrics))
 
@@ -248,7 +250,7 @@ class Rollouts:
         return replace(self.params, max_new_tokens=min(self.length_stages[max(begun)], self.params.max_new_tokens))
 
     def _begin(
-        self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] = lambda: None
+        self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] | None = None
     ) -> Sampled[HandOut]:
         """Asks a flow for the groups of a step, and waits until they are sampled or, behind a filter, scored."""
         asked.chosen, asked.handed_out = self.turns.promise(), self.turns.promise()
@@ -257,7 +259,7 @@ class Rollouts:
             began, of_rewards = time.monotonic(), self.turns.limit_seconds["rewards"]
             self._waits += 1
             try:
-                return self.turns.wait(future, lambda: asked.flow.progress, between=between)
+                return self.turns.wait(future, lambda: asked.flow.progress, between)
             except BaseException:
                 self._scoring = [each for each in self._scoring if each[0] is not asked]
                 raise

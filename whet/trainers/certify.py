@@ -22,18 +22,18 @@ from torch import Tensor
 from whet.algorithms.calls import Bound, estimate
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.algorithms.statistics import zero_outside
+from whet.batch import Batch
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from whet.config.compose import shipped_recipes
 from whet.config.load import load_config
 from whet.config.schema import DataConfig, TrainConfig
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
 from whet.trainers.correction import Correction, estimator
 from whet.trainers.objectives import PolicyObjective
 from whet.trainers.shape import Shaper
 
-Batch = dict[str, Tensor]
+Columns = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -210,18 +210,18 @@ class Step:
         mean = weights @ gradients
         return mean, weights @ (gradients - mean).square().sum(-1)
 
-    def slope(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
+    def slope(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
         """The gradient of a group's loss with respect to all model outputs for all responses, end to end."""
         leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
         found = torch.autograd.grad(self.loss(group, columns, leaves), list(leaves.values()), materialize_grads=True)
         return torch.cat([each.flatten() for each in found])
 
-    def loss(self, group: Sequence[int], columns: Batch, outputs: Batch) -> Tensor:
+    def loss(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
         """The loss of a step whose batch is one group, chosen from the columns and model outputs of all responses."""
         rows, metrics = torch.tensor(group), Metrics()
         shaper = Shaper(self.config)  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)
-        batch = DataProto.from_dict({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
+        batch = Batch.of({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)
         advantages = estimate(self.estimator, batch.tensors()).advantages
         batch = shaper.advantages(batch.with_columns(advantages=advantages), metrics)
@@ -256,7 +256,7 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
     return found.flatten(1)
 
 
-def outputs_of(world: World, now: Tensor) -> Batch:
+def outputs_of(world: World, now: Tensor) -> Columns:
     """The outputs of the policy that is updated for all responses, differentiable."""
     return {
         "log_probs": world.log_probs(now),
@@ -265,7 +265,7 @@ def outputs_of(world: World, now: Tensor) -> Batch:
     }
 
 
-def columns_of(world: World, old: Tensor, sampler: Tensor) -> Batch:
+def columns_of(world: World, old: Tensor, sampler: Tensor) -> Columns:
     """Returns the columns that an algorithm may read, of all responses."""
     scores = world.scores
     mask, correct = world.mask, (world.scores >= 1).double()

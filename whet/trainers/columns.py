@@ -19,6 +19,7 @@ import torch
 from whet.algorithms.calls import mini_batch_functions
 from whet.algorithms.kl import kl_columns
 from whet.algorithms.statistics import zero_outside
+from whet.batch import Batch
 from whet.columns import COLUMNS, SCORED_BY, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
 from whet.config.compose import flatten
@@ -27,14 +28,13 @@ from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, RegistryError
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
 from whet.rollout.rollouts import Rollouts
 from whet.rollout.sampling import uniforms
 from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]
-Provider = Callable[[DataProto, "Sources"], Values]
+Provider = Callable[[Batch, "Sources"], Values]
 PROVIDERS: dict[str, Provider] = {}
 
 
@@ -50,11 +50,11 @@ class Sources:
     step: int
     failures: dict[str, Failure] = field(default_factory=dict)
 
-    def forward(self, role: str, batch: DataProto, output: str) -> torch.Tensor:
+    def forward(self, role: str, batch: Batch, output: str) -> torch.Tensor:
         """The output of a role's model [B, R], at the temperature at which responses were sampled."""
         return self.start(role, batch, output)()
 
-    def start(self, role: str, batch: DataProto, output: str) -> Callable[[], torch.Tensor]:
+    def start(self, role: str, batch: Batch, output: str) -> Callable[[], torch.Tensor]:
         """Begins `forward`.  Returns what waits for it."""
         call = self.roles[role].start("forward", batch, (output,), self.config.rollout.temperature or 1.0)
         return lambda: call.result()[output]
@@ -110,7 +110,7 @@ class ColumnPlan:
         """The plan of the scores of the reward model, or of the policy as a judge, alone."""
         return ColumnPlan(tuple(column for column in self.providers if column.name in SCORED_BY.values()))
 
-    def add(self, batch: DataProto, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> DataProto:
+    def add(self, batch: Batch, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> Batch:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
         scores. Providers that read no column of each other begin together."""
         if not self.providers:
@@ -133,7 +133,7 @@ class ColumnPlan:
             left = [column for column in left if column not in ready]
         return self._without_noted(batch, sources.failures, metrics)
 
-    def _without_noted(self, batch: DataProto, failures: Mapping[str, Failure], metrics: Metrics) -> DataProto:
+    def _without_noted(self, batch: Batch, failures: Mapping[str, Failure], metrics: Metrics) -> Batch:
         """The batch, in which the trajectories that providers failed are masked."""
         if not failures:
             return batch
@@ -144,7 +144,7 @@ class ColumnPlan:
         kept = {name: batch[name] * is_kept for name in ("response_mask", "token_level_scores")}
         return self._without_failed(batch.with_columns(**kept, error=errors))
 
-    def _without_failed(self, batch: DataProto) -> DataProto:
+    def _without_failed(self, batch: Batch) -> Batch:
         """Zeroes the models' columns in rows whose reward failed."""
         if not any(batch["error"]):
             return batch
@@ -157,7 +157,7 @@ class ColumnPlan:
         return batch.with_columns(**zeroed)
 
 
-def judged(groups: Sequence[Group], batch: DataProto) -> list[Group]:
+def judged(groups: Sequence[Group], batch: Batch) -> list[Group]:
     """The groups of a batch with what providers found: failures, and the score of the reward model or judge as the part
     `reward_model`, of an episode with several players their mean."""
     scores = next((batch[name].tolist() for name in SCORED_BY.values() if name in batch), None)
@@ -194,7 +194,7 @@ def _unscored(columns: Sequence[Column]) -> list[Column]:
     return [column for column in columns if column.name not in later]
 
 
-def _begin(column: Column, batch: DataProto, sources: Sources) -> Values:
+def _begin(column: Column, batch: Batch, sources: Sources) -> Values:
     if column.name in PROVIDERS:
         return PROVIDERS[column.name](batch, sources)
     assert column.output is not None
@@ -301,7 +301,7 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
 
 
 @register_provider("old_log_probs")
-def old_log_probs(batch: DataProto, sources: Sources) -> Values:
+def old_log_probs(batch: Batch, sources: Sources) -> Values:
     """log pi of the policy before the update, by the trainer's kernels or, if so configured, the sampler's."""
     if sources.config.algorithm.correction.old_log_probs == "rollout":
         return batch["rollout_log_probs"].clone()
@@ -309,21 +309,21 @@ def old_log_probs(batch: DataProto, sources: Sources) -> Values:
 
 
 @register_provider("process_rewards")
-def process_rewards(batch: DataProto, sources: Sources) -> Values:
+def process_rewards(batch: Batch, sources: Sources) -> Values:
     """Implicit reward of each token: log pi of the critic less that of the reference."""
     log_probs = sources.start("critic", batch, "log_probs")
     return lambda: log_probs() - batch["ref_log_probs"]
 
 
 @register_provider("rm_scores")
-def rm_scores(batch: DataProto, sources: Sources) -> Values:
+def rm_scores(batch: Batch, sources: Sources) -> Values:
     """Score of the reward model for the last row of each trajectory, 0 for its other rows.   [B]"""
     mask = batch["response_mask"] * last_rows(batch)[:, None]
     scores = sources.start("reward_model", batch.with_columns(response_mask=mask), "scores")
     return lambda: scores().sum(1)
 
 
-def last_rows(batch: DataProto) -> torch.Tensor:
+def last_rows(batch: Batch) -> torch.Tensor:
     """True for the last row of each trajectory.   [B]"""
     uid = batch["trajectory_uid"]
     is_last = torch.ones(len(uid), dtype=torch.bool)
@@ -332,7 +332,7 @@ def last_rows(batch: DataProto) -> torch.Tensor:
 
 
 @register_provider("reward_baselines")
-def reward_baselines(batch: DataProto, sources: Sources) -> torch.Tensor:
+def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
     """The score of the greedy response to each row's prompt; 0 where that failed.   [B]"""
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
@@ -342,7 +342,7 @@ def reward_baselines(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 
 @register_provider("draws")
-def draws(batch: DataProto, sources: Sources) -> torch.Tensor:
+def draws(batch: Batch, sources: Sources) -> torch.Tensor:
     """A uniform number in [0, 1) for each token, the same whenever the response is.   [B, R]"""
     seed = sources.config.trainer.seed
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])
@@ -350,7 +350,7 @@ def draws(batch: DataProto, sources: Sources) -> torch.Tensor:
 
 
 @register_provider("state_hash")
-def state_hash(batch: DataProto, sources: Sources) -> torch.Tensor:
+def state_hash(batch: Batch, sources: Sources) -> torch.Tensor:
     """Names the state in which each token's turn was sampled: the environment's `state_key`; without one its last
     messages, the prompt at first.
 

@@ -14,10 +14,10 @@ import torch
 from whet.algorithms.aggregation import loss_mask
 from whet.algorithms.calls import Bound, with_mini_batch_columns
 from whet.algorithms.correction import gap, out_of_bounds, ratio, weight_metrics
+from whet.batch import Batch
 from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Registry
 
 
@@ -46,7 +46,7 @@ class Correction:
         loss = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
         return cls(loss, chosen(WEIGHTS, "weight"), chosen(REJECTIONS, "rejection"))
 
-    def reject(self, batch: DataProto, metrics: Metrics) -> DataProto:
+    def reject(self, batch: Batch, metrics: Metrics) -> Batch:
         """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
         and measures how far sampler and trainer are apart."""
         if "old_log_probs" in batch:
@@ -60,7 +60,7 @@ class Correction:
         metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
-    def _measure(self, mini_batch: DataProto, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
+    def _measure(self, mini_batch: Batch, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
         """Records the spread of the weights, and how many ratios are outside the bounds of a weight that has them."""
         assert self.weight is not None
         spread, options = weight_metrics(weights, counted), self.weight.options
@@ -72,7 +72,7 @@ class Correction:
             share = out_of_bounds(ratio(old, rollout, mask, options["level"]), counted, bounds[0], bounds[1])
             metrics.mean("correction/out_of_bounds", share, int(counted.sum()))
 
-    def weigh(self, mini_batch: DataProto, metrics: Metrics) -> DataProto:
+    def weigh(self, mini_batch: Batch, metrics: Metrics) -> Batch:
         """Adds `token_weights`, which are of all tokens that were sampled, and the loss's own columns, which are of
         those that are trained on."""
         trained = loss_mask(mini_batch.tensors())

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.batch import Batch
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.hub import Uploads
@@ -31,7 +32,6 @@ from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_disk, check_fits
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Setup
-from whet.protocol import DataProto
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
 from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
 from whet.tracking.profile import SystemMeter, observed
@@ -138,7 +138,7 @@ class Frame:
         """Goes on from what `state` gave."""
         raise NotImplementedError
 
-    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+    def check_health(self, batch: Batch, metrics: Metrics) -> None:
         """Looks at a step that was logged.  Raises: EngineError where the run cannot go on."""
         raise NotImplementedError
 

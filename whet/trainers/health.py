@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from whet.algorithms.statistics import masked_mean
+from whet.batch import Batch
 from whet.checkpoints.checkpoint import last_good
 from whet.errors import EngineError, WeightSyncError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 
 if TYPE_CHECKING:
     from whet.trainers.run import Run
@@ -39,7 +39,7 @@ class Health:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
-    def check(self, run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
+    def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
         """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
@@ -54,7 +54,7 @@ class Health:
                     *(step, name, value, JUMP, before, named if rows else ""),
                 )
 
-    def check_sampler(self, run: Run, batch: DataProto, step: int) -> None:
+    def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
         """Compares the log-probs of rollout and trainer, where the weights were copied or recorded; warns of a jump.
         Raises: WeightSyncError for a jump where both have the same weights."""
         if not run.engine.reads_trained_weights:
@@ -109,7 +109,7 @@ class Health:
         return jumps
 
 
-def sampler_gap(run: Run, batch: DataProto, step: int) -> tuple[float, int]:
+def sampler_gap(run: Run, batch: Batch, step: int) -> tuple[float, int]:
     """The mean distance between the log-probs of rollout and trainer, in nats a token, over tokens that the newest
     weights sampled, of all rows where the algorithm has the trainer's log-probs, else of the shortest row a rank; and
     how many steps these weights are older than the trainer's."""
@@ -141,14 +141,14 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
     return False
 
 
-def heaviest_rows(run: Run, batch: DataProto, metric: str) -> list[str]:
+def heaviest_rows(run: Run, batch: Batch, metric: str) -> list[str]:
     """Names of the trajectories that weigh most in a metric, the heaviest first; none where weights are not known."""
     weights = _weights(run, batch, metric)
     heaviest = [] if weights is None else weights.nan_to_num(torch.inf).argsort(descending=True)[:ROWS_NAMED].tolist()
     return [str(batch["trajectory_uid_name"][row]) for row in heaviest]
 
 
-def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor | None:
+def _weights(run: Run, batch: Batch, metric: str) -> torch.Tensor | None:
     """[B]: what each row adds to the metric, or what stands for it where that would take a backward pass a row."""
     mask = batch["response_mask"]
     old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
@@ -163,7 +163,7 @@ def _weights(run: Run, batch: DataProto, metric: str) -> torch.Tensor | None:
     return ((batch["ref_log_probs"] - old).abs() * mask).sum(1) if "ref_log_probs" in batch else None
 
 
-def _pull(run: Run, batch: DataProto, old: torch.Tensor) -> torch.Tensor | None:
+def _pull(run: Run, batch: Batch, old: torch.Tensor) -> torch.Tensor | None:
     """[B]: sum over tokens of |d loss / d log-prob| (1 - p), which bounds what a row does to the logits; None where the
     loss does not read log-probs."""
     objective = run.policy_objective

@@ -17,13 +17,13 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Ge
 
+from whet.batch import Batch
 from whet.data.prompts import PromptFormat, Template
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError, DataError
 from whet.models.positions import position_ids
 from whet.options import Positive
 from whet.processes.background import Background
-from whet.protocol import DataProto
 from whet.registry import HINTS, load_target, register_hint
 from whet.rewards.judge.client import Settings, complete_all
 from whet.trainers.columns import Sources, Values, register_provider
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @register_provider("teacher_log_probs")
-def teacher_log_probs(batch: DataProto, sources: Sources) -> Values:
+def teacher_log_probs(batch: Batch, sources: Sources) -> Values:
     """log pi of the teacher of each row's data source, or of the policy, for the same response to the hinted prompt.
 
     Raises: ConfigError for a row that has no teacher.
@@ -67,7 +67,7 @@ def teacher_role(data_source: str) -> str:
     return f"teacher:{data_source}"
 
 
-def with_hints(batch: DataProto, sources: Sources) -> DataProto:
+def with_hints(batch: Batch, sources: Sources) -> Batch:
     """The batch with its rows' prompts hinted; a row whose prompt was rewritten on the way keeps it."""
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
     hints = [hint for group in hints_of(sources.groups, sources) for hint in group]
@@ -122,13 +122,13 @@ def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
     return ids
 
 
-def with_prompts(batch: DataProto, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> DataProto:
+def with_prompts(batch: Batch, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> Batch:
     """The same responses after other prompts."""
     width, old = max(len(prompt) for prompt in prompts), batch["prompts"].shape[1]
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     attention_mask = torch.cat([mask, batch["attention_mask"][:, old:]], 1)
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "prompts": ids,
             "responses": batch["responses"],

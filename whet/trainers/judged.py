@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from whet.batch import Batch
 from whet.data.prompts import PromptFormat
-from whet.protocol import DataProto
 from whet.rewards.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
 from whet.trainers.hints import text
@@ -22,7 +22,7 @@ UNREADABLE = (
 
 
 @register_provider("judge_scores", shape="B", phase="reward_model")
-def judge_scores(batch: DataProto, sources: Sources) -> torch.Tensor:
+def judge_scores(batch: Batch, sources: Sources) -> torch.Tensor:
     """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
     other rows and for trajectories that failed. One without a verdict that can be read is failed.   [B]"""
     config, rollouts = sources.config, sources.rollouts

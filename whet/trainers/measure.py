@@ -10,8 +10,8 @@ from statistics import fmean
 import torch
 
 from whet.algorithms.value_loss import explained_variance
+from whet.batch import Batch
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.flow import by_player
 from whet.rounding import all_alike
 from whet.types import Group
@@ -62,7 +62,7 @@ def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) ->
         _average(metrics, f"{area}/limit/{limit}", [float(each.limit == limit) for each in trajectories])
 
 
-def measure_batch(metrics: Metrics, batch: DataProto, max_response_length: int) -> None:
+def measure_batch(metrics: Metrics, batch: Batch, max_response_length: int) -> None:
     """Lengths in tokens, rewards after the KL term, advantages and returns over sampled tokens."""
     mask = batch["response_mask"].bool()
     counted = mask.any(1)

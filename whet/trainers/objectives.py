@@ -15,13 +15,13 @@ from whet.algorithms.calls import Bound, PolicyLoss, policy_loss
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.preference import bradley_terry
 from whet.algorithms.statistics import log_ratio, masked_mean
+from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
 from whet.config.schema import TrainConfig
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry, Registry
 
 
@@ -85,7 +85,7 @@ class Objective:
         return loss.aggregated * self.counts(batch)[name] / counts[name].clamp(min=1)
 
 
-def narrowed(batch: DataProto, objective: object) -> DataProto:
+def narrowed(batch: Batch, objective: object) -> Batch:
     """Masks the tokens that a loss does not need: rows without a trained token and, for a loss that takes no mask and
     so reads each token alone, every rejected token."""
     if "loss_mask" not in batch or not isinstance(objective, Objective):

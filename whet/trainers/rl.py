@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 
 from whet.algorithms.calls import estimate
+from whet.batch import Batch
 from whet.config.schema import ActorConfig
 from whet.controller.worker_group import PendingCall
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.protocol import DataProto
-from whet.rollout.batch import to_batch, with_scores
+from whet.rollout.batch import unscored, with_scores
 from whet.trainers.columns import judged
 from whet.trainers.measure import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.run import Run
@@ -41,13 +42,13 @@ def fit(run: Run) -> None:
             schedule.end_step(batch, metrics)
 
 
-def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
+def sample(run: Run, step: int, metrics: Metrics) -> Batch:
     """A batch of responses to the next prompts, sampled with the weights of the step before, scored, written to
     rollouts/, and with all columns that the algorithm reads. Models that need no scores read it while it is scored.
 
     Raises: RewardError and its like where every response failed."""
     sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
-    batch = to_batch(sampled.groups, pad_token_id=run.pad_token_id)
+    batch: Batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
     scored = sampled.result()
     metrics.merge(scored.metrics)
@@ -61,7 +62,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> DataProto:
     return batch
 
 
-def add_advantages(run: Run, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+def add_advantages(run: Run, batch: Batch, step: int, metrics: Metrics) -> Batch:
     """Scores to rewards to advantages, and the mask of the tokens that are trained on."""
     run.health.check_sampler(run, batch, step)
     with metrics.time("time/advantage"):
@@ -73,7 +74,7 @@ def add_advantages(run: Run, batch: DataProto, step: int, metrics: Metrics) -> D
     return batch
 
 
-def update(run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
+def update(run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
     """The optimizer steps of critic and actor, side by side where they have processes of their own."""
     with metrics.time("time/update"):
         pending = list[PendingCall]()
@@ -92,13 +93,13 @@ def update(run: Run, batch: DataProto, step: int, metrics: Metrics) -> None:
             metrics.merge(call.result())
 
 
-def estimate_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataProto:
+def estimate_advantages(run: Run, batch: Batch, metrics: Metrics) -> Batch:
     """Adds `advantages` of all rows, and `returns` where the estimator gives them or a critic learns them."""
     with_returns = run.value_objective is not None
     entry = run.estimator.entry
     supplied = {"config": run.config, "non_tensor_batch": batch.non_tensor_batch}
     if "batch" in (*entry.parameters, *entry.options):  # verl's form: a TensorDict
-        supplied["batch"] = batch.batch
+        supplied["batch"] = DataProto.from_batch(batch).batch
     estimated = estimate(run.estimator, batch.tensors(), supplied, with_returns=with_returns)
     for name, value in estimated.metrics.items():
         metrics.mean(name if "/" in name else f"critic/{name}", value)
@@ -106,7 +107,7 @@ def estimate_advantages(run: Run, batch: DataProto, metrics: Metrics) -> DataPro
     return batch if estimated.returns is None else batch.with_columns(returns=estimated.returns)
 
 
-def mini_batches(run: Run, batch: DataProto, role: ActorConfig, step: int) -> Iterator[DataProto]:
+def mini_batches(run: Run, batch: Batch, role: ActorConfig, step: int) -> Iterator[Batch]:
     """A role's passes over the step's rows: mini-batches of whole prompts, in a new order every epoch."""
     groups = batch["uid"].unique()
     for epoch in range(role.epochs):

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from whet import files
 from whet.algorithms.calls import Bound
 from whet.algorithms.controllers import AdaptiveEntropy, Fixed
+from whet.batch import Batch
 from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.rollout.flow import by_player
 from whet.rollout.protocol import SamplingParams
@@ -135,7 +135,7 @@ class Run(Frame):
         self.rollouts.may_stop = self.signals.here
         self.sync(self.step)
 
-    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+    def check_health(self, batch: Batch, metrics: Metrics) -> None:
         """Warns of jumps and of skipped updates.  Raises: EngineError after three of these."""
         self.health.check(self, batch, self.step, metrics)
 
@@ -177,7 +177,7 @@ class Run(Frame):
             rows = table_rows(lines, self.config.trainer.table_rows)
             self.trackers.add_table(f"generations/{purpose}", rows)
 
-    def write_tokens(self, step: int, batch: DataProto) -> None:
+    def write_tokens(self, step: int, batch: Batch) -> None:
         """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's
         entropy and log-probs are computed for the file where no function of the run reads them."""
         every = self.config.trainer.log_tokens
@@ -254,7 +254,7 @@ def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Ta
     return [row(read) for read in islice(in_turn, limit)]
 
 
-def readable_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
     """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, their turns and
     policy versions, and its float columns [B, R]. With a teacher `k` is its log-prob less that of the policy."""
     shape = batch["response_mask"].shape

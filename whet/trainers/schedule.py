@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, Self, TypeVar
 
+from whet.batch import Batch
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.threads import Contention
 from whet.trainers.frame import Frame
 from whet.trainers.stop import Stopped
@@ -56,7 +56,7 @@ class Schedule(Generic[F]):
         self._held = None
         self._run.log(step, metrics)
 
-    def end_step(self, batch: DataProto, metrics: Metrics) -> None:
+    def end_step(self, batch: Batch, metrics: Metrics) -> None:
         """Counts the step, then validates, logs, checks the run's health and saves, each where it is due."""
         run, trainer = self._run, self._run.config.trainer
         self._contention.end()

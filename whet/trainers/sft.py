@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
@@ -28,7 +29,6 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, sized
-from whet.protocol import DataProto
 from whet.registry import load_target
 from whet.tracking.console import USE, Column
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
@@ -79,7 +79,7 @@ class ExamplesRun(Frame):
         roles, objectives = {"actor": cls.settings_of(config, 1)}, {"actor": cls.objective_of(config)}
         return Setup(config, roles, objectives, Lengths(lengths, 0))
 
-    def batch(self, examples: Sequence[Any]) -> DataProto:
+    def batch(self, examples: Sequence[Any]) -> Batch:
         """Examples as rows."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class ExamplesRun(Frame):
     def validates(self) -> bool:
         return bool(self.val_examples) and super().validates
 
-    def check_health(self, batch: DataProto, metrics: Metrics) -> None:
+    def check_health(self, batch: Batch, metrics: Metrics) -> None:
         """Warns of skipped updates, then calls the callbacks.  Raises: EngineError after three skipped updates."""
         name = self.objective_of(self.config).name
         self.is_good = check_skipped(name, "optim.lr", metrics, self.run_dir)
@@ -134,7 +134,7 @@ class SFTRun(ExamplesRun):
     def objective_of(cls, config: SFTConfig) -> Objective:
         return ImitationObjective()
 
-    def batch(self, examples: Sequence[SupervisedExample]) -> DataProto:
+    def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
         return to_batch(examples, self.pad_token_id)
 
     def texts(self, example: SupervisedExample) -> dict[str, Sequence[int]]:
@@ -221,7 +221,7 @@ def _train(
 train_sft = partial(train_on_examples, SFTRun)
 
 
-def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataProto:
+def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
     """Examples as rows: the first token is the prompt, all others the response; the mask says what is trained on."""
     width = max(len(example.input_ids) for example in examples)
 
@@ -231,7 +231,7 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> DataPr
     attention_mask = torch.tensor([padded([1] * len(example.input_ids), 0) for example in examples])
     positions = [rotary_positions(each.input_ids, each.media, each.loss_mask.index(1)) for each in examples]
     media = {LATER_MEDIA: [example.media for example in examples]} if any(each.media for each in examples) else {}
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "input_ids": torch.tensor([padded(example.input_ids, pad_token_id) for example in examples]),
             "attention_mask": attention_mask,

@@ -14,10 +14,10 @@ from whet.algorithms import shaping as forms
 from whet.algorithms.controllers import AdaptiveKL, Fixed
 from whet.algorithms.kl import apply_kl_to_reward
 from whet.algorithms.statistics import whiten
+from whet.batch import Batch
 from whet.columns import SCORED_BY
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 
 
 class Shaper:
@@ -35,7 +35,7 @@ class Shaper:
             Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
         )
 
-    def rewards(self, batch: DataProto, metrics: Metrics) -> DataProto:
+    def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
         """Adds `token_level_rewards`, of `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
         algorithm = self.config.algorithm
         if algorithm.truncated == "drop":
@@ -63,7 +63,7 @@ class Shaper:
             self.kl_controller.update(float(mean), int(mask.any(1).sum()))
         return batch.with_columns(token_level_rewards=rewards)
 
-    def advantages(self, batch: DataProto, metrics: Metrics) -> DataProto:
+    def advantages(self, batch: Batch, metrics: Metrics) -> Batch:
         """Whitens and clips `advantages`, after algorithm.truncated=zero has masked truncated responses."""
         if self.config.algorithm.truncated == "zero":
             batch = without_truncated(batch, metrics)
@@ -87,7 +87,7 @@ class Shaper:
             self.running[domain] = forms.RunningScores()
             self.running[domain].load_state(saved)
 
-    def _normalised(self, rewards: Tensor, batch: DataProto) -> Tensor:
+    def _normalised(self, rewards: Tensor, batch: Batch) -> Tensor:
         """The rewards normalised, those of each domain apart."""
         general, configs = self.config.algorithm.shaping, self.config.reward.domains
         domains = batch["domain"] if configs else np.full(len(batch), "")
@@ -106,13 +106,13 @@ class Shaper:
             found = found.index_put((rows,), normal)
         return found
 
-    def _with_model(self, scores: Tensor, batch: DataProto) -> Tensor:
+    def _with_model(self, scores: Tensor, batch: Batch) -> Tensor:
         """The scores of the reward functions, replaced by those of the reward model or judge, or with them.   [B, R]"""
         role = self.config.reward_model
         paid = forms.pay_on_last_token(role.weight * batch[str(self._scored_by)], batch["response_mask"])
         return paid if role.combine == "replace" else scores + paid
 
-    def _overlong(self, batch: DataProto, metrics: Metrics) -> Tensor:
+    def _overlong(self, batch: Batch, metrics: Metrics) -> Tensor:
         overlong, mask = self.config.algorithm.overlong, batch["response_mask"]
         penalty = forms.soft_overlong(
             batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1),
@@ -125,7 +125,7 @@ class Shaper:
         return forms.pay_on_last_token(penalty, mask)
 
 
-def without_truncated(batch: DataProto, metrics: Metrics) -> DataProto:
+def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
     """Masks the responses that the length limit cut off: they belong to no group and are not trained on."""
     cut, mask = batch["truncated"], batch["response_mask"]
     metrics.mean("reward/truncated", cut.float().mean(), len(cut))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from whet.batch import Batch
 from whet.config.schema import RewardTrainingConfig
 from whet.data.preferences import PreferencePair
 from whet.engines.protocol import Objective
@@ -17,7 +18,6 @@ from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
 from whet.models.positions import position_ids
-from whet.protocol import DataProto
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import PreferenceObjective, measure_pairs
 from whet.trainers.sft import ExamplesRun, train_on_examples
@@ -63,7 +63,7 @@ class RewardTrainingRun(ExamplesRun):
             text.pad_token_id = self.pad_token_id  # transformers needs it for several rows at a time
         return config
 
-    def batch(self, examples: Sequence[PreferencePair]) -> DataProto:
+    def batch(self, examples: Sequence[PreferencePair]) -> Batch:
         return to_batch(examples, self.pad_token_id)
 
     def texts(self, example: PreferencePair) -> dict[str, Sequence[int]]:
@@ -81,7 +81,7 @@ class RewardTrainingRun(ExamplesRun):
 train_reward = partial(train_on_examples, RewardTrainingRun)
 
 
-def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> DataProto:
+def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> Batch:
     """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both, computed once."""
     rows = [(ids, pair) for pair in pairs for ids in (pair.chosen, pair.rejected)]
     prompts = [ids[: pair.num_shared] for ids, pair in rows]
@@ -93,7 +93,7 @@ def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> DataProto:
 
     both = list(zip(prompts, responses, strict=True))
     mask = torch.tensor([padded([1] * len(prompt), [1] * len(response), 0) for prompt, response in both])
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "input_ids": torch.tensor([padded(prompt, response, pad_token_id) for prompt, response in both]),
             "attention_mask": mask,

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from whet.batch import Batch
 from whet.config.checks import check_context
 from whet.config.schema import (
     ActorConfig,
@@ -34,7 +35,6 @@ from whet.models.lora import LoraSettings
 from whet.phases import span
 from whet.planning.outline import Outline
 from whet.planning.speed import training_flops
-from whet.protocol import DataProto
 from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
@@ -63,7 +63,7 @@ class EngineWorker(MeasuredWorker):
         return self.engine.is_reporting
 
     @register(Dispatch.DP_COMPUTE)
-    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R] without gradient."""
         return self.engine.forward(batch, frozenset(needs), temperature)
 
@@ -85,7 +85,7 @@ class TrainWorker(EngineWorker):
             self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
 
     @register(Dispatch.DP_COMPUTE)
-    def update(self, batch: DataProto, objective: Objective) -> Metrics:
+    def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
         if self._outline is not None:  # ranks that share rows are taken to share their work evenly
             self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
@@ -172,7 +172,7 @@ class AdapterOffWorker(EngineWorker):
         super().__init__(placement)
         self.engine = actor_beside(self).engine
 
-    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         with with_adapter(self.engine).adapter_off():
             return super().forward(batch, needs, temperature)
 
