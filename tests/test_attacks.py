@@ -73,23 +73,23 @@ def train(*overrides: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (ESCAPE, "row 0: format_prompt cannot be rendered: access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "row 0: format_prompt cannot be rendered: it needs more than 10 s"),
-        (GROWING, "row 0: format_prompt cannot be rendered: it needs more than 1 GiB of memory"),
-        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt cannot be rendered: it needs more than 1 GiB of memory"),
-        ("{{ content * 10 ** 6 }}", "row 0: the text has 11,000,050 characters, over the limit of 4,000,000"),
-        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt cannot be rendered: it needs more than"),
+        (ESCAPE, "row 0: format_prompt: cannot be rendered: access to attribute '__class__' of 'str' object is unsafe"),
+        (ENDLESS, "row 0: format_prompt: cannot be rendered: it needs more than 10 s"),
+        (GROWING, "row 0: format_prompt: cannot be rendered: it needs more than 1 GiB of memory"),
+        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt: cannot be rendered: it needs more than 1 GiB of memory"),
+        ("{{ content * 10 ** 6 }}", "row 0: number of characters=11000050"),
+        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt: cannot be rendered: it needs more than"),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-            "row 0: format_prompt cannot be rendered: maximum",
+            "row 0: format_prompt: cannot be rendered: maximum",
         ),
-        ("{{ 1 / 0 }}", "row 0: format_prompt cannot be rendered: division by zero"),
-        ("{% include '/etc/passwd' %}", "row 0: format_prompt cannot be rendered: no loader"),
+        ("{{ 1 / 0 }}", "row 0: format_prompt: cannot be rendered: division by zero"),
+        ("{% include '/etc/passwd' %}", "row 0: format_prompt: cannot be rendered: no loader"),
     ],
 )
 def test_a_prompt_template_runs_no_code_and_ends(template: str, said: str, refused: Callable[..., str]) -> None:
     Path("mine.jinja").write_text(template)
-    assert f"DataError: rows.jsonl: {said}" in refused(*look("data.format_prompt=mine.jinja"))
+    assert f"Error: rows.jsonl: {said}" in refused(*look("data.format_prompt=mine.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,14 @@ def test_a_chat_template_runs_no_code_and_ends(template: str, said: str, refused
     Path("model", "chat_template.jinja").write_text(template)
     found = refused(*look())
     row = 2 if "in messages" in template else 0
-    assert (
-        f"DataError: rows.jsonl: row {row}: the chat template cannot render messages of roles (user): {said}" in found
-    )
+    assert f"DataError: rows.jsonl: row {row}: chat template: " in found and f" (user): {said}" in found
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("mine.jinja", "DataError: rows.jsonl: format_prompt: mine.jinja cannot be read: 'utf-8' codec"),
-        ("model/chat_template.jinja", "ModelError: model has no tokenizer that could be loaded: 'utf-8' codec"),
+        ("model/chat_template.jinja", "ModelError: model: has no tokenizer that could be loaded: 'utf-8' codec"),
     ],
 )
 def test_a_template_that_is_not_utf8(name: str, said: str, refused: Callable[..., str]) -> None:
@@ -135,27 +133,27 @@ SURROGATE = '{"prompt": "a\\ud800b", "answer": "2"}'
     [
         ("rows.jsonl", json.dumps(ROW) + "\n" + '{"a":' * 100_000, "rows.jsonl:2: nested too deeply"),
         ("rows.json", "[" * 100_000, "rows.json: nested too deeply"),
-        ("rows.jsonl", '{"prompt": "a", "n": ' + "9" * 5000 + "}", "rows.jsonl:1: a number has more than 4,300 digits"),
-        ("rows.json", '[{"prompt": "a", "n": ' + "9" * 5000 + "}]", "rows.json: a number has more than 4,300 digits"),
+        ("rows.jsonl", '{"prompt": "a", "n": ' + "9" * 5000 + "}", "rows.jsonl:1: a number"),
+        ("rows.json", '[{"prompt": "a", "n": ' + "9" * 5000 + "}]", "rows.json: a number"),
         (
             "rows.jsonl",
             json.dumps(ROW) + "\n" + SURROGATE,
-            "rows.jsonl: row 1: character 18 of the text, after '<|im_start|>user\\na', is half of a",
+            "rows.jsonl: row 1: text: character 18, after '<|im_start|>user\\na', is half",
         ),
-        ("rows.jsonl", '{"prompt": [{"role": 5, "content": "a"}]}', "rows.jsonl: row 0: message 0: expected text as"),
+        ("rows.jsonl", '{"prompt": [{"role": 5, "content": "a"}]}', "rows.jsonl: row 0: message 0: role=5"),
         (
             "rows.jsonl",
             '{"prompt": [{"role": "user", "content": 5}]}',
-            "rows.jsonl: row 0: message 0: expected text or a list of parts",
+            "rows.jsonl: row 0: message 0: content: 5",
         ),
         (
             "rows.jsonl",
             '{"prompt": [{"role": "user"}]}',
-            "rows.jsonl: row 0: field 'prompt': expected text, or a list of messages",
+            "rows.jsonl: row 0: field 'prompt': [{'role': 'user'}]",
         ),
-        ("rows.jsonl", '{"prompt": ["a"]}', "rows.jsonl: row 0: field 'prompt': expected text, or a list of messages"),
-        ("rows.jsonl", json.dumps({"prompt": "a" * 20_000_000}), "the text has 20,000,050 characters, over the limit"),
-        ("rows.jsonl", '{"prompt": 5}', "rows.jsonl: row 0: field 'prompt': expected text, or a list of messages"),
+        ("rows.jsonl", '{"prompt": ["a"]}', "rows.jsonl: row 0: field 'prompt': ['a']"),
+        ("rows.jsonl", json.dumps({"prompt": "a" * 20_000_000}), "number of characters=20000050"),
+        ("rows.jsonl", '{"prompt": 5}', "rows.jsonl: row 0: field 'prompt': a value"),
     ],
 )
 def test_rows_made_to_break_the_reader(file: str, content: str, said: str, refused: Callable[..., str]) -> None:
@@ -336,7 +334,7 @@ def test_a_models_own_code_runs_only_where_the_key_says_so(
     assert whet(*look()) == 0  # transformers has a tokenizer of its own for such a model
     owned("config.json")
     found = refused(*look())
-    assert found.startswith("ModelError: model brings code of its own") and "model.trust_remote_code=true" in found
+    assert found.startswith("ModelError: model: ") and "model.trust_remote_code=true" in found
     assert not Path("owned").exists()
     assert whet(*look("model.trust_remote_code=true")) == 0
     assert Path("owned").exists()
@@ -348,7 +346,7 @@ def test_a_models_own_code_trains_and_saves_where_it_is_trusted(refused: Callabl
         whet(*train("model.trust_remote_code=true", "trainer.run_dir=run", "trainer.val_freq=-1", "rollout.n=2")) == 0
     )
     assert Path("run", "metrics.jsonl").is_file()
-    assert "brings code of its own" in refused("export", "run", "out")
+    assert "model.trust_remote_code=true" in refused("export", "run", "out")
     assert whet("export", "run", "out", "--trust-remote-code") == 0
     assert {"model.safetensors", "own.py"} <= {file.name for file in Path("out").iterdir()}
 

@@ -362,7 +362,7 @@ def _num_sampled(tokenizer: Tokenizer, turn: Turn, ids: Sequence[int]) -> int:
 
 
 def _not_append_only(what: str) -> DataError:
-    found = "it rewrites them when new messages follow, so the sampled ids cannot be continued as one row"
+    found = "written differently when new messages follow, so the sampled ids cannot be continued as one row"
     change = f"set {OWN_TEMPLATE}, or let the environment start a new row for each turn"
     return DataError(f"{TEMPLATE}: {what}", found, "a template that is append-only", change)
 

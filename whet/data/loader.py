@@ -131,6 +131,7 @@ class PromptLoader(OrderLoader[Prompt]):
         return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
 
     def find(self, uid: str) -> Prompt:
+        """Returns the prompt with this uid.  Raises: DataError."""
         return found(self.items, uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -170,6 +171,7 @@ class SamplerLoader:
         return [replace(p, uid=f"{draw}:{p.index}") for draw, p in enumerate(chosen, self._drawn - n)]
 
     def find(self, uid: str) -> Prompt:
+        """Returns the prompt with this uid.  Raises: DataError."""
         return found(self.prompts, uid)
 
     def observe(self, groups: Sequence[Group]) -> None:

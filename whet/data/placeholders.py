@@ -70,7 +70,7 @@ def place(
             places = f"(the tag <{kind}>, or a part of type {kind!r} without an object)"
             key, expected = (
                 f"number of {FIELDS[kind][0]}",
-                f"{num_tags[kind]}, as its text has places for them {places}",
+                f"{num_tags[kind]}, the places for them in its text {places}",
             )
             raise DataError(key, num_given[kind], expected, f"correct the {owner}")
     return tuple(placed), found

@@ -130,7 +130,7 @@ class PromptFormat:
         change = "use a data set of text, or exclude such rows (data.filter)"
         for name in self.media_fields:
             if has(row, name):
-                raise DataError(f"field {name!r}", "it has media", expected, change)
+                raise DataError(f"field {name!r}", "it holds images, videos or audio", expected, change)
         for number, message in enumerate(messages):
             parts = message.content if isinstance(message.content, list) else []
             if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:

@@ -35,7 +35,7 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
             found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
             problem = f"none of {len(left)} rows has {field} {_show(condition)}"
             values = ", ".join(value for value, _ in found)
-            raise DataError(f"data.filter.{field}", problem, f"a value that some have, most often {values}")
+            raise DataError(f"data.filter.{field}", problem, f"a value that some rows have, most often {values}")
         left = met
     return left
 

@@ -84,7 +84,7 @@ def _parse(text: str, path: Path, line: int | None = None) -> Any:
     except RecursionError as error:
         raise DataError(place, "nested too deeply to be read", "", "reduce the nesting") from error
     except ValueError as error:  # Python rejects long numbers: the time to read one grows with its length squared
-        raise DataError(place, "a number has more than 4,300 digits", "", "write it as text") from error
+        raise DataError(place, "a number of over 4,300 digits", "", "write it as text") from error
 
 
 def _read_parquet(path: Path) -> list[DataRow]:

@@ -54,7 +54,7 @@ def save(
         if dist.get_rank(group) == 0:
             (path / STATE).write_text(json.dumps(progress))
     except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"{path}", _first_line(error), "a folder that can be written to") from error
+        raise CheckpointError(f"{path}", _first_line(error), "a writable folder") from error
 
 
 def load(
