@@ -19,7 +19,7 @@ from whet.controller import wire
 from whet.controller.local_workers import BUILD, LOOPBACK, RankSpec
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.worker import ResourcePool, ranks_of
-from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE
+from whet.controller.worker_group import RAISE_DEADLINE
 from whet.controller.worker_process import PUT_MAIN, SOCKET_BYTES, main_module
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames
@@ -134,7 +134,7 @@ class ProcessTransport(RemoteTransport[_Process]):
     def _death(self, peer: _Process) -> LostWorkerError:
         self._server.wait(peer.child, self.ECHO_SECONDS)
         oldest, code = self.oldest(peer), peer.child.exit_code
-        reason, change = "its connection was closed" if code is None else exit_text(code), LAUNCH_AGAIN
+        reason, change = "its connection was closed" if code is None else exit_text(code), ""
         if oldest is not None and code != -signal.SIGKILL:
             change = "read its output on stderr for the cause"
             if oldest.method == BUILD:

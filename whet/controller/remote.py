@@ -175,7 +175,7 @@ class RemoteTransport(ABC, Generic[P]):
         call: OpenCall | None,
         reason: str,
         idle: str = "between two calls",
-        change: str = LAUNCH_AGAIN,
+        change: str = "",
     ) -> LostWorkerError:
         """The error for a process that died in a call, or while it was `idle`."""
         name = peer.name(call.role if call else "")
