@@ -16,7 +16,7 @@ import torch
 
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError, WhetError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 
@@ -101,6 +101,8 @@ class Actor(Worker):
         if self.rank == rank:
             if deed == "raise":
                 raise ValueError("no such token: 7")
+            if deed == "refuse":
+                raise OwnError(7)
             if deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if deed == "exit":
@@ -151,7 +153,31 @@ class Misconfigured(Worker):
     def __init__(self, placement: Placement, rank: int) -> None:
         super().__init__(placement)
         if self.rank == rank:
-            raise ConfigError("actor.mini_batch_size=3 must divide data.train_batch_size=8")
+            raise ConfigError.joined(
+                [
+                    ConfigError("actor.mini_batch_size", 3, "a divisor of data.train_batch_size=8", "set it to 4"),
+                    DataError("a.jsonl, row 2", None, "a prompt"),
+                ]
+            )
+
+
+def check_misconfigured(error: WhetError) -> None:
+    """Checks that the error of Misconfigured arrived as it was raised."""
+    from tests.raising import check_fields  # not for the workers
+
+    check_fields(
+        error, "actor.mini_batch_size", found=3, expected="a divisor of data.train_batch_size=8", change="set it to 4"
+    )
+    assert type(error) is ConfigError
+    [other] = error.others
+    check_fields(other, "a.jsonl, row 2", found=None, expected="a prompt", change="")
+
+
+class OwnError(ConfigError):
+    """An error of a user: its constructor takes something else, and its value cannot be pickled."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("size", lambda: size, "at most 3", "lower it")
 
 
 def running(pids: Sequence[int]) -> list[int]:

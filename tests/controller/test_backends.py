@@ -3,12 +3,14 @@
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from controller_workers import Actor, Rollout, wait_until_gone
 
+from tests.raising import raises
 from whet.config.cluster import ClusterConfig
 from whet.controller.worker import ResourcePool, WorkerSpec, pools_of, ranks_of, with_roles
 from whet.controller.worker_group import WorkerGroup
@@ -42,9 +44,7 @@ def groups(
     notes = {path.name: path.read_text() for path in folder.iterdir()}
     assert notes == {f"closed by {rank}": "actor" for rank in range(world_size)}  # last built, first closed
     assert not [process for process in multiprocessing.active_children() if process.name.startswith("whet-")]
-    with pytest.raises(
-        WorkerError, match=r"actor.say: the workers are closed \(close\(\) was called\); launch them again"
-    ):
+    with raises(WorkerError, "actor.say", found=re.compile(r"close\(\)"), change=re.compile("launch")):
         groups["actor"].say(name="too late")
 
 
@@ -128,11 +128,11 @@ def test_roles_of_one_process_share_what_they_own(groups: dict[str, WorkerGroup]
 def test_what_is_wrong_before_a_call_leaves_the_group_open(actor: WorkerGroup) -> None:
     with pytest.raises(AttributeError, match=r"worker group 'actor' has no 'not_registered'; it has lengths, total"):
         actor.not_registered()
-    with pytest.raises(WorkerError, match=r"actor.updaet is not registered; Actor offers lengths, total"):
+    with raises(WorkerError, "actor.updaet", expected=re.compile("Actor: lengths, total")):
         actor.call("updaet")
-    with pytest.raises(DataError, match="3 rows do not split"):
+    with raises(DataError, "rows", found=re.compile("^3 rows")):
         actor.ranks([1, 2, 3], block=2)
-    with pytest.raises(WorkerError, match=r"actor.one_row_too_few returned {'rows': [0-9]} for a shard of"):
+    with raises(WorkerError, "actor.one_row_too_few", found=re.compile("{'rows': [0-9]}")):
         actor.one_row_too_few([1, 2])
     assert actor.say(name="still here")[0] == "still here 0"
 
@@ -158,11 +158,10 @@ def test_pools_have_processes_and_process_groups_of_their_own(
         assert len({*pids["actor"], *pids["judge"], os.getpid()}) == processes + 2
         calls = [group.start("total", batch(LENGTHS)) for group in groups.values()]  # at the same time
         assert [call.result()["total"].tolist() for call in calls] == [[36] * 9] * 3
-        with pytest.raises(
-            WorkerError, match=r"^judge rank 0( on [\d.]+)?: weak_link raised ValueError: no such token"
-        ):
+        key = re.compile(r"^judge rank 0( on [\d.]+)?, weak_link$")
+        with raises(WorkerError, key, found=re.compile("ValueError: no such token")):
             groups["judge"].weak_link(0, "raise")
-        with pytest.raises(WorkerError, match=r"actor.add: the workers are closed \(judge rank 0"):
+        with raises(WorkerError, "actor.add", found=re.compile(r"\(judge rank 0")):
             groups["actor"].add(1.0)
         for pid in {*pids["actor"], *pids["judge"]}:
             wait_until_gone([pid], seconds=10)
@@ -172,13 +171,11 @@ def test_pools_have_processes_and_process_groups_of_their_own(
 
 def test_every_role_is_in_one_pool_once() -> None:
     actor, critic = WorkerSpec("actor", Actor), WorkerSpec("critic", Actor)
-    with pytest.raises(
-        ConfigError, match=r"launch of roles \['actor', 'actor'\]: expected at least one, and each once"
-    ):
+    with raises(ConfigError, re.compile("^roles"), found=["actor", "actor"]):
         with_roles([actor, actor], [ResourcePool(1)])
-    with pytest.raises(ConfigError, match=r"pools for \['actor'\] and workers for \['actor', 'critic'\]"):
+    with raises(ConfigError, found=["actor"], expected=re.compile(r"\['actor', 'critic'\]")):
         with_roles([actor, critic], [ResourcePool(1, ("actor",))])
-    with pytest.raises(ConfigError, match=r"a pool of 0 processes: expected at least 1; set cluster.processes"):
+    with raises(ConfigError, "pool main: processes", found=0, change=re.compile("cluster.processes")):
         ResourcePool(0)
     assert with_roles([actor, critic], [ResourcePool(2)]) == [ResourcePool(2, ("actor", "critic"))]
 

@@ -2,6 +2,7 @@
 """Ranks that need no other: one that dies or hangs fails its own calls, and another process takes its place."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 from controller_workers import Actor, Replica, wait_until_gone
 
+from tests.raising import raises
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
@@ -16,7 +18,7 @@ from whet.errors import DeadlineError, LostWorkerError, WorkerError
 Launch = Callable[..., dict[str, WorkerGroup]]
 Groups = Mapping[str, WorkerGroup]
 POOLS = [ResourcePool(1, ("actor",), "train"), ResourcePool(2, ("rollout",), "sample")]
-WHO = r"^rollout rank 1( on [\d.]+)?"
+WHO = re.compile(r"^rollout rank 1( on [\d.]+)?$")
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
@@ -59,10 +61,10 @@ def test_a_dead_replica_fails_its_own_calls_and_is_replaced(groups: Groups, idle
         wait_until_gone([lost], 10.0)
         calls = [replicas.start_on(1, "say")]
     for call in calls:
-        with pytest.raises(LostWorkerError, match=WHO + r" died (in (weak_link|say)|between two calls): "):
+        with raises(LostWorkerError, WHO):
             call.result()
         assert call.is_lost
-    with pytest.raises(LostWorkerError, match=WHO):
+    with raises(LostWorkerError, WHO):
         replicas.start_on(1, "say").result()
     replicas.start_on(0, "release").result()
     assert other.result() is True
@@ -76,7 +78,7 @@ def test_a_replica_that_hangs_is_ended_and_replaced(groups: Groups) -> None:
     lost = pids_of(replicas)[1]
     psutil.Process(lost).suspend()
     call = replicas.start_on(1, "remember", "never")
-    with pytest.raises(DeadlineError, match=r"^rollout rank 1 did not answer remember within 0.5 s"):
+    with raises(DeadlineError, "rollout rank 1, remember", found=re.compile("0.5 s")):
         call.result(0.5)
     assert call.is_lost
     check_replaced(groups, lost)
@@ -86,10 +88,11 @@ def test_a_replica_that_hangs_is_ended_and_replaced(groups: Groups) -> None:
 def test_a_replica_that_raises_ends_all(groups: Groups) -> None:
     """It would raise again."""
     call = groups["rollout"].start_on(1, "weak_link", 1, "raise")
-    with pytest.raises(WorkerError, match=WHO + r": weak_link raised ValueError: no such token: 7"):
+    key = re.compile(r"^rollout rank 1( on [\d.]+)?, weak_link$")
+    with raises(WorkerError, key, found=re.compile("ValueError: no such token: 7$")):
         call.result()
     assert not call.is_lost
-    with pytest.raises(WorkerError, match="the workers are closed"):
+    with raises(WorkerError, "actor.say"):
         groups["actor"].say(name="actor")
 
 
@@ -97,6 +100,6 @@ def test_a_replica_that_raises_ends_all(groups: Groups) -> None:
 def test_a_lost_actor_ends_its_replicas(groups: Groups) -> None:
     waiting = groups["rollout"].start_on(1, "weak_link", 1, "sleep")
     os.kill(pids_of(groups["actor"])[0], signal.SIGKILL)
-    with pytest.raises(LostWorkerError, match=r"^actor rank 0( on [\d.]+)? died "):
+    with raises(LostWorkerError, re.compile(r"^actor rank 0( on [\d.]+)?$")):
         waiting.result(20.0)
     assert not waiting.is_lost

@@ -2,6 +2,7 @@
 """Programs whose workers are processes; what goes wrong in workers on any backend is in test_failures.py."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -60,14 +61,14 @@ def test_workers_end_when_their_caller_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
-        ("crash", "WorkerError: actor rank 0 died in weak_link: exit code 4; the cause is in its output on stderr"),
-        ("exit", "WorkerError: actor rank 0: weak_link raised SystemExit: 3"),
+        ("crash", "LostWorkerError: actor rank 0: .*weak_link: exit code 4;.* stderr"),
+        ("exit", "WorkerError: actor rank 0, weak_link: .*SystemExit: 3"),
     ],
 )
 def test_a_command_line_program_ends_with_the_failure_of_its_worker(deed: str, message: str) -> None:
     main = run_main(["-c", MAIN.format(guard="if True:", cls="Actor", deed=deed)])
     stdout, stderr = main.communicate(timeout=60)
-    assert message in stderr
+    assert re.search(message, stderr)
     assert main.returncode == 1
     assert running([int(pid) for pid in stdout.split()]) == []
 
@@ -75,12 +76,11 @@ def test_a_command_line_program_ends_with_the_failure_of_its_worker(deed: str, m
 @pytest.mark.slow
 def test_an_unguarded_script_is_told_so(tmp_path: Path) -> None:
     _, stderr = run_main([script(tmp_path, "if True:")]).communicate(timeout=60)
-    assert "died in __init__: exit code 1" in stderr
-    assert 'A script that launches workers needs `if __name__ == "__main__":`' in stderr
+    assert re.search('__init__: exit code 1;.*`if __name__ == "__main__":`', stderr)
 
 
 @pytest.mark.slow
 def test_a_class_that_cannot_be_imported_is_told_so() -> None:
     _, stderr = run_main(["-c", MAIN.format(guard="if True:", cls="Own", deed="sleep")]).communicate(timeout=60)
     assert "Can't get attribute 'Own'" in stderr
-    assert "must be defined in a module that other processes can import" in stderr
+    assert re.search(r"WorkerError: actor rank \d, __init__: arguments: .*expected .*\bmodule", stderr)

@@ -8,6 +8,7 @@ two machines.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -305,8 +306,7 @@ def test_a_network_that_is_cut_is_named(nodes: TwoNodes, mode: str) -> None:
             go_on(driver, str(NAMED_SECONDS))
         found = heard(driver)
         assert found["kind"] == "LostWorkerError"
-        lost = f"the node of actor rank {rank} on {SECOND} is lost: {SECOND}:"
-        assert lost in found["said"]
+        assert re.search(rf"node of actor rank {rank} on {SECOND}: .*\({SECOND}:", found["said"])
         assert "the machine or the network to it is down" in found["said"]
         assert found["seconds"] < NAMED_SECONDS + 1
         finished(driver)
@@ -331,7 +331,7 @@ def test_a_head_that_is_gone_is_named(nodes: TwoNodes) -> None:
         go_on(driver)
         found = heard(driver)
         assert found["kind"] == "LostWorkerError"
-        assert f"the head of the Ray cluster is lost: no process listens at {HEAD}:{PORT} any more" in found["said"]
+        assert re.search(f"head of the Ray cluster: .*no process listens at {HEAD}:{PORT} any more", found["said"])
         assert found["seconds"] < NAMED_SECONDS
         finished(driver)
 

@@ -196,7 +196,7 @@ def test_pure_environments_step_in_the_caller() -> None:
     host.close("a")
     host.close("a")
     host.shutdown()
-    with pytest.raises(ConfigError, match=r"calculator.*has no option"):
+    with pytest.raises(ConfigError, match=r"options\.depth=3.*calculator"):
         open_host("calculator", {"depth": 3})
 
 

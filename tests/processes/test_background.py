@@ -5,6 +5,7 @@ from concurrent.futures import wait
 
 import pytest
 
+from tests.raising import raises
 from whet.errors import DeadlineError
 from whet.processes.background import Background, within
 
@@ -40,17 +41,18 @@ def test_what_a_call_raises_is_raised_where_it_is_waited_for() -> None:
     def refuse() -> None:
         raise TimeoutError("of the call itself")
 
+    late = DeadlineError("a call", "late", "an earlier end")
     with pytest.raises(RuntimeError, match=r"SystemExit\(0\)"):
-        within(10, leave, "late")
+        within(10, leave, late)
     with pytest.raises(TimeoutError, match="of the call itself"):
-        within(10, refuse, "late")
-    assert within(10, lambda: 3, "late") == 3
+        within(10, refuse, late)
+    assert within(10, lambda: 3, late) == 3
 
 
 def test_a_late_call_is_left_behind() -> None:
     release = threading.Event()
     start = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"^it was not there after 0\.1 s$"):
-        within(0.1, lambda: release.wait(20), "it was not there after 0.1 s")
+    with raises(DeadlineError, "a file", found="not there after 0.1 s", change="wait longer"):
+        within(0.1, lambda: release.wait(20), DeadlineError("a file", "not there after 0.1 s", change="wait longer"))
     assert time.monotonic() - start < 5
     release.set()

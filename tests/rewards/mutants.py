@@ -52,7 +52,7 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Replace(ast.NodeTransformer):
-    """Puts a node in the place of the node at a position in the walk."""
+    """Replaces the node at a position in the walk."""
 
     def __init__(self, position: int) -> None:
         self.left = position

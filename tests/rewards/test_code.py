@@ -216,7 +216,7 @@ def test_what_a_pytest_file_may_use() -> None:
 
 def test_a_missing_pytest_is_an_error_and_no_wrong_answer() -> None:
     # The interpreter of the sandbox sees no packages, unless one is named.
-    with raises(SandboxError, "sandbox bubblewrap", found=NO_PYTEST, change=re.compile("reward.kwargs.python")):
+    with raises(SandboxError, "sandbox unisolated", found=NO_PYTEST, change=re.compile("reward.kwargs.python")):
         score("def f(x):\n    return x", {"pytest": "from solution import f\n\ndef test_f():\n    assert f(1) == 1\n"})
     # Code that says so is wrong.
     said = 'def f(x):\n    raise RuntimeError("pytest is not installed in the sandbox\'s interpreter")'

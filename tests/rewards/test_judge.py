@@ -586,7 +586,7 @@ def test_an_endpoint_that_is_not_there_or_refuses_is_a_failure_with_the_reason(t
 
 
 def test_options_are_checked_at_the_start() -> None:
-    loading = "loading the reward function .*llm_judge.*: "
+    loading = "^loading the reward function .*: "
     with raises(RewardError, re.compile(f"{loading}.*: endpoint$"), found=None):
         RewardPool("llm_judge", num_workers=1, timeout_seconds=5, correct_threshold=1.0)
     with raises(RewardError, re.compile(f"{loading}reward.kwargs.temperature")):

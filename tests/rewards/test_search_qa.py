@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import pytest
 
+from tests.raising import raises
+from whet.errors import DataError
 from whet.rewards.search_qa import compute_score, normalise, token_f1
 
 
@@ -47,7 +51,8 @@ def test_without_the_tag_by_option():
 
 @pytest.mark.parametrize("truth", [[], None, {"target": []}, {}, ["a", None]])
 def test_a_ground_truth_without_text_is_an_error(truth):
-    with pytest.raises(ValueError, match="expected a text or a list of texts; write at least one"):
+    found = None if truth is None else repr(truth)
+    with raises(DataError, "ground_truth", found=found, change=re.compile("one")):
         compute_score("<answer>a</answer>", truth)
 
 

@@ -134,7 +134,7 @@ def test_a_server_that_dies_costs_its_episode_alone(
         assert [row["reward"] for row in rows if not row.get("failure")] == [1.0] * (4 - num_failed)
         for failure in failures:
             assert failure["source"] == "tool"
-            assert failure["message"].startswith(f"the MCP server of environment.tools[0] (['{sys.executable}'")
+            assert failure["message"].startswith(f"environment.tools[0]: MCP server ['{sys.executable}'")
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])

@@ -167,7 +167,7 @@ def test_a_worker_that_never_answers_is_named_at_the_deadline(
     validated: dict[str, Any], train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
     config = {**validated, **struck(tmp_path, "time/update", "SIGSTOP"), "trainer.run_dir": tmp_path / "run"}
-    with pytest.raises(DeadlineError, match=r"actor rank (0, )?1 did not answer update within 90 s"):
+    with raises(DeadlineError, re.compile(r"^actor rank (0, )?1, update$"), found=re.compile(r"\b90 s$")):
         train(train_config({**config, "cluster.deadline_seconds": 90}), reward=pays_for_sevens, data=additions)
     pid, moment = when_struck(tmp_path)
     assert time.time() - moment < 90 + NAMED_SECONDS

@@ -155,9 +155,8 @@ def test_a_lost_rank_changes_no_result(
     assert steps == undisturbed[ahead][0]
     assert metrics == undisturbed[ahead][1]
     assert (lost, undisturbed[ahead][2]) == (len(FAULTS[fault]), 0)
-    died = r"died (in \w+|between two calls): SIGKILL"
-    why = rf"did not answer serve within {HANG_SECONDS:g} s" if fault == "hung" else died
-    assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 {why}", caplog.text)
+    why = rf", serve: .*\b{HANG_SECONDS:g} s" if fault == "hung" else ": .*: SIGKILL"
+    assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1{why}", caplog.text)
     assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
 
 
@@ -200,9 +199,7 @@ def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
     assert struck and set(ways) == {"broadcast"} and len(ways) >= 2 + 1 + 2  # two ranks, one, and two again
     assert (steps, metrics, lost) == (*undisturbed[ahead][:2], 1)
     call = "(receive|serve)" if ahead else "receive"  # a run ahead has both calls open, and may hear of either first
-    assert re.search(
-        rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1 died in {call}", caplog.text
-    )
+    assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1: .*{call}", caplog.text)
     assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
 
 
@@ -213,7 +210,7 @@ def test_the_run_ends_where_no_rank_is_left(
     ahead: bool, faults: Faults, train_config: MakeConfig, additions: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults.at, faults.waits = {2: send(signal.SIGKILL, 0, 1)}, False
-    with pytest.raises(LostWorkerError, match=r"^rollout rank [01] died in serve: SIGKILL"):
+    with pytest.raises(LostWorkerError, match=r"^rollout rank [01]: .*serve: SIGKILL"):
         train(train_config(AHEAD if ahead else RUN), reward=pays_for_sevens, data=additions)
     assert "samples after" not in caplog.text
 
@@ -229,7 +226,7 @@ def test_the_run_ends_where_a_rank_is_lost_too_often(
 ) -> None:
     monkeypatch.setattr("whet.rollout.replicas.RESTARTS", 1)
     faults.at = {2: send(signal.SIGKILL), 3: send(signal.SIGKILL)}
-    with pytest.raises(LostWorkerError, match=r"^rollout rank 1 died in serve: SIGKILL"):
+    with pytest.raises(LostWorkerError, match=r"^rollout rank 1: .*serve: SIGKILL"):
         train(train_config(RUN), reward=pays_for_sevens, data=additions)
     assert "rank 1 of the rollout is started again (1 of 1 times): " in caplog.text
 
@@ -252,5 +249,5 @@ def test_a_rank_beside_the_actor_is_not_replaced(train_config: MakeConfig, addit
     """Its process group has the ranks of the actor."""
     faults.at = {2: lambda rank: os.kill(pid_of(rank, "main"), signal.SIGKILL)}
     settings = {**RUN, "cluster.placement": {}, "cluster.processes": 2}
-    with pytest.raises(LostWorkerError, match=r"^(actor, )?rollout rank 1 died in serve: SIGKILL"):
+    with pytest.raises(LostWorkerError, match=r"^(actor, )?rollout rank 1: .*serve: SIGKILL"):
         train(train_config(settings), reward=pays_for_sevens, data=additions)

@@ -56,12 +56,10 @@ def test_a_function_that_cannot_score_ends_the_run_with_the_reason(
     (tmp_path / "broken.py").write_text(BROKEN)
     values: dict[str, Any] = {"reward.num_workers": 1, "cluster.placement": APART}
     values["reward.function"] = f"{tmp_path}/broken.py:compute_score"
-    with pytest.raises(
-        RewardError, match=r"in a row ended while scoring, the last for the response|trajectories failed"
-    ):
+    with pytest.raises(RewardError, match=r"^reward function .*broken\.py|trajectories failed"):
         train(train_config(values), data=additions)
     values |= {"reward.function": f"{tmp_path}/broken.py:missing", "trainer.run_dir": str(tmp_path / "another")}
-    with pytest.raises(RewardError, match=r"cannot be loaded in its process:\n.*has no 'missing'"):
+    with pytest.raises(RewardError, match=r"^loading the reward function .*broken\.py:missing .*'missing'"):
         train(train_config(values), data=additions)
 
 
@@ -116,7 +114,7 @@ def test_items_go_to_the_rank_with_the_fewest_and_to_another_if_theirs_is_lost(t
         assert roles["actor"].pid()  # the others live
         last = scorer.submit_batch([RewardItem("s", "60", "")])
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(LostWorkerError, match="reward rank 1 died in score: SIGKILL"):
+        with pytest.raises(LostWorkerError, match=r"^reward rank 1: .*score: SIGKILL"):
             last.result()
         with pytest.raises(LostWorkerError):
             scorer.submit_batch([RewardItem("s", "0", "")])

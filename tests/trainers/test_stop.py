@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,10 +120,8 @@ def test_a_run_notes_that_it_runs_and_how_it_failed(
     with pytest.raises(WorkerError, match="no more"):
         train(train_config(FOUR), reward=sevens, data=additions)
     noted = read_run(tmp_path / "run")
-    assert states == ["running"] and (noted.state, noted.error) == (
-        "failed",
-        "WorkerError: actor rank 0: update raised ValueError: no more",
-    )
+    assert states == ["running"] and noted.state == "failed"
+    assert re.match("WorkerError: actor rank 0, update: .*ValueError: no more", noted.error)
 
 
 def test_before_the_first_step_there_is_nothing_to_save(train_config: MakeConfig, additions: Rows) -> None:

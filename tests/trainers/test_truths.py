@@ -28,57 +28,57 @@ CODE = {"inputs": ["1"], "outputs": ["1"]}
             "code",
             [CODE, '{"inputs": ['],
             "taco",
-            "reward 'code': the ground truth '{\"inputs\": [' is neither JSON nor",
+            "reward code: ground_truth: '{\"inputs\": ['",
         ),
         (
             "code",
             [CODE, {"inputs": ["1"], "outputs": []}],
             "taco",
-            "reward 'code': the ground truth has 1 inputs and 0",
+            "reward code: ground_truth: 1 inputs and 0",
         ),
-        ("gsm8k", ["1", "many"], "sums", "reward 'gsm8k': the ground truth 'many' has no number"),
+        ("gsm8k", ["1", "many"], "sums", "reward gsm8k: ground_truth: 'many'"),
         (
             "multiple_choice",
             ["B", "both"],
             "letters",
-            "reward 'multiple_choice': the ground truth is 'both'; expected B",
+            "reward multiple_choice: ground_truth: 'both'; expected B",
         ),
-        ("auto", ["1", "many"], "openai/gsm8k", "reward 'auto': the ground truth 'many' has no number"),
-        ("auto", ["1"], "openai/gsm9k", "(did you mean 'openai/gsm8k'?)"),
+        ("auto", ["1", "many"], "openai/gsm8k", "reward auto: ground_truth: 'many'"),
+        ("auto", ["1"], "openai/gsm9k", "data_source: openai/gsm9k; "),
         (
             "ifeval",
             [FOLLOWED, {**FOLLOWED, "instruction_id_list": ["keywords:nope"]}],
             "x",
-            "unknown instruction 'keywords:nope'",
+            "instruction_id_list: keywords:nope; ",
         ),
         (
             "auto",
             [FOLLOWED, {**FOLLOWED, "instruction_id_list": ["keywords:nope"]}],
             "google/IFEval",
-            "'keywords:nope'",
+            "instruction_id_list: keywords:nope; ",
         ),
         (
             "ifeval",
             [FOLLOWED, {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["("]}]}],
             "x",
-            "reward 'ifeval': the keyword '(' is no regular expression",
+            "reward ifeval: keyword: '(' ",
         ),
         (
             "auto",
             [FOLLOWED, {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}],
             "google/IFEval",
-            "the instruction 'language:response_language' needs the language of the response, for which langdetect",
+            "language:response_language: langdetect",
         ),
         (
             "ifeval",
             [FOLLOWED, {"instruction_id_list": ["change_case:english_capital"], "kwargs": [{}]}],
             "x",
-            "the instruction 'change_case:english_capital' needs the language",
+            "change_case:english_capital: langdetect",
         ),
-        ("auto", [["Paris"], []], "searchR1_nq", "reward 'auto': the ground truth is []; expected a text or a list"),
-        ("search_qa_f1", ["Paris", {"target": []}], "x", "the ground truth is {'target': []}; expected a text"),
-        ("detection", [BOXES, [{"bbox_2d": [0, 0, 5]}]], "x", "reward 'detection': the ground truth is [{'bbox_2d'"),
-        (["format", "gsm8k"], ["1", "many"], "sums", "reward 'gsm8k': the ground truth 'many' has no number"),
+        ("auto", [["Paris"], []], "searchR1_nq", "reward auto: ground_truth: []; "),
+        ("search_qa_f1", ["Paris", {"target": []}], "x", "ground_truth: {'target': []}; "),
+        ("detection", [BOXES, [{"bbox_2d": [0, 0, 5]}]], "x", "reward detection: ground_truth: [{'bbox_2d'"),
+        (["format", "gsm8k"], ["1", "many"], "sums", "reward gsm8k: ground_truth: 'many'"),
     ],
 )
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
@@ -106,7 +106,7 @@ def test_the_error_names_file_and_row(
     config = train_config({"data.train_files": files, "reward.function": function, key: files, **sandbox})
     with pytest.raises(DataError) as caught:
         train(config)
-    assert f"bad.jsonl: row {len(truths) - 1}: " in str(caught.value) and found in str(caught.value)
+    assert f"bad.jsonl, row {len(truths) - 1}: " in str(caught.value) and found in str(caught.value)
 
 
 def write(path: Path, truths: list[Any], source: str) -> None:

@@ -69,8 +69,8 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool 
 
     def decorate(method: F) -> F:
         if RESERVED in inspect.signature(method).parameters:
-            problem = f"{method.__qualname__} has a parameter {RESERVED!r}, which the dispatcher reads"
-            raise RegistryError(f"{problem}; rename it")
+            found = f"a parameter {RESERVED!r}, which the dispatcher reads"
+            raise RegistryError(method.__qualname__, found, change="rename it")
         _MODES[method] = dispatch_mode
         if concurrent:
             _CONCURRENT.add(method)
@@ -102,7 +102,7 @@ def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, c
     if mode is Dispatch.DP_COMPUTE:
         return _data_parallel(layouts, arguments, caller, block)
     if block != 1:
-        raise DataError(f"{caller} got block={block}, but it is {mode.value} and splits no rows; remove block")
+        raise DataError(f"{caller}: block", block, f"1, since it is {mode.value} and splits no rows", "remove it")
     ranks = range(len(layouts))
     by_rank = dict.fromkeys(ranks, arguments)
     if mode is Dispatch.ALL_TO_ALL:
@@ -124,10 +124,8 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
     reporting = sorted(layout.dp_rank for layout in layouts if layout.is_reporting)
     if any(reporting != list(range(layout.dp_size)) or layout.dp_rank not in reporting for layout in layouts):
         found = ", ".join(f"rank {rank}: {layout}" for rank, layout in enumerate(layouts))
-        raise WorkerError(
-            f"{role}: every dp_rank from 0 to dp_size - 1 needs exactly one rank with is_reporting, and dp_size must "
-            f"be the same everywhere; found {found}"
-        )
+        expected = "one rank with is_reporting for every dp_rank from 0 to dp_size - 1, and one dp_size"
+        raise WorkerError(role, found, expected)
 
 
 # -- rows out ----------------------------------------------------------------------------------------------------------
@@ -136,13 +134,12 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> CallPlan:
     split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (Batch, list))]
     if not split:
-        problem = f"{caller} splits rows, but no argument has rows"
-        raise DataError(f"{problem}: pass a Batch or a list, or register it one to all")
+        expected = "a Batch or a list, whose rows it splits"
+        raise DataError(caller, "no argument has rows", expected, "pass one, or register it one to all")
     if len({len(value) for value in split}) > 1:
-        raise DataError(
-            f"{caller} got {', '.join(f'{type(v).__name__} of {len(v)} rows' for v in split)}: all must have the "
-            "same number of rows (pass a list that every rank needs whole as a tuple)"
-        )
+        found = ", ".join(f"{type(v).__name__} of {len(v)} rows" for v in split)
+        change = "pass a list that every rank needs whole as a tuple"
+        raise DataError(caller, found, "equal numbers of rows", change)
     dp_size = layouts[0].dp_size
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
     shards = balanced_partition(_workloads(split[0]), dp_size, block)
@@ -179,7 +176,7 @@ def _check_one_per_rank(arguments: Arguments, world_size: int, caller: str) -> N
     for value in (*arguments.args, *arguments.kwargs.values()):
         if not isinstance(value, list) or len(value) != world_size:
             found = f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
-            raise DataError(f"{caller} takes lists with one item for each of {world_size} ranks; it got {found}")
+            raise DataError(caller, found, f"lists with one item for each of {world_size} ranks")
 
 
 # -- results back ------------------------------------------------------------------------------------------------------
@@ -197,10 +194,8 @@ def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str
     kind = kinds.pop()
     if kinds or kind not in _KINDS:
         found = ", ".join(sorted(each.__name__ for each in {kind, *kinds}))
-        raise WorkerError(
-            f"{caller} returned {found}, which cannot be gathered; return the same type on every rank: Batch, "
-            "list, dict of tensors, Metrics, None or a tuple of these"
-        )
+        kinds_known = "Batch, list, dict of tensors, Metrics, None or a tuple of these"
+        raise WorkerError(caller, f"returned {found}", f"one type on every rank, to gather: {kinds_known}")
     if kind is tuple:
         columns = zip(*(result for result, _ in parts), strict=True)
         return tuple(_gather(column, [shard for _, shard in parts], caller) for column in columns)
@@ -235,8 +230,7 @@ def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
         columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (Batch, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):
-            problem = f"{caller} returned {sizes} for a shard of {len(shard)} rows"
-            raise WorkerError(f"{problem}; it must return one result per row")
+            raise WorkerError(caller, f"returned {sizes} for a shard of {len(shard)} rows", "one result per row")
     return result
 
 
@@ -256,10 +250,8 @@ def balanced_partition(workloads: Sequence[float], parts: int, block: int = 1) -
     Raises: DataError if the rows are not a whole number of blocks.
     """
     if parts < 1 or block < 1 or len(workloads) % block:
-        raise DataError(
-            f"{len(workloads)} rows do not split over {parts} data-parallel ranks in blocks of {block} rows: "
-            "the rows must be a whole number of blocks, and both numbers at least 1"
-        )
+        found = f"{len(workloads)} rows for {parts} data-parallel ranks in blocks of {block} rows"
+        raise DataError("rows", found, "a whole number of blocks, and at least 1 rank and 1 row of a block")
     blocks = [sum(workloads[start : start + block]) for start in range(0, len(workloads), block)]
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index])
     chosen = _greedy(blocks, order, parts)

@@ -14,7 +14,7 @@ from whet.controller.local_workers import BUILD, LocalWorkers
 from whet.controller.processes import ProcessTransport
 from whet.controller.remote import RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, with_roles
-from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error
+from whet.controller.worker_group import Reply, Transport, WorkerGroup, closed_error, stopped
 from whet.errors import WhetError, WorkerError
 from whet.phases import phase
 
@@ -104,5 +104,5 @@ class SameProcess(Transport):
         self.ended.set()
 
     def close(self) -> None:
-        self._closed_by = self._closed_by or WorkerError("close() was called")
+        self._closed_by = self._closed_by or stopped("close() was called")
         self.workers.close()

@@ -22,6 +22,7 @@ from whet.controller import wire
 from whet.controller.dispatch import Arguments, is_concurrent
 from whet.controller.worker import Layout, Placement, ResourcePool, Worker, WorkerSpec, cores
 from whet.errors import WhetError, WorkerError
+from whet.processes.template import sendable
 
 BUILD = "__init__"  # the method name of the calls that build a worker: their payload is its WorkerSpec
 LOOPBACK = "127.0.0.1"
@@ -78,7 +79,8 @@ class LocalWorkers:
         (True, result) or (False, WhetError)."""
         role, method = pickle.loads(frames[0])
         try:
-            return _encode(self.call(role, method, _decode(frames[1:])))
+            place = f"{self._name(role)}, {method}"
+            return _encode(self.call(role, method, _decode(frames[1:], place)), place)
         except (Exception, SystemExit) as error:
             return wire.encode((False, self._portable(error, role, method)))
 
@@ -135,13 +137,16 @@ class LocalWorkers:
         described.add_note(trace)
         try:
             pickle.loads(pickle.dumps(described))
-        except Exception:  # a user's error class whose constructor takes more than a message
+        except Exception:  # a user's error class with a constructor of its own, or a value in a field
             described = self._wrapped(error, role, method)
             described.add_note(trace)
         return described
 
     def _wrapped(self, error: BaseException, role: str, method: str) -> WorkerError:
-        return WorkerError(f"{self._name(role)}: {method} raised {type(error).__name__}: {error}")
+        place = f"{self._name(role)}, {method}"
+        if isinstance(error, WhetError):
+            return sendable(WorkerError, error).at(f"{place}: {type(error).__name__}")
+        return WorkerError(place, f"raised {type(error).__name__}: {error}", change="read the worker's traceback")
 
     def _name(self, role: str) -> str:
         return f"{role} rank {0 if self._spec is None else self._spec.rank}{self._where}"
@@ -163,19 +168,17 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _decode(frames: Sequence[wire.Frame]) -> Any:
+def _decode(frames: Sequence[wire.Frame], place: str) -> Any:
     try:
         return wire.decode(frames)
     except Exception as error:
-        raise WorkerError(
-            f"its arguments cannot be unpickled in a worker process: {error}; classes and functions in them must be "
-            "defined in a module that other processes can import"
-        ) from error
+        expected = "classes and functions of modules that other processes can import"
+        raise WorkerError(f"{place}: arguments", f"cannot be unpickled here ({error})", expected) from error
 
 
-def _encode(result: Any) -> list[wire.Frame]:
+def _encode(result: Any, place: str) -> list[wire.Frame]:
     try:
         return wire.encode((True, result))
     except Exception as error:
-        kind = type(result).__name__
-        raise WorkerError(f"its result, a {kind}, cannot be sent to another process: {error}") from error
+        found = f"a {type(result).__name__} that does not pickle ({error})"
+        raise WorkerError(f"{place}: result", found, "plain values, tensors, and objects of a module") from error

@@ -19,7 +19,8 @@ from whet.controller import wire
 from whet.controller.local_workers import BUILD, LOOPBACK, RankSpec
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.worker import ResourcePool, ranks_of
-from whet.controller.worker_process import SOCKET_BYTES, main_module
+from whet.controller.worker_group import RAISE_DEADLINE
+from whet.controller.worker_process import PUT_MAIN, SOCKET_BYTES, main_module
 from whet.errors import DeadlineError, LostWorkerError, WorkerError
 from whet.processes import frames
 from whet.processes.fork_server import Child, ForkServer, exit_text
@@ -82,8 +83,9 @@ class ProcessTransport(RemoteTransport[_Process]):
         try:
             frames.send(peer.socket, call.number, [header, *payload])
         except TimeoutError:
-            late = f"did not take the arguments of {call.method} within {self.deadline_seconds:g} s"
-            self.lose(peer, DeadlineError(f"{peer.name(call.role)} {late}; its processes were ended"))
+            found = f"did not take its arguments within {self.deadline_seconds:g} s"
+            place = f"{peer.name(call.role)}, {call.method}"
+            self.lose(peer, DeadlineError(place, found, change=RAISE_DEADLINE))
         except OSError:
             self.lose(peer, self._death(peer))
 
@@ -124,16 +126,17 @@ class ProcessTransport(RemoteTransport[_Process]):
                         self.lose(peer, self._death(peer))
                     return
                 except frames.BrokenMessageError:
-                    self.abort(WorkerError(f"{peer.name()} wrote bytes that are no reply into its connection"))
+                    found = "wrote bytes that are no reply into its connection"
+                    self.abort(WorkerError(peer.name(), found, "code that leaves the descriptors of others alone"))
                     return
                 self.complete(peer, reply, number)
 
     def _death(self, peer: _Process) -> LostWorkerError:
         self._server.wait(peer.child, self.ECHO_SECONDS)
         oldest, code = self.oldest(peer), peer.child.exit_code
-        reason = "its connection was closed" if code is None else exit_text(code)
+        reason, change = "its connection was closed" if code is None else exit_text(code), ""
         if oldest is not None and code != -signal.SIGKILL:
-            reason += "; the cause is in its output on stderr"
+            change = "read its output on stderr for the cause"
             if oldest.method == BUILD:
-                reason += '. A script that launches workers needs `if __name__ == "__main__":` around its statements'
-        return self.death(peer, oldest, reason)
+                change += f", and {PUT_MAIN} that launches workers"
+        return self.death(peer, oldest, reason, change=change)

@@ -22,7 +22,7 @@ from whet.controller import wire
 from whet.controller.dispatch import Arguments, CallPlan, is_concurrent
 from whet.controller.local_workers import BUILD
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec
-from whet.controller.worker_group import PendingCall, Reply, closed_error
+from whet.controller.worker_group import LAUNCH_AGAIN, PendingCall, Reply, closed_error, stopped
 from whet.errors import LostWorkerError, WhetError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class RemoteTransport(ABC, Generic[P]):
             calls = [self._build(spec) for spec in specs]
             layouts = {spec.role: call.result() for spec, call in zip(specs, calls, strict=True)}
         except BaseException:
-            self.abort(WorkerError("the workers could not be started"))
+            self.abort(stopped("not started"))
             raise
         self._is_built = True
         return layouts
@@ -104,8 +104,8 @@ class RemoteTransport(ABC, Generic[P]):
         try:
             encoded = {key: wire.encode(each) for key, each in {id(each): each for each in arguments.values()}.items()}
         except Exception as error:
-            problem = f"{role}.{method}: its arguments cannot be sent to another process: {error}"
-            raise WorkerError(f"{problem}; pass plain values, and functions and classes of a module") from error
+            found, change = f"they do not pickle ({error})", "pass plain values, and functions and classes of a module"
+            raise WorkerError(f"{role}.{method}: arguments", found, change=change) from error
         payloads = {number: self.prepare(frames) for number, frames in encoded.items()}
         peers = self._peers_of(role)
         concurrent = is_concurrent(self._specs[role].cls, method)
@@ -118,7 +118,7 @@ class RemoteTransport(ABC, Generic[P]):
         self._end(error, is_orderly=False)
 
     def close(self) -> None:
-        self._end(WorkerError("close() was called"), is_orderly=True)
+        self._end(stopped("close() was called"), is_orderly=True)
 
     def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
         for peer in [self._peers_of(role)[rank] for rank in ranks]:
@@ -147,7 +147,8 @@ class RemoteTransport(ABC, Generic[P]):
         try:
             succeeded, result = wire.decode(frames)
         except Exception as error:
-            succeeded, result = False, WorkerError(f"{peer.name()}: its reply cannot be read here: {error}")
+            readable = "objects of modules that this process can import"
+            succeeded, result = False, WorkerError(f"{peer.name()}: reply", f"cannot be read ({error})", readable)
         if not succeeded:
             if not self.ended.wait(self.ECHO_SECONDS) and peer not in self._losses:
                 self.abort(result)
@@ -159,7 +160,7 @@ class RemoteTransport(ABC, Generic[P]):
             if call is not None:
                 peer.calls.remove(call)
         if call is None:
-            self.abort(WorkerError(f"{peer.name()} replied to a call that it did not get"))
+            self.abort(WorkerError(peer.name(), "replied to a call that it did not get", "one reply for each call"))
         else:
             call.reply.set_result(result)
 
@@ -168,11 +169,17 @@ class RemoteTransport(ABC, Generic[P]):
         with self._state:
             return peer.calls[0] if peer.calls else None
 
-    def death(self, peer: P, call: OpenCall | None, reason: str, idle: str = "between two calls") -> LostWorkerError:
+    def death(
+        self,
+        peer: P,
+        call: OpenCall | None,
+        reason: str,
+        idle: str = "between two calls",
+        change: str = "",
+    ) -> LostWorkerError:
         """The error for a process that died in a call, or while it was `idle`."""
-        if call is None:
-            return LostWorkerError(f"{peer.name()} died {idle}: {reason}")
-        return LostWorkerError(f"{peer.name(call.role)} died in {call.method}: {reason}")
+        name = peer.name(call.role if call else "")
+        return LostWorkerError(name, f"died {f'in {call.method}' if call else idle}: {reason}", change=change)
 
     @abstractmethod
     def prepare(self, frames: list[wire.Frame]) -> Any:
@@ -205,7 +212,8 @@ class RemoteTransport(ABC, Generic[P]):
             try:
                 self.peers[self.peers.index(lost)] = self.open(lost)
             except OSError as error:
-                raise LostWorkerError(f"{lost.name()} could not be started again: {error}") from error
+                found = f"cannot be started again ({error})"
+                raise LostWorkerError(lost.name(), found, change=LAUNCH_AGAIN) from error
         for each in lost.pool.roles:
             self._build(self._specs[each], [rank]).result()
 

@@ -95,7 +95,7 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if self.processes < 1:
-            raise ConfigError(f"a pool of {self.processes} processes: expected at least 1; set cluster.processes")
+            raise ConfigError(f"pool {self.name}: processes", self.processes, "at least 1", "set cluster.processes")
 
 
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
@@ -121,12 +121,12 @@ def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> li
     """The pools with their roles filled in.  Raises: ConfigError unless each role of `specs` is in exactly one pool."""
     roles = [spec.role for spec in specs]
     if not specs or len(set(roles)) < len(roles):
-        raise ConfigError(f"launch of roles {roles}: expected at least one, and each once")
+        raise ConfigError("roles of a launch", roles, "at least one, and each once")
     if len(pools) == 1 and not pools[0].roles:
         return [replace(pools[0], roles=tuple(roles))]
     placed = [role for pool in pools for role in pool.roles]
     if sorted(placed) != sorted(roles):
-        raise ConfigError(f"pools for {placed} and workers for {roles}: every role needs one pool, every pool a role")
+        raise ConfigError("roles of the pools", placed, f"those of the workers, each in one pool: {roles}")
     return list(pools)
 
 

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods, whole_call
 from whet.controller.local_workers import LocalWorkers
 from whet.controller.worker import Layout, Worker
-from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
+from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError, did_you_mean
 
 Reply = concurrent.futures.Future[Any]
+LAUNCH_AGAIN = "launch the workers again"
+RAISE_DEADLINE = "if the call may take longer, raise cluster.deadline_seconds; the processes were ended"
 
 
 class Transport(Protocol):
@@ -38,7 +40,8 @@ class Transport(Protocol):
 
     def start_again(self, role: str, rank: int) -> Reply:
         """Starts another process in the place of a lost rank, with its workers, and returns at once."""
-        raise WorkerError(f"{role} rank {rank} runs in this process, and cannot be started again")
+        found = "in this process, where it cannot be started again"
+        raise WorkerError(f"{role} rank {rank}", found, "a rank in another process")
 
     def abort(self, error: WhetError) -> None:
         """Ends all processes now and fails the open calls with `error`."""
@@ -90,10 +93,8 @@ class PendingCall:
     def give_up(self, seconds: float) -> DeadlineError:
         """Ends the ranks that have not answered within `seconds`.  Returns the error that `result` raises then."""
         late = [rank for rank, reply in self.replies.items() if not reply.done()]
-        error = DeadlineError(
-            f"{self.role} rank {', '.join(map(str, late))} did not answer {self.method} within {seconds:g} s, and the "
-            "processes were ended; if the call may take longer, raise cluster.deadline_seconds"
-        )
+        place = f"{self.role} rank {', '.join(map(str, late))}, {self.method}"
+        error = DeadlineError(place, f"no answer within {seconds:g} s", change=RAISE_DEADLINE)
         self.transport.give_up(self.role, late, error)
         return error
 
@@ -130,7 +131,8 @@ class WorkerGroup:
         """Starts `call` without waiting (within one process the call is finished on return)."""
         caller = f"{self.role}.{method}"
         if method not in self._methods:
-            raise WorkerError(f"{caller} is not registered; {self._class_name} offers {', '.join(self._methods)}")
+            registered = f"a method of {self._class_name}: {', '.join(self._methods)}"
+            raise WorkerError(caller, "not registered", registered, did_you_mean(method, self._methods))
         mode, arguments = self._methods[method], Arguments(args, kwargs)
         plan = whole_call(mode, arguments, caller) if self.world_size == block == 1 else None
         return self._send(method, plan or plan_call(mode, self._layouts, arguments, caller, block))
@@ -166,4 +168,9 @@ class WorkerGroup:
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
     """The error for a call after the end of the workers; `closed_by` is the error that ended them."""
     kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError
-    return kind(f"{role}.{method}: the workers are closed ({closed_by}); launch them again")
+    return kind(f"{role}.{method}", f"the workers are closed ({closed_by})", change=LAUNCH_AGAIN)
+
+
+def stopped(why: str) -> WorkerError:
+    """The error that ends the workers of a launch, none of which failed."""
+    return WorkerError("workers", why, change=LAUNCH_AGAIN)

@@ -20,6 +20,7 @@ from typing import Any
 from whet.processes.frames import BrokenMessageError, Frame, send
 from whet.processes.template import Caller, Serve, name_process
 
+PUT_MAIN = 'put `if __name__ == "__main__":` around the statements of the script'
 SOCKET_BYTES = 1 << 20  # buffered by the kernel: 1.6 times the throughput of Linux's default
 Inbox = queue.SimpleQueue[tuple[int, list[Frame]] | None]
 

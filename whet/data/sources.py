@@ -122,13 +122,12 @@ def read_hub(
 ) -> list[dict[str, Any]]:
     """Reads the rows of one split of a data set on the hub, or of a folder.  Raises: DataError, DeadlineError."""
     name = f"{path}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
-    limit = f"data.hub_deadline_seconds={deadline_seconds:g}"
+    found = f"was not downloaded within data.hub_deadline_seconds={deadline_seconds:g}"
+    late = DeadlineError(name, found, "", f"raise it; or {OFFLINE}")
     try:
-        return within(deadline_seconds, lambda: _read_datasets(path, config, split, default_split), "")
-    except DataError:
+        return within(deadline_seconds, lambda: _read_datasets(path, config, split, default_split), late)
+    except (DataError, DeadlineError):
         raise
-    except DeadlineError as error:
-        raise DeadlineError(name, f"was not downloaded within {limit}", "", f"raise it; or {OFFLINE}") from error
     except ConnectionError as error:
         found = f"cannot be fetched ({error}): there is no network, or the hub does not respond"
         raise DataError(name, found, "", OFFLINE) from error

@@ -57,14 +57,13 @@ def in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return future.result()
 
 
-def within(seconds: float, call: Callable[[], T], late: str) -> T:
-    """Returns the result of a call; after `seconds` its thread is abandoned.  Raises: DeadlineError with the message
-    `late`; any error of the call."""
+def within(seconds: float, call: Callable[[], T], late: DeadlineError) -> T:
+    """Returns the result of a call; after `seconds` its thread is abandoned.  Raises: `late`; any error of the call."""
     thread = Background("whet-within")
     future = thread.submit(call)
     thread.close()
     if not wait([future], seconds).done:
-        raise DeadlineError(late)
+        raise late
     return future.result()
 
 

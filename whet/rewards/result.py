@@ -23,7 +23,7 @@ REWARD_KEYS = ("reward", "score", "overall")
 ACCURACY_KEYS = ("accuracy", "acc")
 EXTRACTED_KEY = "pred"  # as in verl
 QUOTED = 40  # characters that are no coincidence
-RESULT = "result of the reward function"
+RESULT = "result"
 
 
 @runtime_checkable

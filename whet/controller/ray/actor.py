@@ -72,7 +72,7 @@ class RankActor:
     def serve(self, header: bytes, payload: Message) -> Message:
         """Serves a call of a worker's method."""
         if self._workers is None:
-            raise WorkerError(f"{self._name} was called before `assign` made it a rank")
+            raise WorkerError(self._name, "called before `assign` made it a rank", "a call of `assign` first")
         return Message(self._workers.serve([memoryview(header), *payload.frames]))
 
     @ray.method(concurrency_group=CONCURRENT)

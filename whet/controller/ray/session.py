@@ -40,6 +40,7 @@ except ImportError:
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0  # for a machine to accept a connection
 SHUTDOWN_SECONDS = 10.0  # for ray.shutdown, because Ray's head may be lost
+LOCAL = "set cluster.address=local to start one for the run"
 QUIET_SECONDS = 5.0  # of waiting for nodes before a warning
 CHECK_SECONDS = 0.5
 
@@ -83,20 +84,16 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
     address = named or read_ray_address() or "local"
     if address not in ("auto", "local") and (failure := _connection_error(address)) is not None:
         if named:
-            raise ConfigError(
-                f"no Ray cluster answers at {address} ({failure}); start one there (`ray start --head`), correct "
-                "cluster.address or RAY_ADDRESS, or set cluster.address=local to start one for the run"
-            )
+            change = f"start one there (`ray start --head`), correct cluster.address or RAY_ADDRESS, or {LOCAL}"
+            raise ConfigError(f"Ray cluster at {address}", f"no answer ({failure})", change=change)
         address = "local"  # the cluster that Ray remembers has ended
     with authenticated(starts=address == "local"):
         with _sigterm_handler_kept():
             try:
                 context: Any = ray.init(address, logging_level=logging.WARNING)
             except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"the Ray cluster at {address} cannot be used: {error}; check it with `ray status`{_token_hint()}, "
-                    "or set cluster.address=local to start one for the run"
-                ) from error
+                change = f"check it with `ray status`{_token_hint()}, or {LOCAL}"
+                raise ConfigError(f"Ray cluster at {address}", f"cannot be used ({error})", change=change) from error
         try:
             log.info("Ray at %s: %s", context.address_info["gcs_address"], "; ".join(map(str, alive_nodes())))
             if context.dashboard_url:
@@ -165,10 +162,10 @@ def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservat
     enough = len(fitting) >= count and fitting[count - 1] > 0
     cpus = min(float(here), fitting[count - 1]) if enough else float(here)
     wanted = f"{count} node{'s' * (count > 1)} with {cpus:g} CPUs" + (f" and {gpus} GPUs" if gpus else "")
-    there = f"the Ray cluster has {'; '.join(map(str, alive_nodes()))}"
+    there = "; ".join(map(str, alive_nodes()))
     advice = "add nodes (`ray start --address=...`), or lower cluster.nnodes and cluster.n_gpus_per_node"
     if not enough and is_alone:
-        raise ConfigError(f"the run asks for {wanted}, and {there}; {advice}")
+        raise ConfigError("Ray cluster", there, wanted, advice)
     bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
     name = f"whet-{uuid.uuid4().hex}"
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD", name=name)
@@ -177,14 +174,12 @@ def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservat
         free = {kind: number for kind, number in ray.available_resources().items() if kind in ("CPU", "GPU")}
         waited = time.monotonic() - began
         if waited > QUIET_SECONDS and not has_warned:
-            log.warning("waiting for %s; %s, of which %s is free; %s", wanted, there, free, advice)
+            log.warning("waiting for %s; Ray has %s, of which %s is free; %s", wanted, there, free, advice)
             has_warned = True
         if waited > cluster.deadline_seconds:
             remove_placement_group(group)
-            raise WorkerError(
-                f"{wanted} were not free within {cluster.deadline_seconds:g} s: {there}, of which {free} is free "
-                f"(`ray status` shows what uses the rest); {advice}"
-            )
+            found = f"{there}, of which {free} is free (`ray status` shows what uses the rest)"
+            raise WorkerError("Ray cluster", found, f"{wanted} within {cluster.deadline_seconds:g} s", advice)
     return Reservation(name, group, here, cpus / here, 1.0 if gpus else 0.0)
 
 
@@ -197,14 +192,16 @@ def head_address() -> tuple[str, int]:
 def attempt(seconds: float, action: Callable[[], Any]) -> None:
     """Runs an action that may fail, for at most `seconds`: when its head is lost, Ray waits for a minute."""
     with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
-        within(seconds, action, "")
+        within(
+            seconds, action, DeadlineError("Ray", f"no answer in {seconds:g} s", change="check it with `ray status`")
+        )
 
 
 def _connection_error(address: str) -> OSError | None:
     """The error of a connection to host:port; None where it succeeds. Ray itself would try for half a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"cluster.address={address} is no address; write host:port, auto or local")
+        raise ConfigError("cluster.address", address, "host:port, auto or local")
     return connection_error(host.strip("[]"), int(port), CONNECT_SECONDS)
 
 

@@ -34,6 +34,8 @@ from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec, ranks_of
+from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
+from whet.controller.worker_process import PUT_MAIN
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
@@ -44,8 +46,8 @@ INLINE_BYTES = 64 * 1024  # smaller payloads go with the call; larger ones into 
 REWARD_THREADS = 64
 REASON_LENGTH = 600  # Ray's message for a process that ran out of memory is long
 RAISED = re.compile(r"^[\w.]*(?:Error|Exception): .*", re.MULTILINE)  # last line of a traceback
-DISCONNECTED = LostWorkerError("the connection to Ray was ended (ray.shutdown)")
-HEAD = "the head of the Ray cluster"
+DISCONNECTED = LostWorkerError("connection to Ray", "ended (ray.shutdown)", change=LAUNCH_AGAIN)
+HEAD = "head of the Ray cluster"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,10 +69,7 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def __init__(self, pools: Sequence[ResourcePool], cluster: ClusterConfig) -> None:
         if actor.is_rank:
-            raise WorkerError(
-                "a worker imported the script that was started, and the script launched workers again; put "
-                '`if __name__ == "__main__":` around the statements of the script'
-            )
+            raise WorkerError("script", "imported by a worker, it launches workers again", change=PUT_MAIN)
         super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
@@ -88,7 +87,7 @@ class RayTransport(RemoteTransport[_Actor]):
             self._assign_ranks()
             return super().build(specs)
         except BaseException as error:
-            self.abort(WorkerError(f"the workers could not be started: {error}"))
+            self.abort(stopped(f"not started ({error})"))
             self.close()
             raise
 
@@ -143,10 +142,9 @@ class RayTransport(RemoteTransport[_Actor]):
         try:
             return ray.put(message)
         except RayError as error:
-            raise WorkerError(
-                f"{message.size / 2**20:,.0f} MiB do not fit into Ray's object store here: {error}; start the node "
-                "with a larger one (`ray start --object-store-memory=...`)"
-            ) from error
+            found = f"no room for {message.size / 2**20:,.0f} MiB ({error})"
+            change = "start the node with a larger one (`ray start --object-store-memory=...`)"
+            raise WorkerError("Ray's object store here", found, change=change) from error
 
     def start_call(self, peer: _Actor, call: OpenCall, header: bytes, payload: Any) -> None:
         """Submits the call under the name that Ray's dashboard shows."""
@@ -225,7 +223,8 @@ class RayTransport(RemoteTransport[_Actor]):
                 continue
             if not ready:
                 late = ", ".join(peer.name() for peer in pending.values())
-                raise DeadlineError(f"{late} did not {what} within {self.deadline_seconds:g} s")
+                found = f"did not {what} within {self.deadline_seconds:g} s"
+                raise DeadlineError(late, found, change=RAISE_DEADLINE)
             peer = pending.pop(ready[0])
             try:
                 results[id(peer)] = ray.get(ready[0])
@@ -264,20 +263,20 @@ class RayTransport(RemoteTransport[_Actor]):
         """Converts an error of Ray to one of whet."""
         name = peer.name(call.role if call else "")
         if isinstance(error, RayTaskError):  # not from a worker's method: its error comes in the reply
-            return WorkerError(f"{name}: {type(error.cause).__name__}: {error.cause}".rstrip(": "))
+            found = f"{type(error.cause).__name__}: {error.cause}".rstrip(": ")
+            return WorkerError(name, found, change="read the logs of Ray on its node")
         if peer.location is None and (raised := RAISED.findall(str(error))):
-            return WorkerError(
-                f"{name} could not be started: {raised[-1]}; whet and its dependencies must be installed on every node "
-                "in the same versions: `whet doctor --cluster` compares them"
-            )
+            versions = "whet and its dependencies in the same versions on every node"
+            found, change = f"could not be started ({raised[-1]})", "compare them with `whet doctor --cluster`"
+            return WorkerError(name, found, versions, change)
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
         reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")
         return self.death(peer, call, reason, "between two calls" if peer.location else "at its start")
 
     def _lost(self, machine: str, reason: str) -> None:
         there = [each for each in self.peers if each.location is not None and each.location.node_id == machine]
-        what = machine if machine == HEAD else f"the node of {'; '.join(each.name() for each in there)}"
-        error = LostWorkerError(f"{what} is lost: {reason}")
+        what = machine if machine == HEAD else f"node of {'; '.join(each.name() for each in there)}"
+        error = LostWorkerError(what, f"lost ({reason})", change=LAUNCH_AGAIN)
         for peer in there:
             self.lose(peer, error)
         if machine == HEAD:
