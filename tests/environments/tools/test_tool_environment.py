@@ -197,7 +197,7 @@ def test_options_are_of_the_config_and_not_of_the_model(opened: Any, file: str) 
         "-11",
         "error: wrong arguments: sign: Extra inputs are not permitted",
     ]
-    with pytest.raises(ConfigError, match=r"environment\.tools\[0\]\.options: tool .* has no option 'sigh'; did you"):
+    with raises(ConfigError, "environment.tools[0].options.sigh", found=1, change=re.compile("'sign'")):
         toolbox_of(EnvironmentConfig(tools=[{"python": f"{file}:add", "options": {"sigh": 1}}]))
 
 
@@ -422,13 +422,13 @@ def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokeni
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tools": ["calculater"]}, r"tools\[0\]: no tool is called 'calculater'; did you mean 'calculator'"),
-        ({"tools": ["nowhere.py:f"]}, r"environment\.tools\[0\]: nowhere\.py does not exist .*; correct the path"),
-        ({"tools": [{"pyton": "f"}]}, r"environment\.tools\[0\]=\{'pyton': 'f'\}; expected a name, \{python: path"),
-        ({"tools": ["calculator"], "tool_parser": "herms"}, r"is called 'herms'; did you mean 'hermes'"),
-        ({"tools": ["calculator"], "tool_limits": {"second": 1}}, r"tool_limits has 'second'; expected seconds, s"),
-        ({"tools": ["calculator"], "tool_limits": {"seconds": 60}}, r"seconds=60 is not below .*step_seconds=60,"),
-        ({"tool_parser": "hermes"}, r"environment\.tool_parser is set, but environment\.tools is empty; set env"),
+        ({"tools": ["calculater"]}, r"environment\.tools\[0\]: calculater; .*'calculator'"),
+        ({"tools": ["nowhere.py:f"]}, r"environment\.tools\[0\]: nowhere\.py .*; correct the path"),
+        ({"tools": [{"pyton": "f"}]}, r"environment\.tools\[0\]=\{'pyton': 'f'\}; .*\{python: path"),
+        ({"tools": ["calculator"], "tool_parser": "herms"}, r"environment\.tool_parser: herms; .*'hermes'"),
+        ({"tools": ["calculator"], "tool_limits": {"second": 1}}, r"environment\.tool_limits: second; .* seconds, s"),
+        ({"tools": ["calculator"], "tool_limits": {"seconds": 60}}, r"tool_limits\.seconds=60\.0; .*step_seconds=60,"),
+        ({"tool_parser": "hermes"}, r"environment\.tool_parser: hermes; .*environment\.tools "),
     ],
 )  # fmt: skip
 def test_the_config_is_checked_without_running_tools(settings: Any, said: str, tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_the_config_is_checked_without_running_tools(settings: Any, said: str, t
     }
     found = problems(TrainConfig.model_validate(values))
     with pytest.raises(AssertionError, match=said):
-        assert not found, "\n".join(found)
+        assert not found, "\n".join(map(str, found))
 
 
 def test_tools_without_a_schema_and_two_of_one_name(file: str) -> None:
