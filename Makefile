@@ -85,7 +85,7 @@ style: $(READY) ## formats the code, and corrects what ruff can correct
 bench: $(READY) ## writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-pages: $(READY) ## writes the pages that are made from code (algorithms, columns, config, migrating, the picture of the layers)
+pages: $(READY) ## writes the pages that are made from code (algorithms, bad input, columns, config, migrating, the picture of the layers)
 	$(BIN)/python -m docs.generate
 
 gpu: $(READY) ## measures whet on this machine's accelerator in eight minutes, into docs/gpu.md; PARTS="vllm models" others

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 import time
@@ -73,23 +74,24 @@ def train(*overrides: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (ESCAPE, "row 0: format_prompt: cannot be rendered: access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "row 0: format_prompt: cannot be rendered: it needs more than 10 s"),
-        (GROWING, "row 0: format_prompt: cannot be rendered: it needs more than 1 GiB of memory"),
-        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt: cannot be rendered: it needs more than 1 GiB of memory"),
-        ("{{ content * 10 ** 6 }}", "row 0: number of characters=11000050"),
-        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt: cannot be rendered: it needs more than"),
+        (ESCAPE, "row 0: format_prompt: .*access to attribute '__class__' of 'str' object is unsafe"),
+        (ENDLESS, "row 0: format_prompt: .*it needs more than 10 s"),
+        (GROWING, "row 0: format_prompt: .*it needs more than 1 GiB of memory"),
+        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt: .*it needs more than 1 GiB of memory"),
+        ("{{ content * 10 ** 6 }}", "row 0: .*11000050; .*4,000,000"),
+        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt: .*it needs more than"),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-            "row 0: format_prompt: cannot be rendered: maximum",
+            "row 0: format_prompt: .*maximum",
         ),
-        ("{{ 1 / 0 }}", "row 0: format_prompt: cannot be rendered: division by zero"),
-        ("{% include '/etc/passwd' %}", "row 0: format_prompt: cannot be rendered: no loader"),
+        ("{{ 1 / 0 }}", "row 0: format_prompt: .*division by zero"),
+        ("{% include '/etc/passwd' %}", "row 0: format_prompt: .*no loader"),
     ],
 )
 def test_a_prompt_template_runs_no_code_and_ends(template: str, said: str, refused: Callable[..., str]) -> None:
     Path("mine.jinja").write_text(template)
-    assert f"Error: rows.jsonl: {said}" in refused(*look("data.format_prompt=mine.jinja"))
+    found = refused(*look("data.format_prompt=mine.jinja"))
+    assert re.search(f"DataError: rows.jsonl: {said}", found), found
 
 
 @pytest.mark.parametrize(
@@ -110,19 +112,19 @@ def test_a_chat_template_runs_no_code_and_ends(template: str, said: str, refused
     Path("model", "chat_template.jinja").write_text(template)
     found = refused(*look())
     row = 2 if "in messages" in template else 0
-    assert f"DataError: rows.jsonl: row {row}: chat template: " in found and f" (user): {said}" in found
+    assert re.search(f"DataError: rows.jsonl: row {row}: .*{said}", found), found
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mine.jinja", "DataError: rows.jsonl: format_prompt: mine.jinja cannot be read: 'utf-8' codec"),
-        ("model/chat_template.jinja", "ModelError: model: has no tokenizer that could be loaded: 'utf-8' codec"),
+        ("mine.jinja", "DataError: .*mine.jinja.*'utf-8' codec"),
+        ("model/chat_template.jinja", "ModelError: .*'utf-8' codec"),
     ],
 )
 def test_a_template_that_is_not_utf8(name: str, said: str, refused: Callable[..., str]) -> None:
     Path(name).write_bytes(b"{{ content }} \xff\xfe")
-    assert said in refused(*look(*(["data.format_prompt=mine.jinja"] if name == "mine.jinja" else [])))
+    assert re.search(said, refused(*look(*(["data.format_prompt=mine.jinja"] if name == "mine.jinja" else []))))
 
 
 SURROGATE = '{"prompt": "a\\ud800b", "answer": "2"}'
@@ -131,34 +133,31 @@ SURROGATE = '{"prompt": "a\\ud800b", "answer": "2"}'
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("rows.jsonl", json.dumps(ROW) + "\n" + '{"a":' * 100_000, "rows.jsonl:2: nested too deeply"),
-        ("rows.json", "[" * 100_000, "rows.json: nested too deeply"),
-        ("rows.jsonl", '{"prompt": "a", "n": ' + "9" * 5000 + "}", "rows.jsonl:1: a number"),
-        ("rows.json", '[{"prompt": "a", "n": ' + "9" * 5000 + "}]", "rows.json: a number"),
+        ("rows.jsonl", json.dumps(ROW) + "\n" + '{"a":' * 100_000, "rows.jsonl:2: "),
+        ("rows.json", "[" * 100_000, "rows.json: "),
+        ("rows.jsonl", '{"prompt": "a", "n": ' + "9" * 5000 + "}", "rows.jsonl:1: .*4,300 digits"),
+        ("rows.json", '[{"prompt": "a", "n": ' + "9" * 5000 + "}]", "rows.json: .*4,300 digits"),
         (
             "rows.jsonl",
             json.dumps(ROW) + "\n" + SURROGATE,
-            "rows.jsonl: row 1: text: character 18, after '<|im_start|>user\\na', is half",
+            r"rows.jsonl: row 1: .*character 18.* '<\|im_start\|>user\\na', .* surrogate pair",
         ),
-        ("rows.jsonl", '{"prompt": [{"role": 5, "content": "a"}]}', "rows.jsonl: row 0: message 0: role=5"),
+        ("rows.jsonl", '{"prompt": [{"role": 5, "content": "a"}]}', "rows.jsonl: row 0: message 0: .*role.*5"),
         (
             "rows.jsonl",
             '{"prompt": [{"role": "user", "content": 5}]}',
-            "rows.jsonl: row 0: message 0: content: 5",
+            r"rows.jsonl: row 0: message 0: .*\b5\b.*parts",
         ),
-        (
-            "rows.jsonl",
-            '{"prompt": [{"role": "user"}]}',
-            "rows.jsonl: row 0: field 'prompt': [{'role': 'user'}]",
-        ),
-        ("rows.jsonl", '{"prompt": ["a"]}', "rows.jsonl: row 0: field 'prompt': ['a']"),
-        ("rows.jsonl", json.dumps({"prompt": "a" * 20_000_000}), "number of characters=20000050"),
-        ("rows.jsonl", '{"prompt": 5}', "rows.jsonl: row 0: field 'prompt': a value"),
+        ("rows.jsonl", '{"prompt": [{"role": "user"}]}', "rows.jsonl: row 0: field 'prompt': .*list of messages"),
+        ("rows.jsonl", '{"prompt": ["a"]}', "rows.jsonl: row 0: field 'prompt': .*list of messages"),
+        ("rows.jsonl", json.dumps({"prompt": "a" * 20_000_000}), "20000050; .*4,000,000"),
+        ("rows.jsonl", '{"prompt": 5}', "rows.jsonl: row 0: field 'prompt': .*list of messages"),
     ],
 )
 def test_rows_made_to_break_the_reader(file: str, content: str, said: str, refused: Callable[..., str]) -> None:
     Path(file).write_text(content)
-    assert said in refused(*look(f"data.train_files={file}"), seconds=10)
+    found = refused(*look(f"data.train_files={file}"), seconds=10)
+    assert re.search(said, found), found
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -171,30 +170,26 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (
             "extra:\n" + "".join(f"  {line}\n" for line in BOMB.splitlines()),
-            "mine.yaml:7: this value expands to more than 100,000 values",
+            "mine.yaml:7: .* 100,000",
         ),
-        ("extra: &a [*a]\n", "mine.yaml:1: this value expands to more than 100,000 values, or without end"),
-        ("extra: &a\n  b: *a\n", "mine.yaml:1: this value expands to more than 100,000 values, or without end"),
-        ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml is nested more than 50 levels deep"),
-        (
-            "extra: {n: " + "9" * 5000 + "}",
-            "mine.yaml with its includes and overrides cannot be composed: Exceeds the limit (4300 digits)",
-        ),
-        ("extra: {n: 0x" + "9" * 5000 + "}", "extra.n (mine.yaml:1) has a number of more than 4,300 digits"),
-        ('extra: {s: "\\ud800"}', "extra.s (mine.yaml:1) has half of a surrogate pair"),
-        ("extra: \x00", "mine.yaml is not valid YAML: "),
-        (b"extra: \xff\xfe", "mine.yaml cannot be read: 'utf-8' codec"),
+        ("extra: &a [*a]\n", "mine.yaml:1: .* 100,000"),
+        ("extra: &a\n  b: *a\n", "mine.yaml:1: .* 100,000"),
+        ("extra: " + "[" * 5000 + "]" * 5000, "mine.yaml: .* 50 levels"),
+        ("extra: {n: " + "9" * 5000 + "}", r"mine\.yaml .*: .*\(4300 digits\)"),
+        ("extra: {n: 0x" + "9" * 5000 + "}", r"extra\.n: .* 4,300 digits.* \(mine\.yaml:1\)"),
+        ('extra: {s: "\\ud800"}', r"extra\.s: .* surrogate pair.* \(mine\.yaml:1\)"),
+        ("extra: \x00", "mine.yaml: "),
+        (b"extra: \xff\xfe", "mine.yaml: .*'utf-8' codec"),
         (
             "actor: {optim: {betas: [1, 1]}}",
-            "actor.optim.betas=[1, 1] (mine.yaml:1) is a list of 2 (a whole number); expected a list of 2, each a "
-            "number >= 0 and < 1",
+            r"actor\.optim\.betas=\[1, 1\]; .* list of 2, each a number >= 0 and < 1; .*\(mine\.yaml:1\)",
         ),
-        ("actor: {optim: {lr: .inf}}", "actor.optim.lr=Infinity (mine.yaml:1) is a number; expected a number >= 0"),
-        ("actor: {optim: {lr: .nan}}", "actor.optim.lr=NaN (mine.yaml:1) is a number; expected a number >= 0"),
-        ("- a\n- b\n", "primary config 'mine' must be"),
-        ("just text", "unknown key just text"),
-        ("model: [1, 2]", "mine.yaml with its includes and overrides cannot be composed"),
-        ("model: {1: 2}", "unknown key model.1 (mine.yaml:1)"),
+        ("actor: {optim: {lr: .inf}}", "actor.optim.lr=inf; .* number >= 0; .*mine.yaml:1"),
+        ("actor: {optim: {lr: .nan}}", "actor.optim.lr=nan; .* number >= 0; .*mine.yaml:1"),
+        ("- a\n- b\n", "primary config 'mine'"),
+        ("just text", "just text: "),
+        ("model: [1, 2]", "mine.yaml .*: "),
+        ("model: {1: 2}", "model.1: .*mine.yaml:1"),
         ("extra: !!python/object/apply:os.system ['touch owned']", "could not determine a constructor"),
         ("defaults: [nothing]\n", "nothing"),
         ("defaults: [mine]\n", "mine"),
@@ -204,7 +199,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 def test_recipes_made_to_break_the_reader(content: str | bytes, said: str, refused: Callable[..., str]) -> None:
     Path("mine.yaml").write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
     found = refused("train", "mine.yaml", *train()[1:], seconds=10)
-    assert found.startswith("ConfigError: ") and said in found, found
+    assert found.startswith("ConfigError: ") and re.search(said, found), found
     assert not Path("owned").exists()
 
 
@@ -213,7 +208,7 @@ def test_a_part_of_a_recipe_is_read_within_limits_too(refused: Callable[..., str
     Path("data", "bomb.yaml").write_text(BOMB)
     Path("mine.yaml").write_text("defaults: [data: bomb, _self_]\n")
     found = refused("train", "mine.yaml", *train()[1:])
-    assert "mine.yaml with its includes and overrides cannot be composed: it needs more than" in found
+    assert re.search("mine.yaml .*: .* (GiB|10 s);", found)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +341,7 @@ def test_a_models_own_code_trains_and_saves_where_it_is_trusted(refused: Callabl
         whet(*train("model.trust_remote_code=true", "trainer.run_dir=run", "trainer.val_freq=-1", "rollout.n=2")) == 0
     )
     assert Path("run", "metrics.jsonl").is_file()
-    assert "model.trust_remote_code=true" in refused("export", "run", "out")
+    assert "trust" in refused("export", "run", "out")
     assert whet("export", "run", "out", "--trust-remote-code") == 0
     assert {"model.safetensors", "own.py"} <= {file.name for file in Path("out").iterdir()}
 

@@ -364,7 +364,7 @@ P, Q = {"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2"
             [{"prompt": "a", "solution": "1"}, {"prompt": "b"}],
             {"answer_key": "solution"},
         ),
-        ("no row has a ground truth", [{"prompt": "a"}, {"prompt": "b"}], {}),
+        ("rows that all lack a ground truth", [{"prompt": "a"}, {"prompt": "b"}], {}),
         ("prompt longer than the limit", [P, {**Q, "prompt": "1" * 40}], {"max_prompt_length": 8}),
         (
             "prompt longer than the limit, refused",

@@ -208,7 +208,7 @@ class Registry:
         more = f" (others come with {GAMES})" if self.kind == "environment" and not self._installed else ""
         expected = f"one of {', '.join(self.names())}, package.module:function or path/file.py:function"
         hint = did_you_mean(reference, self.names(), "correct the name")
-        raise RegistryError(self.kind, reference, expected, f"{hint}{more}")
+        raise RegistryError(self.kind, reference or "''", expected, f"{hint}{more}")
 
     def registered(self, function: Callable[..., Any]) -> Entry | None:
         """The entry of a function object under its registered name; None if it is not registered."""

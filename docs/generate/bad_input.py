@@ -22,6 +22,8 @@ LINE = re.compile(r"^\| (?P<situation>[^|]+) \| `(?P<message>[^|`]+)` \|", re.MU
 MAX_CHARACTERS = 400
 VARIES = (
     (re.compile(r"(?<![\w./:-])(?:/[\w.@+~-]+){2,}/?"), "..."),  # a path
+    (re.compile(r"\.\.\.(?::/[\w./-]+)+"), "..."),  # the rest of a list of folders
+    (re.compile(r"(?<=127\.0\.0\.1:)\d{3,}"), "..."),
     (re.compile(r"\(\S+:\d+\)"), "(...:...)"),  # file and line
     (re.compile(r"\b[\d,.]+ (?=[KMG]i?B\b)"), "... "),
     (re.compile(r"\b(?:0x)?[0-9a-f]{10,}\b"), "..."),

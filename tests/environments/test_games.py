@@ -16,6 +16,7 @@ from whet_environments.number_game import NumberGame
 from whet_environments.sokoban import Sokoban, State
 from whet_environments.tree_game import TreeGame
 
+from tests.raising import raises
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
 from whet.registry import ENVIRONMENTS
@@ -342,9 +343,9 @@ def test_options_are_checked() -> None:
         Sokoban(walls=1.0).reset(PROMPT, 0)
     entry = ENVIRONMENTS["whet_environments.sokoban:Sokoban"]
     assert entry.marks["pure"] and entry.name == "sokoban"
-    with pytest.raises(ConfigError, match=r"rows=0; expected a whole number > 0"):
+    with raises(ConfigError, "environment.options.rows", found=0, expected="a whole number > 0"):
         entry.resolve_options({"rows": 0}, "environment.options")
-    with pytest.raises(ConfigError, match=r"options\.row=3.*'rows'"):
+    with raises(ConfigError, "environment.options.row", found=3, change="did you mean 'rows'?"):
         entry.resolve_options({"row": 3}, "environment.options")
-    with pytest.raises(ConfigError, match="expected one of compact, words"):
+    with raises(ConfigError, "environment.options.encoding", found="short", expected="one of compact, words"):
         entry.resolve_options({"encoding": "short"}, "environment.options")

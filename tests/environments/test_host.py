@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import socket
 import threading
 import time
@@ -196,7 +197,7 @@ def test_pure_environments_step_in_the_caller() -> None:
     host.close("a")
     host.close("a")
     host.shutdown()
-    with pytest.raises(ConfigError, match=r"options\.depth=3.*calculator"):
+    with raises(ConfigError, re.compile("depth$"), found=3, expected=re.compile("'calculator'")):
         open_host("calculator", {"depth": 3})
 
 

@@ -96,7 +96,7 @@ TABLE: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
         raised(lambda: DOMAINS.check_used(DOMAINS.assign(prompts(("additions", {}), ("openai/x", {}))))),
         (
             "reward.domains.words",
-            "(2)",
+            "sums (2)",
             "domain=words",
             "(~reward.domains.words)",
         ),

@@ -82,7 +82,7 @@ def test_rows_of_no_domain() -> None:
     ("domain", "message"),
     [
         ({"function": "gsm9k"}, "function: gsm9k; .*'gsm8k'"),
-        ({}, "function"),
+        ({}, "function: '';"),
         ({"function": "gsm8k", "kwargs": {"format_score": 2}}, "kwargs.format_score=2;"),
         ({"function": "missing.py:f"}, "function: missing.py "),
         ({"function": "gsm8k", "source": ["x"]}, "source: "),

@@ -465,7 +465,7 @@ def test_a_function_of_no_known_form_is_an_error_at_the_start(tmp_path, num_work
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest():
-    with pytest.raises(RegistryError, match="'gsm8k'"):
+    with raises(RegistryError, "reward", found="gsm8", change=re.compile("'gsm8k'")):
         make_pool("gsm8")
 
 

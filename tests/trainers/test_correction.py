@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.raising import raises
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.metrics import Metrics
@@ -124,28 +125,35 @@ def test_weights_scale_the_loss(train_config: MakeConfig, additions: Rows, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "key", "found", "advice"),
     [
         (
             {"algorithm.policy_loss": "decoupled_ppo", "algorithm.correction.weight": "importance"},
-            "would correct it twice",
+            "weight",
+            "importance",
+            "'decoupled_ppo'",
         ),
         (
             {"algorithm.correction.old_log_probs": "rollout", "algorithm.correction.weight": "importance"},
-            "uses the rollout's for both",
+            "weight",
+            "importance",
+            "algorithm.correction.old_log_probs=rollout ",
         ),
-        ({"algorithm.correction.weight": "importanc"}, "did you mean 'importance'"),
+        ({"algorithm.correction.weight": "importanc"}, "weight", "importanc", "'importance'"),
         (
             {"algorithm.correction.rejection_options": {"hig": 1}, "algorithm.correction.rejection": "divergence"},
+            "rejection_options.hig",
+            1,
             "'high'",
         ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    overrides: dict[str, Any], message: str, train_config: MakeConfig
+    overrides: dict[str, Any], key: str, found: object, advice: str, train_config: MakeConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, f"algorithm.correction.{key}", found=found) as caught:
         train_config(overrides)
+    assert any(advice in f"{each.expected}; {each.change}" for each in (caught.value, *caught.value.others))
 
 
 def test_advantages_are_whitened_over_the_tokens_that_remain(train_config: MakeConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.raising import raises
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.metrics import Metrics
@@ -149,7 +150,7 @@ def test_hints_of_an_endpoint(
 
 def test_a_judge_is_a_function_or_an_endpoint(train_config: MakeConfig) -> None:
     for options in ({}, {"endpoint": "http://a/v1"}, {"complete": "a:b", "endpoint": "http://a/v1", "model": "m"}):
-        with pytest.raises(ConfigError, match=r"teacher\.hint=judge requires either"):
+        with raises(ConfigError, "teacher.hint_options", found=options):
             train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options})
 
 

@@ -214,9 +214,9 @@ def test_fine_tuning_and_evaluation(model_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_does_not_go_together(train_config: MakeConfig, model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trains the adapter alone, and model\.freeze"):
+    with raises(ConfigError, "model.freeze", found=["model.embed_tokens.*"]):
         train_config({**LORA, "model.freeze": ["model.embed_tokens.*"]})
-    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+    with raises(ConfigError, "model.lora.path", found=re.compile(r" adapter_config\.json$")):
         train_config({"model.lora.path": str(model_folder)})
 
 

@@ -240,15 +240,15 @@ def test_the_example_learns_what_the_reward_model_was_taught(tmp_path: Path) -> 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"reward_model.model_path": None, "reward_model.weight": 2.0, "reward_model.engine.name": "fsdp"},
-        r"reward_model\.engine\.name=fsdp, reward_model\.weight=2\.0, but reward_model\.model_path is not set",
+        r"(?s)(?=.*reward_model\.engine\.name: fsdp;).*reward_model\.weight=2\.0;",
     ),
     (
         {"algorithm.adv_estimator": "remax"},
-        r"algorithm\.adv_estimator=remax compares with greedy responses, which only",
+        r"algorithm\.adv_estimator: remax; .*reward_model\.model_path",
     ),
     (
         {"cluster.placement": {"main": {}, "other": {"roles": ["rewardmodel"]}}},
-        r"has 'rewardmodel'; expected one of .*\(did you mean reward_model\?\)",
+        r"other\.roles: rewardmodel; .*reward_model\?",
     ),
 ]
 
@@ -263,9 +263,7 @@ def test_what_goes_not_together(
 
 def test_a_filter_needs_a_function(classifier: Path, model_folder: Path) -> None:
     overrides = {"model.path": str(model_folder), "reward_model.model_path": str(classifier)}
-    with pytest.raises(
-        ConfigError, match=r"algorithm\.filter\.name=dapo compares scores of reward\.function, which is"
-    ):
+    with raises(ConfigError, "algorithm.filter.name", found="dapo"):
         load_config(TrainConfig, None, {**overrides, "algorithm.filter.name": "dapo"}, given={"data"})
     load_config(TrainConfig, None, overrides, given={"data"})
 

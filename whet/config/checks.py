@@ -112,7 +112,7 @@ def _model(model: schema.ModelConfig, at: Place) -> Iterator[ConfigError]:
         found, expected = f"{model.lora.path} has no adapter_config.json", "the folder of an adapter"
         yield ConfigError("model.lora.path", found, expected, "correct the path")
     if model.path is None:
-        yield ConfigError("model.path", None, "a model folder (`whet init-model` makes one) or a model on the hub")
+        yield ConfigError("model.path", None, "a model folder (`whet init-model` makes one) or a hub name")
         return
     path = Path(model.path).expanduser()
     names_a_folder = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1

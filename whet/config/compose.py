@@ -361,4 +361,4 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
 
 
 def _too_deep(place: str) -> ConfigError:
-    return ConfigError(place, "a value is nested too deeply", f"at most {MAX_DEPTH} levels", "write it flatter")
+    return ConfigError(place, "the nesting is too deep", f"at most {MAX_DEPTH} levels", "write it flatter")

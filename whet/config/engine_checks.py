@@ -58,8 +58,8 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[ConfigError]:
         expected = "single with rollout.engine.options.batch_invariant=true, as others have other kernels"
         yield ConfigError(at.of("name"), engine.name, expected, "set it to single, or unset batch_invariant")
     if "check" in entry.marks:
-        own: Callable[[EngineUse], Iterable[ConfigError | str]] = load_target(entry.marks["check"])
-        yield from (ConfigError(each, "", "") if isinstance(each, str) else each for each in own(use))
+        own: Callable[[EngineUse], Iterable[ConfigError]] = load_target(entry.marks["check"])
+        yield from own(use)
 
 
 def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
