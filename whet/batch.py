@@ -93,7 +93,7 @@ class Batch:
         return self.rows(index)
 
     def _row(self, row: int) -> Any:
-        """One row: a batch of it."""
+        """Returns a batch of one row."""
         return self.rows([row])
 
     def rows(self, index: RowIndex) -> Self:

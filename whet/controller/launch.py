@@ -92,7 +92,10 @@ class SameProcess(Transport):
     def _call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Reply:
         reply: Reply = Future()
         try:
-            reply.set_result(self.workers.call(role, method, payload))
+            if isinstance(payload, WorkerSpec):
+                reply.set_result(self.workers.build(payload))
+            else:
+                reply.set_result(getattr(self.workers.by_role[role], method)(*payload.args, **payload.kwargs))
         except Exception as error:
             described = self.workers.describe(error, role, method)
             self.abort(described)

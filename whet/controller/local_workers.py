@@ -92,7 +92,7 @@ class LocalWorkers:
     def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
         """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: its errors."""
         if isinstance(payload, WorkerSpec):
-            return self._build(payload)
+            return self.build(payload)
         return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
 
     def describe(self, error: BaseException, role: str, method: str) -> WhetError:
@@ -112,7 +112,8 @@ class LocalWorkers:
         if self._spec is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    def _build(self, spec: WorkerSpec) -> Layout:
+    def build(self, spec: WorkerSpec) -> Layout:
+        """Builds a worker.  Returns its place among the ranks."""
         own, rank, world_size = self._spec, 0, 1
         if own is not None:
             rank, world_size = own.rank, own.pool.processes

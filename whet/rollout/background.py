@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 class Background(Turns):
     """Makes turns all the time, from the first call on. What fails in the thread fails whoever waits."""
+
+    blocks = False
+    turn_seconds = TURN_SECONDS
 
     def __init__(self, driver: Driver, deadline_seconds: float) -> None:
         super().__init__(driver, deadline_seconds)
@@ -61,7 +65,7 @@ class Background(Turns):
                 self._thread.start()
         return future
 
-    def pass_time(self, future: Future[Any]) -> None:
+    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
         """Waits for the thread."""
         wait([future], TURN_SECONDS)
 
@@ -79,11 +83,12 @@ class Background(Turns):
 
     def _go(self) -> None:
         """The thread: calls and turns of the driver, until it is closed."""
+        never = Future[None]()
         try:
             while not self._is_closing:
-                self.timed(self._serve)
-                self.timed(lambda: self.driver.turn(TURN_SECONDS))
-                self.after(False)
+                began = time.monotonic()
+                self._serve()
+                super().pass_time(never, began)
         except BaseException as error:
             self._error = error
         finally:

@@ -144,11 +144,13 @@ class Collector:
 class Turns:
     """Makes the turns of a driver while somebody waits."""
 
+    blocks = True  # who waits makes the turns, and has nothing else to do
+    turn_seconds = POLL_SECONDS
+
     def __init__(self, driver: Driver, deadline_seconds: float) -> None:
         self.driver, self.deadline_seconds = driver, deadline_seconds
-        self.after: Callable[[bool], None] = lambda waits: (
-            None
-        )  # called behind a turn; True: nothing else is to be done
+        # Called behind a turn; True: it may wait, nothing else is to be done.
+        self.after: Callable[[bool], None] = lambda waits: None
         self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
         self.limit_seconds = defaultdict[str | None, float](float)  # by that part
         self.idle_seconds = 0.0  # in which the engine had nothing to sample
@@ -192,16 +194,12 @@ class Turns:
             self.leave()
             raise
 
-    def pass_time(self, future: Future[Any]) -> None:
-        """Makes a turn, and where that does not fulfil the future takes what else has come."""
-        self.timed(lambda: self.driver.turn(POLL_SECONDS))
-        if not future.done():
-            self.timed(lambda: self.after(self.driver.is_idle))
-
-    def timed(self, function: Callable[[], None]) -> None:
-        """Calls a function, and counts its seconds for what limited the run when it began."""
-        began, was_sampling, limit = time.monotonic(), self.driver.is_sampling, self.limit()
-        function()
+    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
+        """Makes a turn, and counts its seconds, or those since it `began`, for what limits the run."""
+        began, was_sampling, limit = began or time.monotonic(), self.driver.is_sampling, self.limit()
+        waits = self.blocks and self.driver.is_idle
+        self.driver.turn(self.turn_seconds)
+        self.after(waits)
         seconds = time.monotonic() - began
         self.idle_seconds += 0.0 if was_sampling else seconds
         self.limit_seconds[limit] += seconds

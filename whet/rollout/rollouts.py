@@ -138,6 +138,7 @@ class Rollouts:
         self.prompts = None if prompts is None else ReturnedFirst(prompts)
         # Groups of a checkpoint that go on with the first weights; None afterwards, and where none can.
         self._restored: Sequence[Mapping[str, Any]] | None = () if max_staleness else None
+        self._to_score: list[tuple[Asked, list[Trajectory]]] = []
         self._scoring: list[tuple[Asked, list[Trajectory], list[Outcomes]]] = []
         self._waits, self._does, self._watched = 0, "", ExitStack()  # callers that wait; the loop's part now
         self._idle_seconds = 0.0  # of the engine, up to the last hand-out
@@ -261,6 +262,7 @@ class Rollouts:
             try:
                 return self.turns.wait(future, lambda: asked.flow.progress, between)
             except BaseException:
+                self._to_score = [each for each in self._to_score if each[0] is not asked]
                 self._scoring = [each for each in self._scoring if each[0] is not asked]
                 raise
             finally:
@@ -280,8 +282,7 @@ class Rollouts:
             if isinstance(command, Run):
                 self.collector.driver.add(command.episodes, partial(self._on_sampled, asked))
             elif isinstance(command, Score):
-                scored = command.trajectories
-                self._scoring.append((asked, scored, self._submit(scored, asked.purpose)))
+                self._to_score.append((asked, command.trajectories))
             elif isinstance(command, Chosen):
                 asked.chosen.set_result(command.groups)
             else:
@@ -293,7 +294,11 @@ class Rollouts:
         self._carry_out(asked, asked.flow.on_sampled(trajectory))
 
     def _take_scores(self, waits: bool) -> None:
-        """Hands trajectories whose scores have come to their flow; where it `waits`, at least those scored first."""
+        """Submits trajectories to score, and hands those whose scores have come to their flow; where it `waits`, at
+        least those that were submitted first."""
+        for asked, ended in self._to_score:
+            self._scoring.append((asked, ended, self._submit(ended, asked.purpose)))
+        self._to_score.clear()
         ready = [each for each in self._scoring if all(outcomes.done() for outcomes in each[2])]
         for each in ready or self._scoring[: int(waits)]:
             self._scoring.remove(each)
