@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.setting import Setting
-from whet.tracking.jsonl import read_records
+from whet.tracking.tracker import read_records
 from whet.trainers.quickstart import write_adder, write_problems
 from whet.trainers.run import Run
 

@@ -26,7 +26,7 @@ from whet.errors import ConfigError
 from whet.models.init import init_model
 from whet.rollout.servers.environment import find_environment
 from whet.rollout.vllm.engine import PACKAGE
-from whet.tracking.jsonl import read_records
+from whet.tracking.tracker import read_records
 from whet.trainers.build import train
 
 STEPS = 4  # the first is not counted

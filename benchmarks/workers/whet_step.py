@@ -15,7 +15,7 @@ from benchmarks.workload import score
 from whet.config import TrainConfig, load_config
 from whet.models.vision.base import PIXELS
 from whet.rollout.protocol import Event, Request, RolloutEngine
-from whet.tracking.jsonl import read_records
+from whet.tracking.tracker import read_records
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
 from whet.trainers.run import Run

@@ -9,9 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from whet.tracking.jsonl import JsonlTracker, cut_back
 from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.tracker import TableRow
+from whet.tracking.tracker import JsonlTracker, TableRow, cut_back
 
 FLUSH_SECONDS = 3.0  # in which a service has written what it was told, most of them
 

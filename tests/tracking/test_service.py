@@ -18,9 +18,8 @@ from tests.raising import raises
 from whet.config.trainer import Logger
 from whet.errors import ConfigError
 from whet.tracking import service
-from whet.tracking.jsonl import JsonlTracker
 from whet.tracking.service import BackgroundTracker, TrackedRun, open_services
-from whet.tracking.tracker import NO_TABLES, Tables
+from whet.tracking.tracker import NO_TABLES, JsonlTracker, Tables
 
 MADE: list[Diary] = []
 

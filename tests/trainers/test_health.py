@@ -29,7 +29,7 @@ from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health, sampler_gap
 from whet.trainers.rl import add_advantages, fit, sample, update
 from whet.trainers.rollout_worker import Direct
-from whet.weight_sync import in_process
+from whet.weight_sync import buckets
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -138,7 +138,7 @@ def test_a_rollout_with_other_weights_than_the_trainer_ends_the_run_before_it_is
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.get_output_embeddings().weight.data *= 4  # so that it is as sure of its tokens as a trained model
     model.save_pretrained(tmp_path / "sure")
-    attach = in_process.attach
+    attach = buckets.attach
 
     def attach_wrongly(rollout: Any, module: Any, weights: Any, version: int) -> str:
         """The weights of version 2 arrive with a sign lost."""
@@ -147,7 +147,7 @@ def test_a_rollout_with_other_weights_than_the_trainer_ends_the_run_before_it_is
             other.model.norm.weight.data.neg_()
         return attach(rollout, other, weights, version)
 
-    monkeypatch.setattr(in_process, "attach", attach_wrongly)
+    monkeypatch.setattr(buckets, "attach", attach_wrongly)
     monkeypatch.setattr(Direct, "reads_trained_weights", False)
     settings = {
         "model.path": str(tmp_path / "sure"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The path of one GRPO step: the files of whet in which a function is entered during one traced, warm step in one
-process, and the lines of those functions. docs/architecture.md has the limits: a change that raises one says why there.
+process, the lines of those functions, and how deep their calls are. docs/architecture.md has the limits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from whet.trainers.rl import fit
 MakeConfig = Callable[..., TrainConfig]
 PACKAGE = Path(whet.__file__).parent
 PAGE = layers.PAGE.read_text(encoding="utf-8")
-MAX_FILES, MAX_LINES = (layers.limit(f"{what} on the path of a step", PAGE) for what in ("files", "lines"))
+MAX_FILES, MAX_LINES = (layers.limit(f"{what} of a step", PAGE) for what in ("files", "lines"))
+MAX_DEPTH = layers.limit("calls of a step above each other", PAGE)
+# Models, kernels, the native engine and the training engine: the real work, which no shorter ladder would leave out.
+WORK = ("models/", "engines/", "rollout/native/", "rollout/in_process", "rollout/sampling", "rollout/stop_strings")
 
 
 @pytest.mark.slow
@@ -38,20 +41,25 @@ def test_the_path_of_a_step_stays_short(
     """In a process of its own: what other tests left running is not part of the path."""
     configs = [train_config({"trainer.total_steps": 3, "trainer.run_dir": str(tmp_path / each)}) for each in "ab"]
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        lines = process.submit(path_of, configs, additions).result()
+        whole, deepest = process.submit(path_of, configs, additions).result()
+    lines = {file: found for file, found in whole.items() if not str(file.relative_to(PACKAGE)).startswith(WORK)}
     shown = "\n".join(f"{len(found):4} {file.relative_to(PACKAGE)}" for file, found in sorted(lines.items()))
     total = sum(map(len, lines.values()))
     assert len(lines) <= MAX_FILES and total <= MAX_LINES, f"{len(lines)} files, {total} lines:\n{shown}"
+    assert len(deepest) <= MAX_DEPTH, f"{len(deepest)} calls:\n" + "\n".join(deepest)
 
 
-def path_of(configs: Sequence[TrainConfig], rows: list[dict[str, str]]) -> dict[Path, set[int]]:
-    """The lines of the second step of the last run: what a process does once is done by then."""
+def path_of(configs: Sequence[TrainConfig], rows: list[dict[str, str]]) -> tuple[dict[Path, set[int]], list[str]]:
+    """The lines of the second step of the last run, where what a process does once is done, and its deepest calls."""
     entered: set[CodeType] = set()
+    deepest: list[str] = []
     threads.WAITS = threads.WAITS_NO_MORE = math.inf  # a busy machine takes the same way as an idle one
 
     def enter(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             entered.add(frame.f_code)
+            if len(calls := calls_of(frame)) > len(deepest):
+                deepest[:] = calls
 
     def trace(run: Any, step: int, numbers: Any) -> None:
         """From the line of step 2 to that of step 3."""
@@ -64,7 +72,18 @@ def path_of(configs: Sequence[TrainConfig], rows: list[dict[str, str]]) -> dict[
         run.callbacks = [trace] if config is configs[-1] else []
         fit(run)
         run.close()
-    return lines_of(entered)
+    return lines_of(entered), deepest
+
+
+def calls_of(frame: FrameType | None) -> list[str]:
+    """The functions of whet that are being called below the loop, the first first."""
+    found: list[str] = []
+    while frame is not None and frame.f_code is not fit.__code__:
+        code = frame.f_code
+        if code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<"):
+            found.append(f"{Path(code.co_filename).relative_to(PACKAGE)}: {code.co_qualname}")
+        frame = frame.f_back
+    return found[::-1]
 
 
 def lines_of(codes: set[CodeType]) -> dict[Path, set[int]]:

@@ -153,7 +153,8 @@ def estimate(
     if "returns" not in seen and ("returns" in entry.columns or with_returns):
         seen["returns"] = reward_to_go(seen["token_level_rewards"], seen["response_mask"])
 
-    advantages, returns, metrics = _parts(entry, estimator(seen, supplied))
+    result = estimator(seen, supplied)
+    advantages, returns, metrics = (result, None, {}) if isinstance(result, Tensor) else _parts(entry, result)
     if returns is None and with_returns:
         returns = seen["returns"]
 

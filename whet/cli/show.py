@@ -136,7 +136,7 @@ def _reward(row: Record) -> Text:
 
 def _named(name: str, value: Any, style: str = "") -> Text:
     """A text below its name; a short one beside it."""
-    from whet.tracking.jsonl import printable
+    from whet.tracking.tracker import printable
 
     text = printable(value if isinstance(value, str) else "" if value is None else str(value))
     between = "\n" if "\n" in text.strip() else "  "

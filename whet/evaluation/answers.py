@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from whet import files
 from whet.data.sources import read_rows
 from whet.errors import DataError, StorageError
-from whet.tracking.jsonl import json_line
+from whet.tracking.tracker import json_line
 from whet.types import Media, Trajectory
 
 log = logging.getLogger(__name__)

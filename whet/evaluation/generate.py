@@ -36,7 +36,7 @@ from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
 from whet.rollout.build import check_media, sampling_params
 from whet.rollout.protocol import Completion, Request, generate as sample_all
-from whet.tracking.jsonl import json_line
+from whet.tracking.tracker import json_line
 from whet.types import Prompt
 
 # Settings that the file's content depends on, besides model and prompts, and those among them that do not change it.

@@ -154,7 +154,9 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
     Raises: as `stage_of`; EnvError where one refuses its options, which only its constructor knows."""
     hosts = dict[str, EnvironmentHost]()
     for agent, stage in {MAIN: environment, **environment.agents}.items():
-        hosts[agent] = stage_of(stage).open()
+        if (opened := stage_of(stage)).is_silent:
+            continue
+        hosts[agent] = opened.open()
         undo.callback(hosts[agent].shutdown)
         if refusal := hosts[agent].refusal():
             at = f"environment.agents.{agent}" if agent else "environment"

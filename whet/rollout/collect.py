@@ -79,7 +79,7 @@ class Collector:
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         stages = {MAIN: self.stage, **self.agents}
         speaking = {name: each for name, each in stages.items() if not each.is_silent}
-        self.environments = dict(hosts or {name: each.open() for name, each in speaking.items()})
+        self.environments = dict(hosts if hosts is not None else {name: each.open() for name, each in speaking.items()})
         self.codecs = {
             name: TemplateCodec(
                 tokenizer,

@@ -20,7 +20,7 @@ import yaml
 
 from whet import files
 from whet.errors import DataError
-from whet.tracking.jsonl import METRIC_FILES, read_records, with_nan
+from whet.tracking.tracker import METRIC_FILES, read_records, with_nan
 
 STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
 # ended: by an older version of whet; not begun: of a sweep

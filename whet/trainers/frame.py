@@ -33,11 +33,10 @@ from whet.planning.fit import check_disk, check_fits
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Setup
 from whet.tracking.console import COLUMNS, Column, ConsoleTracker
-from whet.tracking.jsonl import METRIC_FILES, JsonlTracker
 from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
-from whet.tracking.tracker import Trackers
+from whet.tracking.tracker import METRIC_FILES, JsonlTracker, Trackers
 from whet.trainers.measured import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 from whet.trainers.run_dir import RunDir, noted, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, likely_steps

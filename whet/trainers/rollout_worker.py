@@ -25,7 +25,7 @@ from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
-from whet.weight_sync import in_process
+from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest, receive
 from whet.weight_sync.link import Broken, Inlet, LinkClosedError
 from whet.weight_sync.routes import Route, Site, open_inlet
@@ -208,7 +208,7 @@ class RolloutWorker(MeasuredWorker):
                 and not adapted_layers(module)
             )
             if module is not None and self.is_attached:
-                return in_process.attach(self.engine, module, weights, version)
+                return buckets.attach(self.engine, module, weights, version)
             if module is not None and not self._owns_module:
                 self.engine.adopt(module)
             elif not self._owns_module:
@@ -216,7 +216,7 @@ class RolloutWorker(MeasuredWorker):
         elif self.takes_adapter():
             weights = with_adapter(actor.engine).adapter_weights()
         self._owns_module = True
-        return in_process.copy(self._fill, weights, version, self.dtype)
+        return buckets.copy(self._fill, weights, version, self.dtype)
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_adapter(self) -> bool:

@@ -26,9 +26,8 @@ from whet.rollout.flow import by_player
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
-from whet.tracking.jsonl import json_line, printable
 from whet.tracking.rollouts import read_rollouts
-from whet.tracking.tracker import TableRow
+from whet.tracking.tracker import TableRow, json_line, printable
 from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
 from whet.trainers.correction import Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame

@@ -40,8 +40,8 @@ from whet.data.preferences import PreferencePair
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError
 from whet.registry import PACKAGE
-from whet.tracking.jsonl import METRIC_FILES, cut_back, with_nan
 from whet.tracking.runs import CONFIG, INPUTS
+from whet.tracking.tracker import METRIC_FILES, cut_back, with_nan
 from whet.types import Prompt
 
 log = logging.getLogger(__name__)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, WeightSyncError
+from whet.rollout.protocol import SharesModule
 from whet.weight_sync.link import Inlet, LinkClosedError, Outlet
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -252,3 +254,26 @@ def bytes_of(weight: torch.Tensor) -> torch.Tensor:
 
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, 2 * count, 2, device=device)
+
+
+def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:
+    """Makes the rollout sample from `module` itself.  Returns the digest of its `weights`."""
+    digest = Digest()
+    for name, weight in weights:
+        digest.add(name, weight)
+    rollout.attach(module, version)
+    return str(digest)
+
+
+def copy(load: Callable[[Weights, int], None], weights: Weights, version: int, dtype: torch.dtype) -> str:
+    """Copies weights into the rollout by its `load`, one at a time.  Returns the digest of the copied weights."""
+    digest = Digest()
+
+    def converted_weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            converted = in_dtype(weight, dtype)
+            digest.add(name, converted)
+            yield name, converted
+
+    load(converted_weights(), version)
+    return str(digest)

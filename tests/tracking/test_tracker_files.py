@@ -13,7 +13,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.tracking.jsonl import JsonlTracker, cut_back, read_records
+from whet.tracking.tracker import JsonlTracker, cut_back, read_records
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_numbers_come_back_to_the_bit(path: Path) -> None:
 
 def test_a_line_is_there_as_soon_as_it_is_logged_even_if_the_process_is_killed(path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from whet.tracking.jsonl import JsonlTracker\n"
+        "import os, signal, sys; from pathlib import Path; from whet.tracking.tracker import JsonlTracker\n"
         "JsonlTracker(Path(sys.argv[1])).log(1, {'x': 1.0}); os.kill(os.getpid(), signal.SIGKILL)"
     )
     run = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
