@@ -81,6 +81,8 @@ class SamplingState:
 
     def to(self, device: torch.device) -> SamplingState:
         """The same columns on a device."""
+        if device == self.keys.device:
+            return self
         columns: dict[str, Any] = {n: moved(each, device) for n, each in vars(self).items() if torch.is_tensor(each)}
         constraints = None if self.constraints is None else self.constraints.to(device)
         return replace(self, **columns, constraints=constraints)
