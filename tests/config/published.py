@@ -24,9 +24,8 @@ from whet.config.foreign_files import read
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS
-from whet.trainers.correction import Correction
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.shape import Shaper
+from whet.trainers.shape import Correction, Shaper
 
 FACTS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((Path(__file__).parent / "convert").glob("*"))}
 FACTS["easyr1_config"] = {

@@ -34,7 +34,7 @@ from whet.config.convert import convert
 from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
 from whet.trainers.build import train
-from whet.trainers.correction import Chosen
+from whet.trainers.shape import Chosen
 
 PEERS = Path(__file__).parents[1] / "peers"
 

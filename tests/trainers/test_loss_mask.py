@@ -14,8 +14,8 @@ from whet.algorithms.calls import Bound
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, Registry
-from whet.trainers.correction import Correction
 from whet.trainers.objectives import PolicyObjective, ValueObjective, narrowed
+from whet.trainers.shape import Correction
 
 
 def rejected(loss: str = "reinforce", weight: str = "importance", **options: Any) -> tuple[DataProto, Metrics]:

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.calls import Bound
-from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
 from whet.controller.launch import launch_roles
@@ -53,7 +52,6 @@ from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
 from whet.trainers import judged as judged, workers  # judged: its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
-from whet.trainers.correction import Correction, estimator
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
@@ -63,7 +61,7 @@ from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import Direct, Modes, RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
-from whet.trainers.shape import Shaper
+from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
 from whet.trainers.workers import TrainWorker
 from whet.types import Prompt, Scorer

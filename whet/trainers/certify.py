@@ -29,9 +29,8 @@ from whet.config.load import load_config
 from whet.config.schema import DataConfig, TrainConfig
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
-from whet.trainers.correction import Correction, estimator
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.shape import Shaper
+from whet.trainers.shape import Correction, Shaper, estimator
 
 Columns = dict[str, Tensor]
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from whet import files
 from whet.algorithms.calls import Bound
-from whet.algorithms.controllers import AdaptiveEntropy, Fixed
 from whet.batch import Batch
 from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
@@ -29,14 +28,13 @@ from whet.rollout.rollouts import Rollouts
 from whet.tracking.rollouts import read_rollouts
 from whet.tracking.tracker import TableRow, json_line, printable
 from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
-from whet.trainers.correction import Correction
 from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.gap import GAP, largest_jumps, reward_gap
 from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rollout_worker import Direct
 from whet.trainers.run_dir import MEDIA
-from whet.trainers.shape import Shaper
+from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper
 from whet.types import Group, Prompt
 
 log = logging.getLogger(__name__)

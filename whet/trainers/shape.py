@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shaping of rewards before the estimator, and of advantages after it."""
+"""Shaping of rewards before the estimator, of advantages after it, and of losses by how far the sampler was off; with
+the controllers of the weights of the KL and of the entropy bonus."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,17 @@ import torch
 from torch import Tensor
 
 from whet.algorithms import shaping as forms
-from whet.algorithms.controllers import AdaptiveKL, Fixed
+from whet.algorithms.aggregation import loss_mask
+from whet.algorithms.calls import Bound, with_mini_batch_columns
+from whet.algorithms.correction import gap, out_of_bounds, ratio, weight_metrics
 from whet.algorithms.kl import apply_kl_to_reward
 from whet.algorithms.statistics import whiten
 from whet.batch import Batch
 from whet.columns import SCORED_BY
+from whet.config.algorithm import AlgorithmConfig
 from whet.config.schema import TrainConfig
 from whet.metrics import Metrics
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Registry
 
 
 class Shaper:
@@ -130,3 +136,147 @@ def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
     cut, mask = batch["truncated"], batch["response_mask"]
     metrics.mean("reward/truncated", cut.float().mean(), len(cut))
     return batch.with_columns(response_mask=mask.masked_fill(cut[:, None], 0))
+
+
+class Fixed:
+    """A constant weight. It has no state: a resumed run uses its config."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, *measured: float | None) -> None:
+        """Does nothing."""
+
+    def state(self) -> dict[str, float]:
+        """Returns an empty state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Does nothing."""
+
+
+class AdaptiveKL:
+    """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon after a step of n sequences: the weight grows while the
+    KL is above the target.  Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Adapts the weight to a step's mean KL."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_sequences / self.horizon
+
+    def state(self) -> dict[str, float]:
+        """Returns the current weight."""
+        return {"coef": self.coef}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restores a saved weight."""
+        self.coef = state["coef"]
+
+
+class AdaptiveEntropy:
+    """c += delta after a step with H < target, else c -= delta, within [0, highest]; the weight is 0 while H >= target.
+
+    He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.
+    """
+
+    def __init__(self, coef: float, target: float, delta: float, highest: float) -> None:
+        self.target, self.delta, self.highest = target, delta, highest
+        self._coef, self._is_low = coef, False
+
+    @property
+    def coef(self) -> float:
+        """The weight for the next step: 0 where the last entropy reached the target."""
+        return self._coef if self._is_low else 0.0
+
+    def update(self, entropy: float | None) -> None:
+        """Adapts the weight to a step's mean entropy; None where the step trained no token."""
+        if entropy is None:
+            return
+        self._is_low = entropy < self.target
+        moved = self._coef + (self.delta if self._is_low else -self.delta)
+        self._coef = min(max(moved, 0.0), self.highest)
+
+    def state(self) -> dict[str, float]:
+        """Returns the weight, and whether the entropy is below the target."""
+        return {"coef": self._coef, "is_low": float(self._is_low)}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restores a saved state."""
+        self._coef, self._is_low = state["coef"], bool(state["is_low"])
+
+
+def estimator(algorithm: AlgorithmConfig) -> Bound:
+    """The advantage estimator of a config.  Raises: ConfigError, RegistryError."""
+    return Bound.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The rejection, the weight and the loss that a config chooses: functions of a whole step or mini-batch, called
+    before its update. Rejections say which tokens are not trained on (`loss_mask`), weights what the others count for
+    (`token_weights`); some losses have columns of their own.
+
+    `response_mask` stays the mask of the tokens that were sampled: ratios of sequences and statistics of rows are of
+    them. Losses are summed over `loss_mask` and divided by its counts."""
+
+    loss: Bound
+    weight: Bound | None = None
+    rejection: Bound | None = None
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> Correction:
+        """The functions that a config names, with their options.  Raises: ConfigError, RegistryError."""
+        algorithm, names = config.algorithm, config.algorithm.correction
+
+        def chosen(registry: Registry, key: str) -> Bound | None:
+            name, options = names[key], names[f"{key}_options"]
+            return None if name is None else Bound.of(registry, name, options, f"algorithm.correction.{key}_options")
+
+        loss = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
+        return cls(loss, chosen(WEIGHTS, "weight"), chosen(REJECTIONS, "rejection"))
+
+    def reject(self, batch: Batch, metrics: Metrics) -> Batch:
+        """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
+        and measures how far sampler and trainer are apart."""
+        if "old_log_probs" in batch:
+            apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+            for name, value in apart.items():
+                (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
+        if self.rejection is None:
+            return batch
+        sampled = batch["response_mask"] != 0
+        kept = self.rejection(batch.tensors()).expand(sampled.shape) & sampled
+        metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
+        return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
+
+    def _measure(self, mini_batch: Batch, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
+        """Records the spread of the weights, and how many ratios are outside the bounds of a weight that has them."""
+        assert self.weight is not None
+        spread, options = weight_metrics(weights, counted), self.weight.options
+        for name, value in spread.items():
+            {"min": metrics.min, "max": metrics.max}.get(name, metrics.mean)(f"correction/weight_{name}", value)
+        bounds = [options[name] for name in ("floor", "low", "cap", "high") if name in options]
+        if len(bounds) == 2 and "level" in options and len(weights):
+            old, rollout, mask = (mini_batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+            share = out_of_bounds(ratio(old, rollout, mask, options["level"]), counted, bounds[0], bounds[1])
+            metrics.mean("correction/out_of_bounds", share, int(counted.sum()))
+
+    def weigh(self, mini_batch: Batch, metrics: Metrics) -> Batch:
+        """Adds `token_weights`, which are of all tokens that were sampled, and the loss's own columns, which are of
+        those that are trained on."""
+        trained = loss_mask(mini_batch.tensors())
+        if self.weight is not None:
+            weights, counted = self.weight(mini_batch.tensors()), trained != 0
+            weights = weights.expand(counted.shape).masked_fill(~counted, 0.0)
+            metrics.mean("correction/weight", weights.sum() / counted.sum().clamp(min=1), int(counted.sum()))
+            self._measure(mini_batch, weights, counted, metrics)
+            mini_batch = mini_batch.with_columns(token_weights=weights)
+        if "before" in self.loss.entry.marks:
+            columns = {**mini_batch.tensors(), "response_mask": trained}
+            added = with_mini_batch_columns(self.loss, columns)
+            new = {name: column for name, column in added.items() if name not in columns}
+            mini_batch = mini_batch.with_columns(**new)
+        return mini_batch

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from whet.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, Fixed
+from whet.trainers.shape import AdaptiveEntropy, AdaptiveKL, Fixed
 
 
 def test_the_bonus_grows_while_the_entropy_is_low_and_is_at_work_only_then() -> None:
