@@ -76,6 +76,8 @@ def test_the_folder_of_an_older_run_is_read(caplog: pytest.LogCaptureFixture) ->
     assert config.actor.engine.name == "single" and config.actor.engine.options == {}
     sharded = {**OLD_ENGINE, "name": "fsdp", "sequence_parallel_size": 2}
     assert read(SFTConfig, engine=sharded).engine.options == {"sequence_parallel_size": 2}
+    judge = read(TrainConfig, reward_model={"engine": {"name": "single", "compile": True}}).reward_model
+    assert judge.engine.options == {"compile": True}
     assert not caplog.records  # nobody can change it there
 
 

@@ -44,7 +44,7 @@ RENAMED: Mapping[str, tuple[str, Any]] = {
     "rollout.compile": ("rollout.engine.options.compile", False),
     **{
         f"{role}engine.{name}": (f"{role}engine.options.{name}", default)
-        for role in ("actor.", "critic.", "ref.", "")
+        for role in ("actor.", "critic.", "ref.", "reward_model.", "")
         for name, default in {**_FSDP, "compile": False}.items()
     },
 }
