@@ -313,7 +313,7 @@ def test_without_a_scorer_an_answer_is_worth_what_its_environment_paid(
 
 def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) -> None:
     of = rollouts(tokenizer, "1", "2")
-    of.prompts = None
+    of.prompts.source = None
     prompt, metrics = text_prompt(tokenizer), Metrics()
     [group] = of.sample([prompt], 2, SamplingParams(8), step=0, metrics=metrics, purpose="evaluation")
     assert group.prompt is prompt and rewards([group]) == [[1.0, 2.0]]

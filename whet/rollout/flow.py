@@ -24,11 +24,15 @@ from whet.types import Group, Prompt, Trajectory
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
-    """A source of prompts."""
+class PromptSource(Protocol):
+    """The data loader, or another source of prompts."""
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts."""
+        ...
+
+    def find(self, uid: str) -> Prompt:
+        """The prompt that `take` gave under this uid.  Raises: DataError."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -39,25 +43,16 @@ class Source(Protocol):
         """Returns the place where the next `take` starts."""
         ...
 
-
-class PromptSource(Source, Protocol):
-    """The data loader, or another source of prompts that a run continues from."""
-
-    def find(self, uid: str) -> Prompt:
-        """The prompt that `take` gave under this uid.  Raises: DataError."""
-        ...
-
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from that place."""
         ...
 
 
 class ReturnedFirst:
-    """A source whose next prompts are those that were put back, if there are any."""
+    """A source whose next prompts are those that were put back, if there are any; without a source, those alone."""
 
-    def __init__(self, source: PromptSource) -> None:
-        self.source, self._returned = source, list[Prompt]()
-        self.find, self.observe = source.find, source.observe
+    def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
+        self.source, self._returned = source, list(first)
 
     def put_back(self, uids: Sequence[str]) -> None:
         """Lets these prompts come first, and says so.  Raises: DataError for one that is not among the data."""
@@ -68,15 +63,28 @@ class ReturnedFirst:
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts."""
         first, self._returned = self._returned[:n], self._returned[n:]
-        return [*first, *self.source.take(n - len(first))]
+        return first if self.source is None else [*first, *self.source.take(n - len(first))]
+
+    def find(self, uid: str) -> Prompt:
+        """The prompt of the source under this uid.  Raises: DataError."""
+        if self.source is None:
+            raise DataError("source of prompts", None, "one that finds a prompt by its uid", "pass a data loader")
+        return self.source.find(uid)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Shows the source all groups that were sampled, with those that a filter drops."""
+        if self.source is not None:
+            self.source.observe(groups)
 
     def state(self) -> dict[str, Any]:
         """The place of the source; under `first` the uids that were put back, if there are any."""
-        return {**self.source.state(), **({"first": [each.uid for each in self._returned]} if self._returned else {})}
+        state = {} if self.source is None else {**self.source.state()}
+        return {**state, **({"first": [each.uid for each in self._returned]} if self._returned else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from that place."""
-        self.source.load_state(state)
+        if self.source is not None:
+            self.source.load_state(state)
         self._returned = [self.find(uid) for uid in state.get("first", ())]
 
 
@@ -182,7 +190,7 @@ class Flow:
 
     n: int  # trajectories of a prompt
     batch_size: int  # groups of a step
-    source: Source
+    source: ReturnedFirst
     episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, n each in their order, for a step
     max_staleness: float = 0.0
     group_filter: Filter | None = None

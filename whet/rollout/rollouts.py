@@ -69,24 +69,6 @@ class Sampled(Generic[T]):
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
 
 
-class Given:
-    """A source of prompts that a caller has at hand."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = list(prompts)
-
-    def take(self, n: int) -> list[Prompt]:
-        """Returns all of them."""
-        return self._prompts
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Learns nothing."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Has no place to continue from."""
-        return {}
-
-
 @dataclass
 class Asked:
     """A flow, and what its caller waits for now."""
@@ -135,7 +117,7 @@ class Rollouts:
         self.spent: dict[str, float] = {}  # by judges, since the run began
         self._kept_some = True
         self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
-        self.prompts = None if prompts is None else ReturnedFirst(prompts)
+        self.prompts = ReturnedFirst(prompts)
         # Groups of a checkpoint that go on with the first weights; None afterwards, and where none can.
         self._restored: Sequence[Mapping[str, Any]] | None = () if max_staleness else None
         self._to_score: list[tuple[Asked, list[Trajectory]]] = []
@@ -148,7 +130,7 @@ class Rollouts:
             Flow(
                 n,
                 batch_size,
-                self.prompts or Given([]),
+                self.prompts,
                 lambda prompts, step: collector.episodes(prompts, n, self.params_at(step), step=step),
                 max_staleness,
                 group_filter,
@@ -165,7 +147,7 @@ class Rollouts:
 
     def start(self, n: int, *, step: int) -> Sampled[Taken]:
         """Begins `take`: all trajectories are sampled. A filter waits here for their scores."""
-        if self.prompts is None:
+        if self.prompts.source is None:
             raise DataError("rollouts without a source of prompts", "take", "sample, with prompts of your own")
         metrics, flow = Metrics(), self.flow
         if flow.max_staleness == 0:
@@ -197,15 +179,13 @@ class Rollouts:
             return self.collector.episodes(prompts, n, params, step=step, purpose=purpose)
 
         scores_alone = all(each.scores_alone for each in self._scorers(purpose)) and self.scorer is not None
-        flow = Flow(n, len(prompts), Given(prompts), episodes, scores_alone=scores_alone)
+        flow = Flow(n, len(prompts), ReturnedFirst(None, prompts), episodes, scores_alone=scores_alone)
         groups = self._begin(Asked(flow, purpose), step, metrics).result().kept
         count_failures(groups, metrics, self.spent)
         return groups
 
     def on_weights(self, version: int) -> None:
         """Notes that the engine samples with the weights of a step, and lets sampling go as far ahead as they allow."""
-        if self.prompts is None:
-            return
         if self._restored is not None:
             self._watched.enter_context(watching(self._watch))
             self.turns.finish(lambda: self._carry_out(self._training, self._restore(version)))
@@ -215,21 +195,18 @@ class Rollouts:
     def state(self) -> Mapping[str, Any]:
         """Returns the place where the next step takes its prompts, and under `stream` every group that was sampled
         ahead; without staleness, before groups are trained on, the place of their step."""
-        if self.prompts is None:
-            return {}
         if self._restored is not None:
             return {**self.prompts.state(), "stream": list(self._restored)}
         return self.turns.finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from there, before the first weights come."""
-        if self.prompts is not None:
-            self.prompts.load_state(state)
-            entries = state.get("stream", ())
-            if self._restored is None:
-                self.prompts.put_back([entry["uid"] for entry in entries])
-            else:
-                self._restored = entries
+        self.prompts.load_state(state)
+        entries = state.get("stream", ())
+        if self._restored is None:
+            self.prompts.put_back([entry["uid"] for entry in entries])
+        else:
+            self._restored = entries
 
     def close(self) -> None:
         """Ends the turns, and the processes of environments and rewards; says which part the others waited for."""
@@ -385,7 +362,7 @@ class Rollouts:
 
     def _restore(self, version: int) -> list[Command]:
         """Puts the groups of a checkpoint back."""
-        assert self.prompts is not None and self._restored is not None
+        assert self._restored is not None
         entries, self._restored = self._restored, None
         return restore(self.flow, self.prompts, version, entries)
 

@@ -107,7 +107,6 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
         raise
     with closing(run):
         if dry_run:
-            assert run.rollouts.prompts is not None
             show_batch(config, run.tokenizer, run.rollouts.prompts, run.total_steps, list(run.roles))
         else:
             with _frozen_objects():
