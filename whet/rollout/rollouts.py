@@ -48,6 +48,7 @@ HELP = {  # by the part that limits a run
     "sync": "a higher data.train_batch_size, which brings new weights less often",
 }
 DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
+LOOKED_AT = 256  # trajectories or groups that are looked at for scores in a turn, those that wait for longest
 T = TypeVar("T")
 
 
@@ -159,7 +160,6 @@ class Rollouts:
         # without staleness a step ends where it is whole: what it sampled is in no checkpoint
         between = self.may_stop if flow.room else None
         begun = self._begin(self._training, step, metrics, between)
-
         return Sampled(begun.groups, lambda: self._taken(begun.result(), metrics))
 
     def sample(
@@ -276,10 +276,11 @@ class Rollouts:
         for asked, ended in self._to_score:
             self._scoring.append((asked, ended, self._submit(ended, asked.purpose)))
         self._to_score.clear()
-        ready = [each for each in self._scoring if all(outcomes.done() for outcomes in each[2])]
-        for each in ready or self._scoring[: int(waits)]:
-            self._scoring.remove(each)
-            asked, trajectories, outcomes = each
+        looked_at = self._scoring[:LOOKED_AT]
+        ready = [each for each in looked_at if all(outcomes.done() for outcomes in each[2])] or looked_at[: int(waits)]
+        taken = set(map(id, ready))
+        self._scoring = [each for each in self._scoring if id(each) not in taken] if taken else self._scoring
+        for asked, trajectories, outcomes in ready:
             found = [pending.result() for pending in outcomes]
             scored = with_outcomes(trajectories, list(map(_with_accuracy, *found)) if len(found) > 1 else found[0])
             self._carry_out(asked, asked.flow.on_scored(scored))
