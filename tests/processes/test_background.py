@@ -7,7 +7,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import DeadlineError
-from whet.processes.background import Background, within
+from whet.processes.background import Background, Mailbox, within
 
 
 def test_calls_are_made_in_order_and_the_thread_ends_after_them() -> None:
@@ -56,3 +56,28 @@ def test_a_late_call_is_left_behind() -> None:
         within(0.1, lambda: release.wait(20), DeadlineError("a file", "not there after 0.1 s", change="wait longer"))
     assert time.monotonic() - start < 5
     release.set()
+
+
+def test_the_owner_of_a_mailbox_carries_calls_out_in_order() -> None:
+    seen, box = list[int](), Mailbox()
+    first = box.submit(lambda: seen.append(1))
+    second = box.submit(lambda: box.submit(lambda: seen.append(3)) and seen.append(2))
+    assert not first.done()
+    box.serve(0.0)
+    assert seen == [1, 2, 3] and second.done()
+    began = time.monotonic()
+    box.serve(0.2)
+    assert time.monotonic() - began >= 0.2
+
+
+def test_an_error_of_the_owner_breaks_what_waits_and_what_comes() -> None:
+    box, error = Mailbox(), ValueError("of the thread")
+    kept = box.promise()
+    kept.set_result(7)
+    promised, called = box.promise(), box.submit(lambda: 1)
+    box.fail(error)
+    box.fail(ValueError("a later one"))
+    later = box.submit(lambda: 1)
+    assert [each.exception(0) for each in (promised, called, later, box.promise())] == [error] * 4
+    assert kept.result() == 7 and box.error is error
+    box.serve(0.0)  # calls that are broken are not carried out

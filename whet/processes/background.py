@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from queue import SimpleQueue
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from whet.errors import DeadlineError
@@ -16,35 +16,82 @@ from whet.errors import DeadlineError
 T = TypeVar("T")
 
 
-class Background:
-    """Daemon threads that run submitted calls in order."""
+class Mailbox:
+    """Calls that any thread makes, and the thread of an owner carries out."""
 
-    def __init__(self, name: str, threads: int = 1) -> None:
+    def __init__(self) -> None:
+        self.error: BaseException | None = None  # that broke it
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = threads
-        for _ in range(threads):
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._promises: set[Future[Any]] = set()
+
+    def promise(self) -> Future[Any]:
+        """Returns a future that the owner fulfils, or `fail` does."""
+        future: Future[Any] = Future()
+        self._promises.add(future)
+        future.add_done_callback(self._promises.discard)
+        if self.error is not None:
+            _fail(future, self.error)
+        return future
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Returns a future of the call's result. It can be cancelled before the call begins. SystemExit becomes a
         RuntimeError."""
-        future: Future[T] = Future()
+        future = self.promise()
         self._calls.put((future, call))
         return future
 
-    def close(self) -> None:
-        """Ends the threads after the calls submitted so far."""
-        for _ in range(self._threads):
-            self._calls.put(None)
+    def serve(self, seconds: float) -> None:
+        """Carries out the calls that wait, in order; waits for the first one if there is none."""
+        while self.take(seconds):
+            seconds = 0.0
 
-    def _work(self) -> None:
-        while (entry := self._calls.get()) is not None:
+    def take(self, seconds: float | None = None) -> bool:
+        """Carries out the next call.  Returns False at the end, and if none comes within `seconds`."""
+        with suppress(Empty):
+            if (entry := self._calls.get(timeout=seconds)) is None:
+                return False
             future, call = entry
-            if future.set_running_or_notify_cancel():
+            if not future.done() and future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
                 except BaseException as error:  # a library may call sys.exit
                     future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            return True
+        return False
+
+    def close(self) -> None:
+        """Ends one thread that takes, after the calls submitted so far."""
+        self._calls.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Breaks all promises, and all later ones, with the first error that is given."""
+        self.error = self.error or error
+        for future in list(self._promises):
+            _fail(future, self.error)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with suppress(InvalidStateError):  # another thread was faster
+        future.set_exception(error)
+
+
+class Background(Mailbox):
+    """Daemon threads that run submitted calls in order."""
+
+    def __init__(self, name: str, threads: int = 1) -> None:
+        super().__init__()
+        self._threads = threads
+        for _ in range(threads):
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the threads after the calls submitted so far."""
+        for _ in range(self._threads):
+            super().close()
+
+    def _work(self) -> None:
+        while self.take():
+            pass
 
 
 def in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:

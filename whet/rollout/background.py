@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from whet.errors import WorkerError
+from whet.processes.background import Mailbox
 from whet.rollout.collect import Driver, Turns
 
 log = logging.getLogger(__name__)
@@ -31,38 +30,22 @@ class Background(Turns):
 
     def __init__(self, driver: Driver, deadline_seconds: float) -> None:
         super().__init__(driver, deadline_seconds)
-        self._calls = SimpleQueue[Callable[[], None]]()
-        self._promises: set[Future[Any]] = set()
-        self._error: BaseException | None = None
+        self._calls = Mailbox()
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._switch_seconds = sys.getswitchinterval()
 
     def promise(self) -> Future[Any]:
         """A future that the thread fulfils; it fails with the thread."""
-        future = Future[Any]()
-        self._promises.add(future)
-        future.add_done_callback(self._promises.discard)
-        if self._error is not None or self._is_closing:
-            self._break(future)
-        return future
+        return self._calls.promise()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function in the thread, between two turns.  Returns the future of its result."""
-        future = self.promise()
-
-        def called() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:  # it belongs to the caller
-                future.set_exception(error)
-
-        if not future.done():
-            self._calls.put(called)
-            if self._thread is None:
-                sys.setswitchinterval(SWITCH_SECONDS)
-                self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
-                self._thread.start()
+        future = self._calls.submit(function)
+        if self._thread is None and not future.done():
+            sys.setswitchinterval(SWITCH_SECONDS)
+            self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
+            self._thread.start()
         return future
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
@@ -80,6 +63,7 @@ class Background(Turns):
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
                 log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
+        self._calls.fail(WorkerError("rollouts", "they are closed", change="build the run again"))
 
     def _go(self) -> None:
         """The thread: calls and turns of the driver, until it is closed."""
@@ -87,21 +71,7 @@ class Background(Turns):
         try:
             while not self._is_closing:
                 began = time.monotonic()
-                self._serve()
+                self._calls.serve(TURN_SECONDS if self.driver.is_idle else 0.0)
                 super().pass_time(never, began)
         except BaseException as error:
-            self._error = error
-        finally:
-            for future in list(self._promises):
-                self._break(future)
-
-    def _serve(self) -> None:
-        """Carries out the calls that have come; waits for one where there is nothing else to do."""
-        with suppress(Empty):
-            self._calls.get(timeout=TURN_SECONDS if self.driver.is_idle else 0.0)()
-            while True:
-                self._calls.get_nowait()()
-
-    def _break(self, future: Future[Any]) -> None:
-        if not future.done():
-            future.set_exception(self._error or WorkerError("the rollouts are closed; build the run again"))
+            self._calls.fail(error)

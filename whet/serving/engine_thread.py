@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from whet.errors import EngineError, WhetError, describe
+from whet.processes.background import Mailbox
 from whet.rollout.protocol import Event, Partial, Request, RolloutEngine, Status
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ class EngineThread:
         self._on_death = on_death
         # Runs a function in the thread of those who wait for events, an event loop's.
         self.run_elsewhere: Callable[[Callable[[], None]], object] = lambda function: function()
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._calls = Mailbox()
+        self.death: WhetError | None = None
         self._deliver: dict[str, Deliver] = {}  # by uid of an unfinished request
         self._waiting: deque[Request] = deque()  # the engine was full
         self._is_stopped = False
-        self.death: WhetError | None = None
         self.status, self._seen_at = Status(version=0, running=0, waiting=0), time.monotonic()
         self._thread = threading.Thread(target=self.run, name="rollout-engine", daemon=True)
         self._thread.start()
@@ -55,11 +55,13 @@ class EngineThread:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Calls the function between two polls."""
-        future: Future[T] = Future()
-        self._calls.put((future, function))
-        if self.death is not None:
-            self._refuse_calls(self.death)
-        return future
+
+        def called() -> T:
+            result = function()
+            self._look()
+            return result
+
+        return self._calls.submit(called)
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
         """Samples the requests; `deliver` gets their events, or the error of the engine that refused one."""
@@ -109,7 +111,7 @@ class EngineThread:
         """Serves calls and polls, until `stop` or an error of the engine."""
         try:
             while not self._is_stopped:
-                self._carry_out_calls()
+                self._calls.serve(0.0 if self._deliver or self._is_stopped else IDLE_SECONDS)
                 self._fill()
                 events = self.engine.poll(POLL_SECONDS if self._deliver else 0.0)
                 self._look()
@@ -119,22 +121,6 @@ class EngineThread:
         else:
             self.engine.close()
             self._die(_stopping(), is_expected=True)
-
-    def _carry_out_calls(self) -> None:
-        """Carries out all calls that wait; without requests it waits for one."""
-        block = not self._deliver and not self._is_stopped
-        while True:
-            try:
-                future, function = self._calls.get(block, IDLE_SECONDS)
-            except Empty:
-                return
-            block = False
-            try:
-                result = function()
-                self._look()
-                future.set_result(result)
-            except Exception as error:  # of the caller, such as weights that do not fit
-                future.set_exception(error)
 
     def _look(self) -> None:
         self.status, self._seen_at = self.engine.status(), time.monotonic()
@@ -172,7 +158,7 @@ class EngineThread:
         """Tells all who wait."""
         self.death = error
         self._tell_all(error)
-        self._refuse_calls(error)
+        self._calls.fail(error)
         if not is_expected:
             self._on_death(error)
 
@@ -180,14 +166,6 @@ class EngineThread:
         self._tell([(deliver, _stopped(error)) for deliver in self._deliver.values()])
         self._deliver.clear()
         self._waiting.clear()
-
-    def _refuse_calls(self, error: WhetError) -> None:
-        while True:
-            try:
-                future, _ = self._calls.get_nowait()
-            except Empty:
-                return
-            future.set_exception(error)
 
 
 def named(error: BaseException) -> WhetError:
