@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
+from tests.raising import raises
 from tests.rollout.conftest import SHIPPED
 from whet import devices
 from whet.config.schema import ModelConfig, RolloutConfig
@@ -240,7 +241,7 @@ def test_a_request_that_can_never_fit_is_refused(model: PreTrainedModel) -> None
 def test_empty_prompts_and_limits_are_refused(model: PreTrainedModel) -> None:
     native = NativeEngine()
     native.attach(model, 0)
-    with pytest.raises(EngineError, match="needs a prompt token"):
+    with raises(EngineError, key="request 0", found=re.compile(r"^0 .* 0 .*max_new_tokens=4$")):
         generate(native, [Request("0", (), SamplingParams(4), 0)])
 
 
@@ -258,7 +259,7 @@ def test_a_rollout_that_takes_too_long_is_named(
 def test_no_weights_yet(engine: RolloutEngine) -> None:
     if not isinstance(engine, SharesModule):
         pytest.skip("this engine has the weights of the model's folder from its start")
-    with pytest.raises(EngineError, match="no weights yet"):
+    with raises(EngineError, key="module of the rollout", found=None):
         generate(engine, suite.requests())
 
 

@@ -48,9 +48,7 @@ def test_half_updated_weights_are_not_sampled_from(
 
     with pytest.raises(ConnectionError):
         engine.load(breaks_off(), version=2)
-    with pytest.raises(
-        WeightSyncError, match=r"^version 2 of the weights did not arrive whole, and what is left of vers"
-    ):
+    with raises(WeightSyncError, key="version 2 of the weights"):
         generate(engine, made)
     engine.load(model.named_parameters(), version=3)
     after = generate(engine, made)
@@ -82,7 +80,7 @@ def test_weights_that_do_not_fit_are_named(model: PreTrainedModel) -> None:
         engine.load({**weights, last: torch.ones(1)}.items(), 1)
     with raises(WeightSyncError, "extra", found=re.compile(r"^shape \[2\] .* no extra$")):
         engine.load({**weights, "extra": torch.ones(2)}.items(), 1)
-    with pytest.raises(WeightSyncError, match="did not arrive whole"):
+    with raises(WeightSyncError, key="version 1 of the weights"):
         generate(engine, suite.requests(groups=1))
 
 

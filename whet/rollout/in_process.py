@@ -14,18 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from whet.errors import EngineError, WeightSyncError
+from whet.errors import EngineError
 from whet.models.load import cast_weights, fitting
 from whet.models.lora import plain_copy
 from whet.models.vision.base import Vision
 from whet.models.vision.load import vision_of
 from whet.phases import span
-from whet.rollout.constraints import check_rules
-from whet.rollout.protocol import Completion, Event, Failed, Finished, Likeliest, Partial, Request, Status, Weights
+from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
+from whet.rollout.protocol import Completion, Event, Finished, Likeliest, Partial, Request, Status, Weights
 from whet.rollout.stop_strings import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
-from whet.types import Failure, FinishReason, Versions, last_versions
-
-MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+from whet.types import FinishReason, Versions, last_versions
 
 
 @dataclass(eq=False)
@@ -107,16 +105,12 @@ class Policy:
     def require(self) -> PreTrainedModel:
         """The module.  Raises: EngineError where there is none."""
         if self.module is None:
-            raise EngineError("the rollout engine has no weights yet: attach a module, or adopt one and load weights")
+            raise EngineError("module of the rollout", None, change="attach a module, or adopt one and load weights")
         return self.module
 
     def require_whole(self) -> PreTrainedModel:
         """The module, to sample from.  Raises: also WeightSyncError where its weights are of two versions."""
-        if self._coming is not None:
-            raise WeightSyncError(
-                f"version {self._coming} of the weights did not arrive whole, and what is left of version "
-                f"{self.version} is mixed with it; nothing is sampled until all weights of a version came"
-            )
+        check_whole(self._coming, self.version)
         return self.require()
 
     def leave_device(self) -> None:
@@ -142,7 +136,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.dtype, self.max_batch_size, self.keep_cache = dtype, max_batch_size, keep_cache
         self.load_tokenizer = load_tokenizer  # called only for requests with stop strings
         self.policy, self.vocab_size = Policy(), 0
-        self.unfinished: dict[str, L] = {}  # by uid, the oldest first
+        self.unfinished = Ledger[L]()
         self._streaming: dict[str, L] = {}  # those of them that give their tokens as they come
         self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
         self._events: list[Event] = []
@@ -152,23 +146,13 @@ class InProcessEngine(ABC, Generic[L]):
 
     def submit(self, request: Request) -> bool:
         """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
-        if (earlier := self.unfinished.get(request.uid)) is not None:
-            if request.attempt <= earlier.request.attempt:
-                return True
-            self._end([earlier])
-        if len(self.unfinished) >= MAX_UNFINISHED:
-            return False
+        if (answer := self.unfinished.answer(request)) is not None:
+            return answer
+        self._end([self.unfinished[request.uid]] if request.uid in self.unfinished else [])
         if request.media:
             self._readable(request).prefetch(request.media, self.policy.require())
-        if not request.prompt_ids or request.params.max_new_tokens <= len(request.sampled_ids):
-            raise EngineError(
-                f"request {request.uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens="
-                f"{request.params.max_new_tokens} and {len(request.sampled_ids)} tokens sampled earlier; it needs a "
-                "prompt token and room for one more"
-            )
         self.policy.require()
-        if request.params.allowed_token_ids is not None or request.params.bad_words:
-            check_rules((request.params.allowed_token_ids, request.params.bad_words), self.vocab_size)
+        check_request(request, self.vocab_size)
         self.stops_of(request)
         self.unfinished[request.uid] = live = self._take(request)
         if request.streams:
@@ -267,14 +251,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.return_to_device()
 
     def status(self) -> Status:
-        running, oldest = self._num_running, next(iter(self.unfinished.values()), None)
-        return Status(
-            version=self.policy.version,
-            running=running,
-            waiting=len(self.unfinished) - running,
-            oldest=None if oldest is None else oldest.request.uid,
-            oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
-        )
+        return self.unfinished.status(self.policy.version, self._num_running)
 
     def close(self) -> None:
         """Drops all requests and frees what sleeping frees."""
@@ -287,7 +264,7 @@ class InProcessEngine(ABC, Generic[L]):
         if not strings:
             return None
         if self.load_tokenizer is None:
-            raise EngineError(f"stop strings {strings} need a tokenizer, and this rollout engine has none")
+            raise EngineError("stop strings of a request", strings, "none for a rollout engine without a tokenizer")
         return self._stops.of(strings, self.load_tokenizer)
 
     @property
@@ -359,10 +336,7 @@ class InProcessEngine(ABC, Generic[L]):
         late = [each for each in self.unfinished.values() if now >= each.late_at]
         self._end(late)
         self._first_late_at = min((each.late_at for each in self.unfinished.values()), default=float("inf"))
-        for each in late:
-            request = each.request
-            why = f"its deadline of {request.deadline_seconds:g} s was over after {len(each.tokens)} tokens"
-            self._events.append(Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True)))
+        self._events += [too_late(each.request, f" after {len(each.tokens)} tokens") for each in late]
 
 
 @torch.no_grad()

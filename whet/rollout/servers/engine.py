@@ -24,8 +24,8 @@ from whet.models.load import MisfitError, fitting, outline
 from whet.models.vision.base import Vision
 from whet.models.vision.load import load_vision
 from whet.models.vision.qwen import QwenVision
-from whet.rollout.constraints import check_rules
 from whet.rollout.episode import joined
+from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
@@ -38,7 +38,6 @@ from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in
 from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
-MAX_UNFINISHED = 65536  # requests; more are refused until some are done
 TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
 POLL_SECONDS = 0.002  # between two looks at answers that are on their way
@@ -84,7 +83,7 @@ class ServerEngine(ServerWords):
         self._media = SharedMedia(self.vision)
         config = whole.config.get_text_config()
         self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
-        self._live: dict[str, Live] = {}  # by uid, the oldest first
+        self._live = Ledger[Live]()
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
         self._names, self._paused, self._is_ready = 0, False, False
@@ -169,14 +168,10 @@ class ServerEngine(ServerWords):
 
     def submit(self, request: Request) -> bool:
         """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
-        earlier = self._live.get(request.uid)
-        if earlier is not None and request.attempt <= earlier.request.attempt:
-            return True
-        if earlier is None and len(self._live) >= MAX_UNFINISHED:
-            return False
+        if (answer := self._live.answer(request)) is not None:
+            return answer
         self.check(request)
-        if earlier is not None:
-            self._end([earlier])
+        self._end([self._live[request.uid]] if request.uid in self._live else [])
         self._raise_loss()
         self.ready()
         if not self._live:
@@ -192,7 +187,7 @@ class ServerEngine(ServerWords):
         until, events = time.monotonic() + timeout_seconds, list[Event]()
         self._raise_loss()
         while True:
-            self._require_whole_weights()
+            check_whole(self._coming, self.version)
             left = until - time.monotonic()
             with self._noting_loss():
                 self._take(events, min(left, TICK_SECONDS) if self._live and not self._paused else 0.0)
@@ -267,7 +262,7 @@ class ServerEngine(ServerWords):
     def restart(self) -> None:
         """Starts another server in the place of one that is lost.  Raises: EngineError."""
         self._restarts -= 1
-        self._live, self._ended, self._is_ready = {}, queue.SimpleQueue(), False
+        self._live, self._ended, self._is_ready = Ledger(), queue.SimpleQueue(), False
         self.server.close()
         self._begin()
         self.ready()
@@ -331,15 +326,7 @@ class ServerEngine(ServerWords):
         self._end(sent)
 
     def status(self) -> Status:
-        unfinished = list(self._live.values())  # at once: another thread may submit
-        running, oldest = sum(live.is_sent for live in unfinished), next(iter(unfinished), None)
-        return Status(
-            version=self.version,
-            running=running,
-            waiting=len(unfinished) - running,
-            oldest=None if oldest is None else oldest.request.uid,
-            oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
-        )
+        return self._live.status(self.version, sum(live.is_sent for live in list(self._live.values())))
 
     def close(self) -> None:
         self._live.clear()
@@ -352,11 +339,7 @@ class ServerEngine(ServerWords):
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:
             self.check_media(self.vision, request.media, f"request {request.uid}")
-        if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
-            raise EngineError(
-                f"request {uid} has {len(request.prompt_ids)} prompt tokens, max_new_tokens={params.max_new_tokens} "
-                f"and {len(request.sampled_ids)} tokens sampled earlier; it needs a prompt token and room for one more"
-            )
+        check_request(request, self.vocab_size)
         if needed > self.max_length:
             raise EngineError(
                 f"request {uid} may need {needed} tokens, and {self.package.title} takes {self.max_length}; shorten "
@@ -364,8 +347,6 @@ class ServerEngine(ServerWords):
             )
         if (why := self.refused(params, self.options)) is not None:
             raise EngineError(f"request {uid}: {why}")
-        if params.allowed_token_ids is not None or params.bad_words:
-            check_rules((params.allowed_token_ids, params.bad_words), self.vocab_size)
 
     async def _answer(self, live: Live) -> None:
         """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""
@@ -375,8 +356,7 @@ class ServerEngine(ServerWords):
                 completion = await self._completed(live)
             event: Event = Finished(request.uid, request.attempt, completion)
         except TimeoutError:
-            why = f"its deadline of {request.deadline_seconds:g} s was over"
-            event = Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))
+            event = too_late(request)
         except (EngineError, OSError, *UNREADABLE) as error:
             event = Failed(request.uid, request.attempt, Failure("engine", f"{type(error).__name__}: {error}"))
         self._ended.put((live, event))
@@ -485,10 +465,3 @@ class ServerEngine(ServerWords):
             self._seen = count, now
         elif now - changed_at > self._answer_seconds:
             raise self.server.failure(f"gave no token to {len(self._live)} requests for {self._answer_seconds:g} s")
-
-    def _require_whole_weights(self) -> None:
-        if self._coming is not None:
-            raise WeightSyncError(
-                f"version {self._coming} of the weights did not arrive whole, and what is left of version "
-                f"{self.version} may be mixed with it; nothing is sampled until all weights of a version came"
-            )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The unfinished requests of an engine, and the rules that hold for all of them wherever they are sampled."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from whet.errors import EngineError, WeightSyncError
+from whet.rollout.constraints import check_rules
+from whet.rollout.protocol import Failed, Request, Status
+from whet.types import Failure
+
+MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+
+
+L = TypeVar("L", bound=Any)  # with a `request` and its time `submitted_at`
+
+
+class Ledger(dict[str, L]):
+    """Unfinished requests by uid, the oldest first."""
+
+    def answer(self, request: Request) -> bool | None:
+        """Returns the result of `submit` where nothing is to be done: True for an attempt that is there already or was
+        replaced by a later one, False while MAX_UNFINISHED requests are there; else None."""
+        if (earlier := self.get(request.uid)) is not None:
+            return True if request.attempt <= earlier.request.attempt else None
+        return None if len(self) < MAX_UNFINISHED else False
+
+    def status(self, version: int, running: int) -> Status:
+        """Returns the status of an engine with these requests."""
+        unfinished = list(self.values())  # at once: another thread may submit
+        oldest = next(iter(unfinished), None)
+        return Status(
+            version=version,
+            running=running,
+            waiting=len(unfinished) - running,
+            oldest=None if oldest is None else oldest.request.uid,
+            oldest_seconds=0.0 if oldest is None else time.monotonic() - oldest.submitted_at,
+        )
+
+
+def check_request(request: Request, vocab_size: int) -> None:
+    """Raises: EngineError for a request that no engine can sample."""
+    params = request.params
+    if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
+        found = f"{len(request.prompt_ids)} prompt tokens, {len(request.sampled_ids)} tokens sampled earlier and "
+        found += f"max_new_tokens={params.max_new_tokens}"
+        raise EngineError(f"request {request.uid}", found, "a prompt token, and room for one more token")
+    if params.allowed_token_ids is not None or params.bad_words:
+        check_rules((params.allowed_token_ids, params.bad_words), vocab_size)
+
+
+def check_whole(coming: int | None, version: int) -> None:
+    """Raises: WeightSyncError where `coming`, a version that is on its way, has replaced a part of `version`."""
+    if coming is not None:
+        found = f"did not arrive whole, and may be mixed with version {version}"
+        raise WeightSyncError(f"version {coming} of the weights", found, change="send all weights of a version")
+
+
+def too_late(request: Request, after: str = "") -> Failed:
+    """Returns the event of a request whose deadline is over."""
+    why = f"its deadline of {request.deadline_seconds:g} s was over{after}"
+    return Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))
