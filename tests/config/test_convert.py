@@ -27,6 +27,7 @@ from tests.config.published import (
 )
 from tests.peers.peer import ask, interpreter
 from tests.raising import raises
+from whet.algorithms.calls import Bound
 from whet.config import TrainConfig, load_config
 from whet.config.algorithm_checks import aggregation
 from whet.config.compose import flatten
@@ -34,7 +35,7 @@ from whet.config.convert import convert
 from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
 from whet.trainers.build import train
-from whet.trainers.shape import Chosen
+from whet.trainers.shape import estimator
 
 PEERS = Path(__file__).parents[1] / "peers"
 
@@ -120,7 +121,7 @@ def test_a_recipe_has_the_numbers_of_the_framework(name: str, tmp_path: Path, mo
         keys = {**keys, "data.max_response_length": 9, "custom_reward_function.overlong_buffer.len": 4}
         config = recipe(name, tmp_path, {"data.max_response_length": 9, "algorithm.overlong.buffer_length": 4})
     close(numbers(config, columns), formulas(FACTS[name]["from"], keys, columns), rtol=1e-9, atol=1e-9)
-    assert isinstance(Chosen.estimator(config.algorithm), Chosen)
+    assert isinstance(estimator(config.algorithm), Bound)
 
 
 SCRIPT = """#!/usr/bin/env bash

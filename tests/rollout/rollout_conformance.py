@@ -34,7 +34,7 @@ from whet.rollout.protocol import (
     generate,
 )
 from whet.rollout.sampling import SamplingState, sample
-from whet.weight_sync import in_process
+from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest
 
 log = logging.getLogger(__name__)
@@ -306,14 +306,14 @@ def check_digests(engine: RolloutEngine, model: PreTrainedModel) -> None:
         with torch.no_grad():
             next(other.parameters()).view(torch.int32)[0].bitwise_xor_(1)
             list(other.parameters())[-version].mul_(1.01)
-        given = in_process.copy(engine.load, named(other), version, torch.float32)
+        given = buckets.copy(engine.load, named(other), version, torch.float32)
         assert given == digest_of(other) and given not in digests
         assert engine.status().version == version
         digests.add(given)
         if isinstance(engine, InProcessEngine):
             assert engine.policy.require() is not other and digest_of(engine.policy.require()) == given
     if isinstance(engine, SharesModule):
-        assert in_process.attach(engine, other, named(other), 3) == digest_of(other)
+        assert buckets.attach(engine, other, named(other), 3) == digest_of(other)
         with torch.no_grad():  # an optimizer's step in place
             next(other.parameters()).view(torch.int32)[0, 0].bitwise_xor_(1)
         assert digest_of(other) not in digests

@@ -44,7 +44,7 @@ from whet.rollout.servers.environment import Package, find_environment
 from whet.rollout.servers.parts import Part, in_parts
 from whet.rollout.servers.weights import Weights
 from whet.types import Media
-from whet.weight_sync import in_process
+from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest
 
 log = logging.getLogger(__name__)
@@ -517,7 +517,7 @@ def check_digests(engine: ServerEngine, model: PreTrainedModel) -> None:
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(1.1)
-    given = in_process.copy(engine.load, named(other), 3, torch.float32)
+    given = buckets.copy(engine.load, named(other), 3, torch.float32)
     with safe_open(engine._kept.part["path"], "pt") as kept:
         for name in kept.keys():  # noqa: SIM118  # a file is no mapping
             file.add(name, kept.get_tensor(name))
