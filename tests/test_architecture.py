@@ -176,6 +176,15 @@ def test_the_web_framework_is_imported_in_serving_alone() -> None:
     assert places == {"serving"}
 
 
+def test_one_client_speaks_http() -> None:
+    """Deadlines, retries and limits of replies are in one file, which loads httpx with the first request."""
+    clients = "httpx|httpx2|http.client|urllib.request|requests|aiohttp"
+    places = {_shown(file) for file in FILES for _, module in _imports(file) if re.fullmatch(clients, module)}
+    assert places == {"whet/http.py"}
+    tree = ast.parse((PACKAGE / "http.py").read_text(encoding="utf-8"))
+    assert not [node for node in tree.body if isinstance(node, ast.Import) and node.names[0].name == "httpx"]
+
+
 def test_files_functions_and_package_stay_small() -> None:
     too_long = [f"{_shown(file)}: {_lines(file)} lines" for file in FILES if _lines(file) > MAX_FILE_LINES]
     too_long += [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import base64
 import hashlib
-import logging
 import re
+import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from tests.by_hand import ByHand
 from tests.data.seeing import PatchVision, encoded, picture
 from tests.raising import check_fields, raises
 from whet.data import media
@@ -197,26 +199,23 @@ def test_media_for_observations_carry_their_bytes() -> None:
     assert isinstance(media.video([picture(), picture()]).source, tuple)
 
 
-def test_urls_are_fetched_only_within_limits(
-    vision: PatchVision, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import httpx
+def test_urls_are_fetched_only_within_limits(vision: PatchVision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong on the way is in tests/test_http.py."""
+    content, status = encoded(picture()), b"200 OK"
 
-    content = encoded(picture())
+    def answer(connection: socket.socket) -> bool:
+        connection.sendall(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(content), content))
+        return True
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(404) if "gone" in str(request.url) else httpx.Response(200, content=content)
-
-    client = httpx.Client(transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(httpx, "stream", lambda method, url, **options: client.stream(method, url))
-    reader = MediaReader(MediaLimits(allow_urls=True), vision)
-    caplog.set_level(logging.WARNING)
-    assert reader.read("image", "http://host/a.png") == reader.read("image", content)
-    with raises(DataError, key="image http://host/gone", found=re.compile("404")):
-        reader.read("image", {"url": "http://host/gone"})
-    monkeypatch.setattr(media, "URL_BYTES", 10)
-    with raises(DataError, key="image http://host/a.png", found=re.compile("30 s or 0 MiB")):
-        reader.read("image", "http://host/a.png")
+    with closing(ByHand(answer)) as server:
+        url, reader = f"http://127.0.0.1:{server.port}/a.png", MediaReader(MediaLimits(allow_urls=True), vision)
+        assert reader.read("image", f"{url}?key=secret") == reader.read("image", content)
+        with monkeypatch.context() as patch, raises(DataError, key=f"image {url}?...", found=re.compile("10 bytes")):
+            patch.setattr(media, "URL_BYTES", 10)
+            reader.read("image", f"{url}?key=secret")
+        status = b"404 Gone"
+        with raises(DataError, key=f"image {url}", found=re.compile("404")):
+            reader.read("image", {"url": url})
 
 
 def test_the_types_of_media_are_cheap_to_compare() -> None:

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import uvicorn
 
+import whet.http
 from tests.raising import raises
 from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
@@ -276,7 +277,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HttpSandbox, list[Any]]]:
-    monkeypatch.setattr(http, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(whet.http, "FIRST_WAIT_SECONDS", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.answers = []  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -327,8 +328,8 @@ def test_a_service_that_fails_is_no_failure_of_the_program(
 
 
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "WAIT_SECONDS", 0.01)
-    with raises(SandboxError, "sandbox at http://127.0.0.1:9", found=re.compile("Connection refused")):
+    monkeypatch.setattr(whet.http, "FIRST_WAIT_SECONDS", 0.01)
+    with raises(SandboxError, "sandbox at http://127.0.0.1:9", found=re.compile(r"Errno 111")):
         HttpSandbox("http://127.0.0.1:9").run(Program("python", "1"), [b""])
 
 

@@ -7,7 +7,6 @@ import base64
 import binascii
 import hashlib
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from whet.types import Media
 Kind = Literal["image", "video"]
 KINDS: tuple[Kind, ...] = ("image", "video")
 Encoded = str | bytes  # a path, or the bytes of a file
-URL_SECONDS, URL_BYTES = 30.0, 64 * 2**20  # for one media
+URL_SECONDS, URL_ATTEMPTS, URL_BYTES = 30.0, 3, 64 * 2**20  # for one media
 # Limits of an object's own, as in {"image": PATH, "max_pixels": 65536}, by the field of MediaLimits that they replace.
 OWN_LIMITS = {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "video_fps", "max_frames": "max_frames"}
 UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "video_start", "video_end")
@@ -303,20 +302,12 @@ def _of_uri(text: str) -> bytes:
 
 def _fetched(url: str) -> bytes:
     """Downloads within the limits of time and size.  Raises: DataError."""
-    import httpx
+    from whet.http import CallError, fetch
 
-    until, found = time.monotonic() + URL_SECONDS, bytearray()
     try:
-        with httpx.stream("GET", url, timeout=URL_SECONDS, follow_redirects=True) as response:
-            response.raise_for_status()
-            for chunk in response.iter_bytes(2**16):
-                found += chunk
-                if len(found) > URL_BYTES or time.monotonic() > until:
-                    problem = f"it takes more than {URL_SECONDS:g} s or {URL_BYTES >> 20} MiB"
-                    raise DataError("", problem, "", "download it once, and name the file")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return fetch("GET", url, bytes, seconds=URL_SECONDS, attempts=URL_ATTEMPTS, most=URL_BYTES, follow=True)
+    except CallError as error:
         raise DataError("", f"it cannot be fetched ({error})", "", "download it once, and name the file") from error
-    return bytes(found)
 
 
 def _name(value: Any) -> str:
@@ -327,6 +318,11 @@ def _name(value: Any) -> str:
     if isinstance(value, Media):
         return _name(value.source)
     if isinstance(value, str | Path):
-        return str(value) if len(str(value)) <= 200 else f"{str(value)[:60]}..."
+        text = str(value)
+        if text[:4].lower() == "http":
+            from whet.http import shown
+
+            text = shown(text)
+        return text if len(text) <= 200 else f"{text[:60]}..."
     size = f" of {len(value):,} bytes" if isinstance(value, bytes | bytearray) else ""
     return f"({type(value).__name__}{size})"

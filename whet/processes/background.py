@@ -4,14 +4,19 @@ while they still run."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
+from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.errors import DeadlineError
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -94,14 +99,24 @@ class Background(Mailbox):
             pass
 
 
-def in_new_loop(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Returns the result of a coroutine, which runs in a thread of its own: this one may have an event loop already."""
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
     import asyncio
 
-    thread = Background("whet-loop")
-    future = thread.submit(lambda: asyncio.run(ask()))
-    thread.close()
-    return future.result()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="whet-loop", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has none of the threads
+
+
+def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Runs a coroutine in the event loop of a thread that lives as long as this process: the calling thread may have an
+    event loop already. Cancelling the future cancels the coroutine."""
+    import asyncio
+
+    return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
 def within(seconds: float, call: Callable[[], T], late: DeadlineError) -> T:

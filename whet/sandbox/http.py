@@ -4,26 +4,21 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 from whet.errors import SandboxError
+from whet.http import CallError, fetch, shown
 from whet.limits import read_json
 from whet.sandbox.protocol import End, Language, Program, Ran, until_late
 
-TRIES = 4  # of a request that found the service busy or gone
-WAIT_SECONDS = 0.5  # before the second try; twice that before the third
-GRACE_SECONDS = 30.0  # for the service to answer, beyond the limits of the program
+ATTEMPTS = 4  # of a request that found the service busy or gone
+GRACE_SECONDS = 30.0  # for the service to answer with all attempts, beyond the limits of the program
 SERVED = {name: name for name in ("python", "cpp", "bash", "java", "go", "rust")} | {"javascript": "nodejs"}
 TOLD = "whet: "  # before the end of a program in `message`, from a service of `whet serve-sandbox`
-FULL = (429, 502, 503, 504)
 KEY = "WHET_SANDBOX_KEY"  # environment variable of the API key of a service
 MOST_BYTES = 256 * 2**20  # of an answer
 INTERFACE = "a service with SandboxFusion's interface"
@@ -39,14 +34,14 @@ class HttpSandbox:
 
     @property
     def name(self) -> str:
-        return self.address
+        return shown(self.address)
 
     @cached_property
     def languages(self) -> Mapping[str, Language | str]:
         """The service's names of languages, which whet's own tells; and own ones.  Raises: SandboxError."""
         told = self._ask("/v1/languages", None, GRACE_SECONDS)
         if told is None and self._own:
-            found = f"{', '.join(self._own)}, and the service at {self.address} takes no languages of its clients"
+            found = f"{', '.join(self._own)}, and the service at {self.name} takes no languages of its clients"
             expected = "a service of `whet serve-sandbox`, or no languages"
             raise SandboxError("languages", found, expected, "unset reward.kwargs.languages")
         return SERVED if told is None else {**{name: name for name in told["languages"]}, **self._own}
@@ -80,42 +75,30 @@ class HttpSandbox:
 
     def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
         """Posts a body, or gets what is at a path: None where there is nothing."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.address}{path}", data, {"Content-Type": "application/json"})
-        if secret := os.environ.get(KEY):
-            request.add_unredirected_header("Authorization", f"Bearer {secret}")
-        wait, why = WAIT_SECONDS, ""
-        for last in (False,) * (TRIES - 1) + (True,):
-            try:
-                with urllib.request.urlopen(request, timeout=seconds) as answer:
-                    found = read_json(answer.read(MOST_BYTES + 1), MOST_BYTES)
-                if not isinstance(found, dict):
-                    raise self._unread(f"{found!r:.200}")
-                return found
-            except urllib.error.HTTPError as error:
-                why = f"status {error.code}: {error.read(500).decode(errors='replace')}"
-                if body is None and error.code in (404, 405, 501):
-                    return None
-                if error.code == 401:
-                    why += f"; set its key as the environment variable {KEY}"
-                if error.code not in FULL:
-                    break
-            except (OSError, ValueError) as error:
-                why = f"{error}"
-            if not last:
-                time.sleep(wait)
-                wait *= 2
-        change = "start it (`whet serve-sandbox`), or correct the address"
-        raise SandboxError(f"sandbox at {self.address}", f"no result ({why})", INTERFACE, change)
+        secret, method = os.environ.get(KEY), "GET" if body is None else "POST"
+        headers = {"Authorization": f"Bearer {secret}"} if secret else None
+        limits: dict[str, Any] = {"seconds": seconds, "attempts": ATTEMPTS, "most": MOST_BYTES}
+        try:
+            parse = partial(read_json, most=MOST_BYTES)
+            found = fetch(method, f"{self.address}{path}", parse, body=body, headers=headers, **limits)
+        except CallError as error:
+            if body is None and error.status in (404, 405, 501):
+                return None
+            why = f"{error}; set its key as the environment variable {KEY}" if error.status == 401 else f"{error}"
+            change = "start it (`whet serve-sandbox`), or correct the address"
+            raise SandboxError(f"sandbox at {self.name}", f"no result ({why})", INTERFACE, change) from error
+        if not isinstance(found, dict):
+            raise self._unread(f"{found!r:.200}")
+        return found
 
     def _unread(self, answer: str) -> SandboxError:
         change = "correct the address"
-        return SandboxError(f"sandbox at {self.address}", f"answered {answer}", f"a result of {INTERFACE}", change)
+        return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
         """Raises: SandboxError where the service failed, which says nothing about the program."""
         if answer.get("status") == "SandboxError":
-            raise SandboxError(f"sandbox at {self.address}", f"failed: {answer.get('message')}", change="read its log")
+            raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")
         result = ran or compiled
         if not isinstance(result, dict):

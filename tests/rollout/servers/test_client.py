@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,54 +12,10 @@ from queue import Queue
 
 import pytest
 
+from tests.by_hand import Answer, ByHand, always
 from whet.rollout.servers.client import Client, HttpError
 
-Answer = Callable[[socket.socket], bool]  # tells whether the connection stays open
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n"
-
-
-class ByHand:
-    """Reads a request at a time, and lets `answer` write what comes back."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer, self.requests, self.num_connections = answer, Queue[bytes](), 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            self.num_connections += 1
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            while head := _head(connection):
-                self.requests.put(head)
-                if not self.answer(connection):
-                    return
-
-    def close(self) -> None:
-        self.listener.close()
-
-
-def _head(connection: socket.socket) -> bytes:
-    """A request: its head, and as many bytes as it says."""
-    found = b""
-    while b"\r\n\r\n" not in found:
-        if not (part := connection.recv(1)):
-            return b""
-        found += part
-    sizes = [line for line in found.lower().splitlines() if line.startswith(b"content-length:")]
-    left = int(sizes[0].split(b":")[1]) if sizes else 0
-    while left:
-        found += (part := connection.recv(left))
-        left -= len(part)
-    return found
 
 
 @pytest.fixture
@@ -80,20 +36,12 @@ def serve() -> Iterator[Callable[[Answer], tuple[ByHand, Client]]]:
 Serve = Callable[[Answer], tuple[ByHand, Client]]
 
 
-def always(content: bytes) -> Answer:
-    def answer(connection: socket.socket) -> bool:
-        connection.sendall(content)
-        return True
-
-    return answer
-
-
 def test_a_body_goes_out_and_json_comes_back_over_one_connection(serve: Serve) -> None:
     server, client = serve(always(JSON + b'{"a": 1}'))
     for _ in range(3):
         assert client.call("POST", "/x?y=1", {"b": [2, "ü"]}, seconds=10) == {"a": 1}
     head, _, body = server.requests.get().partition(b"\r\n\r\n")
-    assert head.startswith(b"POST /x?y=1 HTTP/1.1\r\n") and body.decode() == '{"b":[2,"ü"]}'
+    assert head.startswith(b"POST /x?y=1 HTTP/1.1\r\n") and json.loads(body) == {"b": [2, "ü"]}
     assert client.call("GET", "/health", seconds=10) == {"a": 1}
     assert server.num_connections == 1
 

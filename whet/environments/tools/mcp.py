@@ -18,7 +18,7 @@ from whet.data.media import image, images
 from whet.environments.tools.schema import ToolSchema
 from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource
 from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
-from whet.processes.background import in_new_loop
+from whet.processes.background import in_loop
 from whet.registry import load_target
 from whet.types import Prompt
 
@@ -41,7 +41,7 @@ class McpSource(ToolSource):
         except ImportError as error:
             raise ConfigError(where, "the package mcp is missing", "", f"run {pip_install('mcp')}") from error
         self._open = _opener(server, where)
-        self.schemas = list(known) if known is not None else in_new_loop(self._ask)
+        self.schemas = list(known) if known is not None else in_loop(self._ask()).result()
 
     def session(self, prompt: Prompt) -> Session:
         return McpSession(self._open, f"{self._where}: MCP server {self._shown}")

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import hashlib
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from whet.errors import RewardError
-from whet.keyed import key
-from whet.limits import REPLY_BYTES, read_json
-from whet.processes.background import in_new_loop
+from whet.http import CallError, Http, insist, read as read_reply, shown
+from whet.limits import read_json
+from whet.processes.background import in_loop
 
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0  # before the first retry, and before any
-MOST_ASKED_SECONDS = 300.0  # of a wait that a server asks for
 MOST_TOKENS = 10**8  # of a reply, as the server counts them
-RETRIED = frozenset({408, 409, 425, 429})  # and 500 to 599
 CHARACTERS_PER_TOKEN = 3.0  # for the estimate before a request; its reply corrects it
 SHOWN_CHARACTERS = 200
 COUNTED_ANEW = 50  # texts that a process writes between two counts of what all wrote
@@ -69,14 +62,6 @@ class JudgeReply:
     is_cut: bool = False  # at max_tokens
 
 
-class _AgainError(Exception):
-    """A failed attempt that may succeed later, at the earliest after `seconds`."""
-
-    def __init__(self, why: str, seconds: float = 0.0) -> None:
-        super().__init__(why)
-        self.seconds = seconds
-
-
 class Client:
     """Asks one model. An object serves one event loop at a time."""
 
@@ -86,7 +71,9 @@ class Client:
             raise RewardError("endpoint", self.settings.endpoint, "an address such as http://127.0.0.1:8000/v1")
         folder, size = self.settings.cache, int(self.settings.cache_mb * 2**20)
         self._cache = None if folder is None else Cache(Path(folder), size)
+        self._http = Http()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._where = f"judge {settings.model!r} at {shown(settings.endpoint)}"
         self._free_at = 0.0  # time.monotonic() of the next request that the limits allow
 
     async def complete(
@@ -110,52 +97,42 @@ class Client:
 
     async def close(self) -> None:
         """Closes the connections."""
-        if self._loop is not None:
-            await self._http.aclose()
-            self._loop = None
+        await self._http.close()
 
     async def _insist(
         self, body: dict[str, Any], digest: str, sample: int, read: Callable[[str], Any] | None
     ) -> JudgeReply:
-        """Repeats a request, with waits that double and differ by digest and attempt."""
-        until = time.monotonic() + self.settings.deadline_seconds
-        why, spent = "", JudgeReply("")
-        for attempt in range(self.settings.retries + 1):
-            seed = sample * 1000 + attempt
-            wait = 0.0
-            try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
-                    answer = await self._ask({**body, "seed": seed} if seed else body)
-                spent = _sum(answer, spent)
-                value = answer.text if read is None else None if answer.is_cut else read(answer.text)
-                if value is not None:
-                    return replace(spent, value=value)
+        """Repeats a request until its reply can be read; the tokens of all attempts count."""
+        spent = JudgeReply("")
+
+        async def attempt(number: int) -> JudgeReply:
+            nonlocal spent
+            seed = sample * 1000 + number
+            answer = await self._ask({**body, "seed": seed} if seed else body)
+            spent = _sum(answer, spent)
+            value = answer.text if read is None else None if answer.is_cut else read(answer.text)
+            if value is None:
                 cut = f" (it was cut off after max_tokens={body.get('max_tokens')}: raise it)" if answer.is_cut else ""
-                why = f"its reply cannot be read{cut}: {answer.text[-SHOWN_CHARACTERS:]!r}"
-            except _AgainError as error:
-                why, wait = str(error), error.seconds
-            except TimeoutError:
-                why = why or "no reply in time"
-                break
-            share = key(attempt, "judge wait", digest) / 2**63
-            wait = max(wait, min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt) * (0.5 + 0.5 * share))
-            if time.monotonic() + wait > until:
-                why += f"; a retry in {wait:.1f} s would be after the deadline"
-                break
-            if attempt < self.settings.retries:
-                await asyncio.sleep(wait)
-        limits = f"{self.settings.deadline_seconds:g} s and {self.settings.retries + 1} attempts"
-        failed = RewardError(
-            f"judge {self.settings.model!r} at {self.settings.endpoint}",
-            f"no usable reply within {limits}: {why}",
-            "a reply of an OpenAI-compatible server",
-            "correct the endpoint, the model or the rubric, or raise the deadline",
-        )
-        failed.parts = used([spent])
-        raise failed
+                raise CallError(f"its reply cannot be read{cut}: {answer.text[-SHOWN_CHARACTERS:]!r}")
+            return replace(spent, value=value)
+
+        seconds, attempts = self.settings.deadline_seconds, self.settings.retries + 1
+        try:
+            return await insist(attempt, seconds, attempts, digest)
+        except CallError as error:
+            failed = RewardError(
+                self._where,
+                f"no usable reply within {seconds:g} s and {attempts} attempts: {error}",
+                "a reply of an OpenAI-compatible server",
+                "correct the endpoint, the model or the rubric, or raise the deadline",
+            )
+            failed.parts = used([spent])
+            raise failed from error
 
     async def _ask(self, body: dict[str, Any]) -> JudgeReply:
-        self._open()
+        """Raises: CallError, TimeoutError where another attempt may help; else RewardError."""
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
         async with self._slots:
             estimate = len(json.dumps(body["messages"])) / CHARACTERS_PER_TOKEN + body.get("max_tokens", 0)
             await self._wait_for_limits(estimate)
@@ -165,41 +142,34 @@ class Client:
             try:
                 async with (
                     asyncio.timeout(self.settings.request_seconds),
-                    self._http.stream("POST", address, json=body, headers=headers) as reply,
+                    self._http.stream("POST", address, body, headers=headers) as reply,
                 ):
-                    content = bytearray()
-                    async for part in reply.aiter_bytes():
-                        content += part
-                        if len(content) > REPLY_BYTES:
-                            raise _AgainError(f"its reply has more than {REPLY_BYTES:,} bytes")
-            except TimeoutError as error:
-                raise _AgainError(f"no reply in {self.settings.request_seconds:g} s") from error
-            except httpx.HTTPError as error:
-                raise _AgainError(f"it cannot be reached ({type(error).__name__}: {error})") from error
-            except (httpx.InvalidURL, UnicodeError) as error:
-                raise RewardError("endpoint", f"{self.settings.endpoint!r} ({error})", "an address") from error
-        answer = self._read(reply, bytes(content))
+                    content = await read_reply(reply, passes=True)
+            except CallError as error:
+                if error.status in (429, 503):
+                    self._free_at = max(self._free_at, time.monotonic() + error.seconds)
+                if error.passes:
+                    raise
+                raise self._refused(error) from error
+        answer = self._read(content)
         tokens = answer.input_tokens + answer.output_tokens
         if self.settings.tokens_per_minute is not None and tokens:
             self._free_at += (tokens - estimate) * 60 / self.settings.tokens_per_minute
         return answer
 
-    def _read(self, reply: httpx.Response, content: bytes) -> JudgeReply:
-        """Raises: _AgainError where a retry may help, else RewardError."""
-        where, shown = f"judge at {self.settings.endpoint}", content[:SHOWN_CHARACTERS].decode(errors="replace")
-        if reply.status_code in (401, 403):
-            is_set = "is set, but not accepted" if os.environ.get(self.settings.key_variable) else "is not set"
-            expected = f"a key in the environment variable {self.settings.key_variable}, which {is_set}"
+    def _refused(self, error: CallError) -> RewardError:
+        where, variable = f"judge at {shown(self.settings.endpoint)}", self.settings.key_variable
+        if error.status in (401, 403):
+            is_set = "is set, but not accepted" if os.environ.get(variable) else "is not set"
+            expected = f"a key in the environment variable {variable}, which {is_set}"
             change = "set it to a valid key, or name another as key_variable"
-            raise RewardError(where, f"refused the key (status {reply.status_code})", expected, change)
-        if reply.status_code in RETRIED or reply.status_code >= 500:
-            wait = _seconds_of(reply.headers.get("Retry-After", ""))
-            if reply.status_code in (429, 503):
-                self._free_at = max(self._free_at, time.monotonic() + wait)
-            raise _AgainError(f"status {reply.status_code}: {shown}", wait)
-        if reply.status_code != 200:
-            change = f"correct the endpoint (it ends in /v1 as a rule), or model={self.settings.model!r}"
-            raise RewardError(where, f"status {reply.status_code}: {shown}", "status 200", change)
+            return RewardError(where, f"refused the key (status {error.status})", expected, change)
+        change = f"correct the endpoint (it ends in /v1 as a rule), or model={self.settings.model!r}"
+        return RewardError(where, str(error), "status 200", change)
+
+    def _read(self, content: bytes) -> JudgeReply:
+        """Raises: CallError."""
+        said = content[:SHOWN_CHARACTERS].decode(errors="replace")
         try:
             found = read_json(content)
             choice, usage = found["choices"][0], found.get("usage") or {}
@@ -207,25 +177,12 @@ class Client:
             read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
             if not (0 <= read <= MOST_TOKENS and 0 <= written <= MOST_TOKENS):
                 raise ValueError(f"it counts {read} and {written} tokens")
+            if not isinstance(text, str):
+                raise ValueError("it has no text")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _AgainError(f"its reply is no chat completion ({error}): {shown}") from error
-        if not isinstance(text, str):
-            raise _AgainError(f"its reply has no text: {shown}")
+            raise CallError(f"its reply is no chat completion ({error}): {said}") from error
         cost = (read * self.settings.input_price + written * self.settings.output_price) / 1e6
         return JudgeReply(text, None, read, written, cost, is_cut=is_cut)
-
-    def _open(self) -> None:
-        """Makes connections for the running event loop."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            limits = httpx.Limits(max_connections=self.settings.concurrency)
-            try:
-                self._http = httpx.AsyncClient(timeout=self.settings.request_seconds, limits=limits)
-            except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:  # of proxies and certificates
-                variables = "of proxies (HTTP_PROXY, ALL_PROXY, NO_PROXY) and certificates (SSL_CERT_FILE)"
-                change = f"correct the environment variables {variables}"
-                raise RewardError(f"client of {self.settings.endpoint}", str(error), change=change) from error
-            self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
 
     async def _wait_for_limits(self, tokens: float) -> None:
         """Spaces requests evenly over the minute; a pause that the server asked for counts for all of them."""
@@ -254,7 +211,7 @@ def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[
         errors = [each if isinstance(each, Exception) else late for each in replies]
         return [each.text if isinstance(each, JudgeReply) else errors[i] for i, each in enumerate(replies)]
 
-    return in_new_loop(run)
+    return in_loop(run()).result()
 
 
 class Cache:
@@ -323,15 +280,3 @@ def used(answers: Sequence[JudgeReply]) -> dict[str, float]:
     """The tokens and the cost of answers, as parts of a reward."""
     tokens = sum(answer.input_tokens + answer.output_tokens for answer in answers)
     return {"judge_tokens": float(tokens), "judge_cost": float(sum(answer.cost for answer in answers))}
-
-
-def _seconds_of(retry_after: str) -> float:
-    """Seconds of a Retry-After header, a number or an HTTP date, at most MOST_ASKED_SECONDS; 0 for anything else."""
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return 0.0
-    return 0.0 if math.isnan(seconds) else min(max(0.0, seconds), MOST_ASKED_SECONDS)
