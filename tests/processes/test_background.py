@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 import pytest
 
 from tests.raising import raises
 from whet.errors import DeadlineError
-from whet.processes.background import Background, Mailbox, within
+from whet.processes.background import Background, Mailbox, in_loop, within
 
 
 def test_calls_are_made_in_order_and_the_thread_ends_after_them() -> None:
@@ -81,3 +82,36 @@ def test_an_error_of_the_owner_breaks_what_waits_and_what_comes() -> None:
     assert [each.exception(0) for each in (promised, called, later, box.promise())] == [error] * 4
     assert kept.result() == 7 and box.error is error
     box.serve(0.0)  # calls that are broken are not carried out
+
+
+def test_coroutines_of_all_threads_run_in_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.processes.background._loops", {})  # the first calls come at once
+    ready = threading.Barrier(8)
+
+    async def where() -> tuple[int, int]:
+        await asyncio.sleep(0.01)
+        return id(asyncio.get_running_loop()), threading.get_ident()
+
+    def ask(_: int) -> tuple[int, int]:
+        ready.wait(10)
+        return in_loop(where()).result(10)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(ask, range(8)))
+    assert len(found) == 1 and threading.get_ident() not in dict(found).values()
+
+
+def test_cancelling_the_future_cancels_the_coroutine() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def hangs() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.set()
+
+    call = in_loop(hangs())
+    assert begun.wait(10) and call.cancel() and ended.wait(10)
+    with pytest.raises(CancelledError):
+        call.result()

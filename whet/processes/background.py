@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
-from functools import cache
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,16 +98,8 @@ class Background(Mailbox):
             pass
 
 
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    import asyncio
-
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="whet-loop", daemon=True).start()
-    return loop
-
-
-os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has none of the threads
+_loops: dict[str, asyncio.AbstractEventLoop] = {}  # one, with its thread
+os.register_at_fork(after_in_child=_loops.clear)  # a child has none of the threads
 
 
 def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -116,7 +107,13 @@ def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
     event loop already. Cancelling the future cancels the coroutine."""
     import asyncio
 
-    return asyncio.run_coroutine_threadsafe(work, _loop())
+    if (loop := _loops.get("")) is None:
+        loop = _loops.setdefault("", new := asyncio.new_event_loop())  # of several threads one succeeds
+        if loop is new:
+            threading.Thread(target=loop.run_forever, name="whet-loop", daemon=True).start()
+        else:
+            new.close()
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 def within(seconds: float, call: Callable[[], T], late: DeadlineError) -> T:
