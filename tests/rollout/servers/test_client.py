@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from queue import Queue
 
 import pytest
 
+from tests.raising import raises
 from whet.rollout.servers.client import Client, HttpError
 
 Answer = Callable[[socket.socket], bool]  # tells whether the connection stays open
@@ -120,13 +122,13 @@ def test_events_are_lines_of_json_however_they_are_cut(serve: Serve) -> None:
 def test_another_status_is_an_error_with_the_body(serve: Serve) -> None:
     refused = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\nno space"
     _, client = serve(always(refused))
-    with pytest.raises(HttpError, match="400: no space"):
+    with raises(HttpError, key="POST /x", found=re.compile("400: no space$")):
         client.call("POST", "/x", {}, seconds=10)
 
     async def read() -> list[object]:
         return [each async for each in client.events("/generate", {})]
 
-    with pytest.raises(HttpError, match="400: no space"):
+    with raises(HttpError, key="POST /generate", found=re.compile("400: no space$")):
         client.start(read()).result(10)
 
 

@@ -85,7 +85,7 @@ class Client:
             async with self._http.stream(method, path, json=body) as reply:
                 if reply.status_code != 200:
                     shown = (await reply.aread()).decode(errors="replace")[:600]
-                    raise HttpError(f"{method} {path} was answered with {reply.status_code}: {shown}")
+                    raise HttpError(f"{method} {path}", f"was answered with {reply.status_code}: {shown}", "200")
                 yield reply
         except httpx.HTTPError as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
