@@ -683,9 +683,9 @@ def test_what_is_wrong_with_a_folder_of_weights(qwen25_folder: Path) -> None:
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, spoiled(qwen25_folder, "nan") / "model.safetensors", {"format": "pt"})
     for situation, name in (
-        ("model with code of its own", "own"),
+        ("model with custom code", "own"),
         ("config with absurd values", "absurd"),
-        ("weights that are not finite", "nan"),
+        ("weights with NaN", "nan"),
         ("model folder half downloaded", "half"),
         ("weights cut short", "cut"),
         ("folder without weights", "bare"),

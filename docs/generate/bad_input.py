@@ -27,7 +27,7 @@ VARIES = (
     (re.compile(r"\(\S+:\d+\)"), "(...:...)"),  # file and line
     (re.compile(r"\b[\d,.]+ (?=[KMG]i?B\b)"), "... "),
     (re.compile(r"\b(?:0x)?[0-9a-f]{10,}\b"), "..."),
-    (re.compile(r"\bprocess \d+ on [^\s:]+"), "process ... on ..."),
+    (re.compile(r"\bprocess \d+ on [^\s:;]+"), "process ... on ..."),
     (re.compile(r"((?:[\w'+-]+, ){2})(?:[\w'+-]+, ){4,}[\w'+-]+\b(?![.:])"), r"\1..."),
     (re.compile(r"\.{4,}"), "..."),
 )

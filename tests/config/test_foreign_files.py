@@ -192,7 +192,8 @@ def test_a_loop_around_a_command_is_read_in_its_first_turn_and_the_others_apart(
         "for lr in 1e-6 5e-7": [first | slower],
         "for size in 1.5B 7B": [first | larger | {"trainer.experiment_name": "Qwen2.5-7B_lr1e-6_DATE"}],
     }
-    assert found.unread == ["trainer.experiment_name: DATE stands for `$(date +%m%d)`, which is not run"]
+    [line] = found.unread
+    assert line.startswith("trainer.experiment_name: DATE ") and "`$(date +%m%d)`" in line
     told = [line for line in convert(found, "verl").check if "turn" in line or " -m " in line]
     assert told == [
         "`for lr in 1e-6 5e-7`: the recipe is that of the first turn; over all turns: actor.optim.lr=1e-06,5e-07",
@@ -413,7 +414,8 @@ def test_the_reward_functions_of_trl() -> None:
     assert found["reward.weights"] == [1.0, 0.5]
     assert of_functions("my_project.rewards.score").values["reward.function"] == "my_project.rewards:score"
     check = of_functions(["accuracy_reward", "mine"]).check
-    assert "reward_funcs=accuracy_reward, mine: set reward.function, with mine as path/file.py:function" in check
+    [line] = [each for each in check if each.startswith("reward_funcs=accuracy_reward, mine: ")]
+    assert "reward.function" in line and " mine as " in line
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_rewards_on_another_node(nodes: TwoNodes) -> None:
 def test_episodes_of_a_lost_node_begin_again_elsewhere(nodes: TwoNodes) -> None:
     """Of three ranks two are on the second node; the actor and the third are on the head."""
     with run(nodes, "again", driver=ENVIRONMENTS) as driver:
-        assert len(set(heard(driver)["stepped"]) - {"step took longer than 3 s; its process was killed"}) == 2
+        assert len([each for each in set(heard(driver)["stepped"]) if " 3 s" not in str(each)]) == 2
         assert heard(driver) == {"ready": True}
         nodes.end(SECOND)
         go_on(driver)
@@ -375,7 +375,7 @@ def test_environments_on_another_node(nodes: TwoNodes) -> None:
     with run(nodes, "hang", driver=ENVIRONMENTS) as driver:
         stepped = heard(driver)["stepped"]
         network = str(Path(f"/proc/{nodes.processes(SECOND)[0]}/ns/net").readlink())
-        assert stepped.pop(7) == "step took longer than 3 s; its process was killed"
+        assert re.match("step .* 3 s", stepped.pop(7))
         assert {f"net:[{where:.0f}]" for where in stepped} == {network} and len(stepped) == 19
         assert heard(driver) == {"ready": True}
         nodes.end(SECOND)

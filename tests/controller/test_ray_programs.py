@@ -170,4 +170,4 @@ def test_nodes_without_whet_are_told_so(folder: Path) -> None:
     there = {"PYTHONPATH": str(folder / "node")}
     with head(folder, 6391, **there) as address, start(folder, GUARD, "group.close()", address) as program:
         _, stderr = program.communicate(timeout=120)
-    assert "could not be started: ModuleNotFoundError: No module named 'whet'; whet and its dependencies" in stderr
+    assert "ModuleNotFoundError: No module named 'whet'" in stderr

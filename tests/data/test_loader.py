@@ -67,7 +67,7 @@ def test_row_numbers_come_in_the_order_of_the_prompts() -> None:
 def test_a_state_of_more_prompts_is_refused() -> None:
     loader = PromptLoader(prompts(4), seed=0)
     loader.take(3)
-    with raises(DataError, key="checkpoint", found=re.compile("row 3 of an epoch of 3")):
+    with raises(DataError, key="checkpoint", found=re.compile("row 3 .* of 3 ")):
         PromptLoader(prompts(3), seed=0).load_state(loader.state())
 
 

@@ -80,7 +80,7 @@ def test_examples_are_cut_and_show_what_is_learned(tokenizer: PreTrainedTokenize
     assert [row.mask for row in found.rows] == [(0, 0, 1, 1, 1, 1), (0, 0, *[1] * 8)]
     assert len(preview(config, tokenizer, num_rows=5, drawn=True).rows) == 5
     assert [row.title for row in preview(config, tokenizer, num_rows=5, index=1).rows] == ["example 1"]
-    with raises(DataError, key="--index", found=2, expected=re.compile("example, from 0 to 1")):
+    with raises(DataError, key="--index", found=2, expected=re.compile("example.* 0 .* 1$")):
         preview(config, tokenizer, num_rows=5, index=2)
 
 

@@ -90,7 +90,7 @@ def test_answers_that_are_none(pretend: Path) -> None:
     write(pretend, "\n".join(cases))
     phone = AdbController("A")
     for call, message in (
-        (phone.screenshot, r"screencap on A returned 21 bytes that are no PNG file: .* unlock the phone"),
+        (phone.screenshot, r"screencap on A .* 21 bytes .* PNG"),
         (phone.size, r"`wm size` on A printed 'cmd: no service'; expected Physical size"),
         (lambda: phone.start("http://x"), r"A cannot start http://x: Error: Activity not started; check the name"),
         (lambda: phone.start("com.none"), r"A cannot start com.none: .*No activities found"),
@@ -173,7 +173,7 @@ def test_a_device_for_other_clients(capsys: pytest.CaptureFixture[str]) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"--port {port}: .*; choose another port, or 0 for a free one"):
+        with pytest.raises(ValueError, match=rf"--port {port}: "):
             play.main(["device", "--screen", "drawn", "--port", str(port)])
     with pytest.raises(
         ValueError, match=r"GAME tree: expected one of number-game, tree-game; did you mean 'tree-game'"

@@ -38,7 +38,7 @@ def echo(text, *, times=1):
     return text * times
 
 class Once:
-    """In the short form: it pays every step."""
+    """Of the short form: it pays every step."""
     def __init__(self, prompt): pass
     def step(self, text): return Observation(done=True, reward=1.0)
 

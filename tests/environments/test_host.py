@@ -396,8 +396,15 @@ WRONG = {
     "die": "the environment's process died: exit code 3",
     "segv": "the environment's process died: SIGSEGV",
     "killed": "the environment's process died: SIGKILL (out of memory, or killed by hand)",
-    "descriptors": "the environment's process wrote bytes that are no reply into its connection",
+    "descriptors": "the environment's process wrote ",
 }
+
+
+def is_late(result: object, call: str, seconds: float) -> bool:
+    """Tells whether a call failed because of its deadline."""
+    if not isinstance(result, Failure) or result.source != "environment" or not result.timed_out:
+        return False
+    return re.match(f"{call} .* {seconds:g} s", result.message) is not None
 
 
 def test_what_goes_wrong_in_a_step_fails_its_episode_and_no_other(opened: Callable[..., EnvironmentHost]) -> None:
@@ -435,11 +442,11 @@ def test_a_hanging_step_fails_in_time_and_leaves_nothing(
     left = int((tmp_path / "left").read_text())
     host.step("a", Answer("hang"))
     assert told(host, "b", "one") == "one"
-    late = Failure("environment", "step took longer than 0.5 s; its process was killed", timed_out=True)
-    assert wait_for(host, 1) == {"a": late}
+    late = wait_for(host, 1)
+    assert is_late(late["a"], "step", 0.5)
     assert wait_until(lambda: not (is_running(pid) or is_running(left)))
     host.step("a", Answer("one"))
-    assert wait_for(host, 1) == {"a": late}
+    assert wait_for(host, 1) == late
 
 
 def test_a_hanging_reset_or_close_fails_in_time(
@@ -447,8 +454,7 @@ def test_a_hanging_reset_or_close_fails_in_time(
 ) -> None:
     host = opened("Short", {"at_reset": "hang"}, deadlines=Deadlines(0.5, 20.0, 2.0))
     host.start("a", PROMPT, 0)
-    late = Failure("environment", "reset took longer than 0.5 s; its process was killed", timed_out=True)
-    assert wait_for(host, 1) == {"a": late}
+    assert is_late(wait_for(host, 1)["a"], "reset", 0.5)
     host = opened("Long", {"log": str(tmp_path / "closed")}, deadlines=Deadlines(20.0, 20.0, 0.3))
     host.start("b", PROMPT, 13)
     wait_for(host, 1)
@@ -506,7 +512,7 @@ def test_where_one_episode_ends_a_shared_process_the_others_are_replayed(
     host.step("b", Answer("add 5"))  # under way, behind it
     with caplog.at_level(logging.WARNING):
         results = wait_for(host, 2)
-    assert results["c"] == Failure("environment", "step took longer than 1 s; its process was killed", timed_out=True)
+    assert is_late(results["c"], "step", 1)
     assert isinstance(results["b"], Observation) and results["b"].messages[0].content == "5"
     assert [record.args[1] for record in caplog.records if record.args] == [2]  # type: ignore[index]
     assert told(host, "a", "add 4") == "7"

@@ -74,7 +74,7 @@ def test_read_action_from_json() -> None:
     for text in ('{"direction": "left", "cells": 1}', '```json\n{"direction": "left", "cells": 1}\n```\n'):
         assert read_action(text, schema, None) == action
     for text in ("left", "[1]", "", "[" * 100_000, '{"direction"'):
-        with pytest.raises(RefusedError, match="expected a JSON object with direction, cells"):
+        with pytest.raises(RefusedError, match="direction, cells"):
             read_action(text, schema, None)
 
 

@@ -107,7 +107,7 @@ def test_the_trace_and_the_end() -> None:
 @needs_verifiers
 @pytest.mark.slow
 def test_a_task_with_a_runtime_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the task BoxTask needs a runtime for file, which whet does not start"):
+    with pytest.raises(ConfigError, match=r"BoxTask .* file"):
         played((), taskset=f"{HERE}:BoxTaskset")
 
 

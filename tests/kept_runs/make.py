@@ -207,7 +207,7 @@ def pack(folder: Path, names: Sequence[str]) -> None:
 def main() -> None:
     """Makes the runs that the command line names, by default all, and the archive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", default=COMMIT, help="the commit, or a folder with its files")
+    parser.add_argument("--commit", default=COMMIT, help="the commit, or a folder to take in its place")
     chosen = parser.parse_args()
     folder = Path(tempfile.gettempdir(), "whet-kept-runs")  # by a name that says nothing of the machine
     folder.mkdir()

@@ -89,7 +89,7 @@ TABLE: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
     (
         "data source of no domain",
         raised(lambda: DOMAINS.assign(prompts(("poems", {})))),
-        ("row 0: data source: poems", "sums: additions, openai/*; words", "add the source to one"),
+        ("row 0: data source: poems", "sums: additions, openai/*; words"),
     ),
     (
         "domain without rows",

@@ -168,10 +168,8 @@ def test_players_are_groups_of_their_own(play: Any) -> None:
 
 def test_a_reward_for_nobody_fails_the_episode(play: Any) -> None:
     [trajectory] = play("Duel", "5", "3", "4", "2", options={"wrong": "wite"})
-    assert trajectory.failure is not None and trajectory.failure.message == (
-        "Observation.rewards pays 'wite', and the players are 'white', 'black'; correct the name, or, for a player who "
-        "has not moved yet, name in rewards all who have, with 0.0 too"
-    )
+    assert trajectory.failure is not None
+    assert re.match("Observation.rewards: wite; .*'white', 'black'; ", trajectory.failure.message)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +193,7 @@ def test_which_rewards_are_for_nobody(
 
 
 def test_a_player_who_moves_next_may_be_paid() -> None:
-    assert unpaid(Observation(False, player="b", rewards={"b": 1.0}), ["a", "a"]) == ""
+    assert unpaid(Observation(False, player="b", rewards={"b": 1.0}), ["a", "a"]) is None
 
 
 def test_a_player_that_does_not_learn(play: Any) -> None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from tests.raising import raises
 from whet.errors import DataError
 from whet.rollout.batch import NOT_SAMPLED, Row, rows_of, to_batch
 from whet.types import Failure, Group, Message, Prompt, Trajectory, Turn
@@ -187,7 +188,7 @@ def test_parts_and_columns_are_what_reward_and_environment_report() -> None:
 
 def test_a_column_that_nobody_reports_is_named() -> None:
     answers = (trajectory(turn((1, 2), 3), reward=1.0, parts={"style": 0.25}, fields={"moves": 7}),)
-    with pytest.raises(DataError, match=r"reward\.columns names 'styl', which no score .* they report moves, style"):
+    with raises(DataError, key="reward.columns", found="styl", expected=re.compile(": moves, style$")):
         to_batch([Group(prompt(), answers)], pad_token_id=PAD, columns=["styl"])
     failed = (trajectory(turn((1, 2), 3), failure=Failure("reward", "late")),)
     batch = to_batch([Group(prompt(), failed)], pad_token_id=PAD, columns=["style"])

@@ -138,23 +138,20 @@ def test_all_together_is_vllms_order_of_transformers_processors(
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("params", "key", "found"),
     [
-        ({"allowed_token_ids": ()}, "allowed_token_ids is empty: no token could be drawn"),
-        ({"allowed_token_ids": (1, 12)}, "allowed_token_ids has token 12, and the model has tokens 0 to 11"),
-        ({"bad_words": ((1, -3),)}, "bad_words has token -3"),
-        ({"bad_words": ((),)}, "a bad word has no tokens"),
-        ({"allowed_token_ids": (1, 2), "bad_words": ((1,), (2,))}, "none could be drawn at all; allow more tokens"),
-        ({"bad_words": tuple((token,) for token in range(12))}, "forbid all of the 12 tokens"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids", re.compile("empty")),
+        ({"allowed_token_ids": (1, 12)}, "allowed_token_ids", 12),
+        ({"bad_words": ((1, -3),)}, "bad_words", -3),
+        ({"bad_words": ((),)}, "bad_words", re.compile("tokens$")),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((1,), (2,))}, "bad_words", re.compile(" 2 .*at all$")),
+        ({"bad_words": tuple((token,) for token in range(12))}, "bad_words", re.compile(" 12 ")),
         # after 1 2 neither may follow: 1 by the long word, 2 by the short one
-        (
-            {"allowed_token_ids": (1, 2), "bad_words": ((1, 2, 1), (2, 2))},
-            r"none could be drawn behind tokens \[1, 2\]",
-        ),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((1, 2, 1), (2, 2))}, "bad_words", re.compile(r" \[1, 2\]$")),
     ],
 )
-def test_what_cannot_be_kept_is_refused(params: dict[str, object], message: str) -> None:
-    with pytest.raises(EngineError, match=message):
+def test_what_cannot_be_kept_is_refused(params: dict[str, object], key: str, found: object) -> None:
+    with raises(EngineError, key=key, found=found):
         Constraints.of([request(**params)], VOCABULARY, CPU)
 
 

@@ -21,6 +21,7 @@ import pytest
 from scripted import Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
+from tests.raising import raises
 from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader
 from whet.errors import DeadlineError, EngineError
@@ -536,9 +537,8 @@ def test_groups_of_rows_that_changed_begin_again(
     rows[4] = replace(rows[4], ground_truth="other")
     found = resumed(tokenizer, state, k=2, loader=PromptLoader(rows, shuffle=False), steps=2)
     assert found == [("0:2", [0, 0]), ("0:3", [1, 1]), ("0:4", [1, 1]), ("0:5", [0, 0])]
-    assert "4 groups that were sampled ahead go on from the checkpoint, 4 of them complete" in caplog.text
-    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith("2 groups of the checkpoint begin again from their prompts: the data has other rows now")
+    told = {record.levelname: record.args for record in caplog.records if record.name.endswith("snapshot")}
+    assert told["INFO"][:2] == (4, 4) and told["WARNING"][0] == 2
 
 
 def test_a_checkpoint_without_digests_is_read_as_before(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -647,6 +647,6 @@ def test_a_wait_ends_at_its_deadline(tokenizer: PreTrainedTokenizerBase) -> None
 
     with continuous(tokenizer, engine=Silent(tokenizer, "4"), deadline_seconds=0.3) as of:
         began = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"waited 0\.3 s"):
+        with raises(DeadlineError, found=re.compile(r" 0\.3 s ")):
             of.start(2, step=1).result()
         assert time.monotonic() - began < 5

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -177,11 +178,7 @@ def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_s
     assert filtered(taken) == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
     batch = with_scores(to_batch(taken.groups, pad_token_id=0), taken.groups, is_dropped=taken.is_dropped)
     assert batch["response_mask"].sum() == 0 and batch["attention_mask"].sum() > 0
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
-        "step 1 trains on nothing: algorithm.filter dropped all 6 groups, refills included; this is said again only "
-        "after a step that keeps some"
-    ]
+    assert [record.args for record in caplog.records] == [(1, 6)]
 
 
 def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -222,7 +219,8 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     of = rollouts(tokenizer, "1", function=lambda solution_str: seen.append(solution_str), environment=f"{path}:Broken")
     taken = of.take(2, step=1)
     assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
-    with pytest.raises(EngineError, match=r"all 4 trajectories failed.*0:0:0 in the environment: OSError: no room"):
+    found = re.compile(" 0:0:0 in the environment: OSError: no room")
+    with raises(EngineError, key="all 4 trajectories", found=found):
         of.failures.record(taken.groups)
     assert all(answer.failure is not None for group in taken.groups for answer in group.trajectories)
 
@@ -253,7 +251,8 @@ def test_a_filter_by_reward_and_by_a_part(tokenizer: PreTrainedTokenizerBase) ->
     by_part = rollouts(tokenizer, *"35 23".replace(" ", ""), group_filter=Filter(dynamic_sampling, {}, "style"))
     assert rewards(by_part.take(1, step=1).groups) == [[2.0, 3.0]]
     absent = rollouts(tokenizer, "2", "8", group_filter=Filter(dynamic_sampling, {}, "style"))
-    with pytest.raises(DataError, match=r"filter\.metric=style, which .* for 0:0:1; it reports accuracy, reward$"):
+    expected = re.compile(" 0:0:1: accuracy, reward$")
+    with raises(DataError, key="algorithm.filter.metric", found="style", expected=expected):
         absent.take(1, step=1)
 
 
@@ -319,7 +318,7 @@ def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) 
     assert group.prompt is prompt and rewards([group]) == [[1.0, 2.0]]
     assert of.sample([], 2, SamplingParams(8), step=0, metrics=metrics) == []
     assert of.state() == {}
-    with raises(DataError, key="rollouts without a source of prompts", found="take"):
+    with raises(DataError, key=re.compile("source of prompts$"), found="take"):
         of.take(1, step=1)
 
 

@@ -110,7 +110,7 @@ def with_pytest() -> Iterator[LocalSandbox]:
     """The sandbox, with the interpreter of this environment, which has pytest."""
     folder = Path(sys.prefix).resolve()
     if folder.is_relative_to("/tmp"):
-        pytest.skip("the environment lies in /tmp, of which programs have their own")
+        pytest.skip("the environment lies in /tmp, and programs have another /tmp")
     box = LocalSandbox(python=f"{folder}/bin/python")
     yield box
     box.close()

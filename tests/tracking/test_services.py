@@ -184,7 +184,7 @@ def test_a_fresh_start_is_another_run(service: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("service", "words"),
-    [("wandb", "`wandb login`, set WANDB_API_KEY"), ("swanlab", "set SWANLAB_API_KEY")],
+    [("wandb", "WANDB_API_KEY"), ("swanlab", "SWANLAB_API_KEY")],
 )
 def test_without_a_key_nobody_is_asked_for_one(service: str, words: str, tmp_path: Path) -> None:
     """On a terminal, where the libraries would ask."""

@@ -134,7 +134,7 @@ def test_nothing_is_lost_or_doubled_by_twenty_kills(command: list[str], tmp_path
         for _ in range(20 - killed):
             said, was_killed = run_and_kill(again, run_dir / "metrics.jsonl", draw)
             killed += was_killed
-            resumed += "groups that were sampled ahead go on from the checkpoint" in said
+            resumed += re.search("groups .* from the checkpoint", said) is not None
             if not was_killed:
                 break
         done = subprocess.run(again, capture_output=True, text=True, timeout=300)
@@ -216,7 +216,7 @@ def test_episodes_of_several_turns_begin_again_after_a_kill(command: list[str], 
         until_step(process, metrics, min(lines(metrics) + 3, STEPS))
         process.send_signal(signal.SIGKILL)
         said, _ = process.communicate(timeout=60)
-        found = re.search(r"(\d+) episodes of several turns begin again, with their seeds", said)
+        found = re.search(r"(\d+) episodes ", said)
         again += int(found[1]) if found else 0
         if again or process.returncode == 0:
             break
@@ -241,5 +241,5 @@ def test_a_stop_saves_what_was_sampled_ahead(command: list[str], tmp_path: Path)
     assert process.returncode == 128 + signal.SIGTERM, said
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "groups that were sampled ahead go on from the checkpoint" in done.stdout + done.stderr
+    assert re.search("groups .* from the checkpoint", done.stdout + done.stderr)
     check_trained(tmp_path / "run", steps=STEPS, batch=BATCH, rows=20, most=2)

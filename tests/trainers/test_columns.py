@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from scripted import Scripted
@@ -109,26 +112,23 @@ def test_losses_name_columns_too(train_config: MakeConfig, functions: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (
-            "unheard_of",
-            r"adv_estimator=.*unheard_of reads the column .moon_phase., which nobody provides.*, judge_scores, old_",
-        ),
-        ("too_early", r"too_early reads the column 'log_probs', which nobody provides"),
-        ("by_style", r"by_style reads the column 'style', .* becomes a column when reward\.columns lists it"),
-    ],
+    ("function", "column"), [("unheard_of", "moon_phase"), ("too_early", "log_probs"), ("by_style", "style")]
 )
 def test_a_column_that_nobody_provides_is_named(
-    function: str, message: str, train_config: MakeConfig, functions: str
+    function: str, column: str, train_config: MakeConfig, functions: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    key, found, change = (
+        re.compile(f"adv_estimator=.*{function}$"),
+        re.compile(f" {column},"),
+        re.compile("reward.columns"),
+    )
+    with raises(ConfigError, key=key, found=found, expected=re.compile(", judge_scores, old_"), change=change):
         plan(train_config({"algorithm.adv_estimator": f"{functions}:{function}"}))
 
 
 @pytest.mark.parametrize("taken", ["accuracy", "uid", "values"])
 def test_a_reward_column_may_not_take_another_ones_name(taken: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward.columns names '{taken}'"):
+    with raises(ConfigError, key="reward.columns", found=taken):
         plan_columns([], [taken])
 
 
@@ -220,7 +220,7 @@ def test_a_column_that_the_reward_never_reports_is_an_error_that_names_it(
     train_config: MakeConfig, additions: Rows, functions: str
 ) -> None:
     config = train_config({"algorithm.adv_estimator": f"{functions}:by_style", "reward.columns": ["style"]})
-    with pytest.raises(DataError, match="'style', which no score of this step has; they report nothing"):
+    with raises(DataError, key="reward.columns", found="style", expected=re.compile(": nothing$")):
         train(config, reward=lambda solution_str: 1.0, data=additions)
 
 
@@ -310,7 +310,7 @@ def test_a_column_that_reads_a_judged_one_waits_for_the_judge() -> None:
 
 
 def test_a_provider_may_not_take_a_name_of_the_table() -> None:
-    with pytest.raises(RegistryError, match="there is a column 'values' already; register mine under another name"):
+    with raises(RegistryError, key="column values", change=re.compile(" mine ")):
 
         @register_provider("values")
         def mine(batch: DataProto, sources: Sources) -> torch.Tensor:
@@ -321,7 +321,7 @@ def test_what_the_loop_gives_is_given_to_those_that_come_after_it() -> None:
     readers: list[tuple[str, Reader, list[str]]] = [("a", "actor", ["old_log_probs", "advantages", "vocab_log_probs"])]
     assert plan_columns(readers, []).providers == ()
     assert plan_columns([("a", "correction", ["old_log_probs"])], []).passes == ("actor",)
-    with pytest.raises(ConfigError, match="a reads the column 'advantages', which nobody provides"):
+    with raises(ConfigError, key="a", found=re.compile(" advantages,")):
         plan_columns([("a", "estimator", ["advantages"])], [])
 
 
@@ -330,16 +330,14 @@ def test_what_the_loop_gives_is_given_to_those_that_come_after_it() -> None:
     [
         (
             {"teacher.hint": "peer", "teacher.max_hint_tokens": 8},
-            "teacher.hint=peer, teacher.max_hint_tokens=8: no function in use reads teacher_log_probs, which the keys "
-            "would shape; choose one that does (algorithm.adv_estimator=cpo, grpo_distillation, "
-            "on_policy_distillation), or take the keys out",
+            "teacher.hint=peer, teacher.max_hint_tokens=8: .* teacher_log_probs, .*"
+            "algorithm.adv_estimator=cpo, grpo_distillation, on_policy_distillation",
         ),
         (
             {"ref.max_tokens_per_micro_batch": 64},
-            "ref.max_tokens_per_micro_batch=64: no function in use reads ref_log_probs or ref_vocab_log_probs, which "
-            "the key would shape; choose one that does (algorithm.kl.where=reward, loss), or take the key out",
+            "ref.max_tokens_per_micro_batch=64: .* ref_log_probs or ref_vocab_log_probs, .*kl.where=reward, loss",
         ),
-        ({"critic.optim.lr": 3e-5}, "critic.optim.lr=3e-05: no function in use reads process_rewards or values, which"),
+        ({"critic.optim.lr": 3e-5}, "critic.optim.lr=3e-05: .* process_rewards or values, "),
         ({"teacher.hint": "peer", "algorithm.adv_estimator": "cpo"}, ""),
         ({"ref.max_tokens_per_micro_batch": 64, "algorithm.kl.where": "loss"}, ""),
         ({"ref.max_tokens_per_micro_batch": 64, "algorithm.adv_estimator": "prime"}, ""),
@@ -351,7 +349,7 @@ def test_keys_that_nothing_reads_are_named(train_config: MakeConfig, overrides: 
         overrides = {**overrides, "critic.value_loss": "implicit_reward"}
     config = train_config(overrides)
     found = unread(config, plan(config))
-    assert [line.startswith(said) for line in found] == [True] * bool(said), found
+    assert [bool(re.match(said, line)) for line in found] == [True] * bool(said), found
 
 
 @pytest.mark.parametrize("name", [each for each in shipped_recipes() if not each.endswith(("_eval", "_sft"))])

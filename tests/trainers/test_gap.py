@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.trainers.build import train
@@ -90,8 +91,8 @@ def test_a_run_that_is_paid_for_something_else_says_so(
     run = train(train_config({**changes, "data.val_files": str(held_out)}), reward=sevens, data=additions)
     gaps = {record["step"]: record["val/reward_gap"] for record in run.history if "val/reward_gap" in record}
     assert [*gaps] == [0, 8, 16, 24] and gaps[0] == 0.0 and gaps[24] > 0.5
-    warnings = [record.message for record in caplog.records if "of its range above the held-out" in record.message]
-    assert len(warnings) == 1 and "rollouts/jumps_0000" in warnings[0]
+    [warning] = [record.message for record in caplog.records if "rollouts/jumps_0000" in record.message]
+    assert "held-out accuracy" in warning
     [*files] = sorted((tmp_path / "run" / "rollouts").glob("jumps_*.jsonl"))
     jumps = [json.loads(line) for file in files for line in file.read_text("utf-8").split("\n")[:-1]]
     assert jumps and all(jump["reward_after"] - jump["reward_before"] == jump["jump"] > 0 for jump in jumps)
@@ -115,5 +116,5 @@ def test_the_accuracy_of_validation_may_come_from_a_stricter_function(
     run = train(train_config(changes), data=additions, reward=lambda solution_str: 1.0)
     assert run.history[-1]["val/accuracy"] == 0.25 and run.history[-1]["val/reward"] == 1.0
     assert run.history[-1]["reward/accuracy"] == 1.0  # of training
-    with pytest.raises(ConfigError, match=r"reward\.val_function"):
+    with raises(ConfigError, key="reward.val_function"):
         train_config({"reward.val_function": {"gsm8k": {}, "math": {}}})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -167,7 +168,7 @@ def test_teachers_by_data_source(train_config: MakeConfig, additions: Rows, mode
     torch.testing.assert_close(added["teacher_log_probs"], added["old_log_probs"])  # the same model still
     run.close()
     overrides["teacher.model_paths"] = {"elsewhere": str(model_folder)}
-    with pytest.raises(ConfigError, match="no teacher for data source"):
+    with raises(ConfigError, key="teacher.model_paths", expected=re.compile(": elsewhere$")):
         train(train_config(overrides), reward=length, data=additions)
 
 

@@ -31,7 +31,7 @@ def filled(folder: Path, *names: str) -> Path:
 def test_a_foreign_folder_is_left_alone(names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path, *names)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^\. holds .*, which no quickstart wrote; name a new or empty folder with"):
+    with raises(ConfigError, key="--run-dir", found=re.compile(rf"^\., .*{Path(names[0]).parts[0]}")):
         quickstart(Path(), 0)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(names)
 

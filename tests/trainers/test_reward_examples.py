@@ -48,9 +48,7 @@ def test_a_weak_reward_is_hacked_and_its_repair_is_learned(tmp_path: Path) -> No
     reward_before, reward_after, accuracy_before, accuracy_after = ends(weak)
     assert reward_after > reward_before + 0.2 and accuracy_after < accuracy_before - 0.2
     assert weak[-1]["val/reward_gap"] > 0.5
-    assert (
-        sum("the reward may pay for something else than right answers" in line for line in done.stderr.split("\n")) == 1
-    )
+    assert sum("rollouts/jumps_" in line for line in done.stderr.split("\n")) == 1
     [*_, jumps] = sorted((tmp_path / "hacked" / "rl" / "weak" / "rollouts").glob("jumps_*.jsonl"))
     assert all(json.loads(line)["jump"] == 1.0 for line in jumps.read_text().splitlines())
 

@@ -285,7 +285,8 @@ def test_a_run_in_which_every_answer_fails_ends_with_the_reason(
 
     (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))
     validation = {"data.val_files": [str(tmp_path / "val.jsonl")], "trainer.val_freq": 0} if validates else {}
-    with pytest.raises(RewardError, match=r"all \d+ trajectories failed.*0:0.* reward: RuntimeError: no judge today"):
+    found = re.compile("0:0.* reward: RuntimeError: no judge today")
+    with raises(RewardError, key=re.compile(r"^all \d+ "), found=found):
         train(train_config({"data.shuffle": False, **validation}), reward=broken, data=additions)
     file = "validation_000000.jsonl" if validates else "step_000001.jsonl"
     answers = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / file).open()]
@@ -303,7 +304,7 @@ def test_a_validation_that_works_does_not_hide_steps_that_all_fail(
 
     (tmp_path / "val.jsonl").write_text(json.dumps(additions[0]))
     validation = {"data.val_files": [str(tmp_path / "val.jsonl")], "trainer.val_freq": 1}
-    with pytest.raises(RewardError, match=r"all 16 trajectories failed.* reward: RuntimeError: it knows zero alone"):
+    with raises(RewardError, key=re.compile("^all 16 "), found=re.compile("reward: RuntimeError: it knows zero alone")):
         train(train_config({**validation, "trainer.total_steps": 9}), reward=for_zero, data=additions[1:])
     [record] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert (record["step"], record["val/reward"]) == (0, 1.0)

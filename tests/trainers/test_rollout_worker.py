@@ -158,7 +158,7 @@ def test_a_trainer_that_breaks_off_is_named_and_nothing_is_sampled(
     with raises(WorkerError, "actor rank 0, publish", found=re.compile("ValueError: no such shard")):
         sync(1)
     assert time.monotonic() - began < 5
-    with pytest.raises(WeightSyncError, match=r"^version 1 of the weights did not arrive whole"):
+    with raises(WeightSyncError, key=re.compile("^version 1 ")):
         generate(engine, suite.requests(groups=1))
 
 

@@ -84,7 +84,7 @@ class Bound:
     def _missing(self, name: str, columns: Mapping[str, Any], supplied: Mapping[str, Any]) -> RegistryError:
         key = f"{self.entry.kind} {self.entry.name!r}"
         if name in self.entry.columns:
-            found = f"reads column {name!r}, which is not in the batch"
+            found = f"reads column {name!r}, which the batch lacks"
             return RegistryError(key, found, f"one of {', '.join(columns)}", "rename the parameter")
         found = f"needs {name!r}, which the caller does not supply"
         expected = f"a name that the caller supplies ({', '.join(supplied) or 'none'})"

@@ -115,7 +115,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         hint = f"did you mean {near[0]}?"
     else:
         hint = "correct the path" if is_file_name else "write an override as key=value"
-    expected = f"the path of a YAML file or a shipped recipe: {', '.join(shipped_recipes())}"
+    expected = f"a YAML file or the name of a shipped recipe: {', '.join(shipped_recipes())}"
     raise ConfigError(f"recipe {name}", found, expected, hint)
 
 

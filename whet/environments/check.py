@@ -286,7 +286,7 @@ class _Played:
         if isinstance(outcome, Observation) and outcome.tasks:
             outcome = Failure("environment", f"it gave tasks {rounds} times in one {arguments[0]}")
         if isinstance(outcome, Observation) and (why := unpaid(outcome, self.players)):
-            outcome = Failure("environment", why, key="Observation.rewards")
+            outcome = Failure("environment", str(why), key=why.key)
         self._note(name, outcome)
         return outcome
 

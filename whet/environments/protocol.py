@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from whet.errors import EnvError
+from whet.errors import EnvError, TextError
 from whet.types import FinishReason, Media, Message, Prompt
 
 
@@ -151,8 +151,8 @@ def read_observation(raw: object) -> Observation:
     )
 
 
-def unpaid(seen: Observation, moved: Sequence[str]) -> str:
-    """Returns why a reward in `rewards` is for nobody, or "". `moved` has the player of each turn so far.
+def unpaid(seen: Observation, moved: Sequence[str]) -> TextError | None:
+    """Returns the error of a reward in `rewards` that is for nobody. `moved` has the player of each turn so far.
 
     Players are known by their observations. Another name is a player who has not moved yet where all that have moved
     are paid too, or after the first turn, unless players have no names at all."""
@@ -160,11 +160,9 @@ def unpaid(seen: Observation, moved: Sequence[str]) -> str:
     unknown = [name for name, reward in seen.rewards.items() if reward and name not in known]
     paid = {*seen.rewards, moved[-1]} if moved and seen.reward else {*seen.rewards}
     if not moved or not unknown or (any(known) and (len(moved) == 1 or {*moved} <= paid)):
-        return ""
-    return (
-        f"Observation.rewards pays {unknown[0]!r}, and the players are {', '.join(map(repr, known))}; correct the "
-        "name, or, for a player who has not moved yet, name in rewards all who have, with 0.0 too"
-    )
+        return None
+    change = "correct the name, or, for a player who has not moved yet, name in rewards all who have, with 0.0 too"
+    return TextError("Observation.rewards", unknown[0], f"players: {', '.join(map(repr, known))}", change)
 
 
 def _flag(name: str, value: Any) -> bool:

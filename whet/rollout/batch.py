@@ -214,5 +214,5 @@ def _reported(name: str, owners: Sequence[Trajectory]) -> torch.Tensor:
     scored = [numbers for numbers, t in zip(reported, owners, strict=True) if t.failure is None]
     if scored and not any(name in numbers for numbers in scored):
         there = ", ".join(sorted({each for numbers in scored for each in numbers})) or "nothing"
-        raise DataError(f"reward.columns names {name!r}, which no score of this step has; they report {there}")
+        raise DataError("reward.columns", name, f"a number that the scores of this step report: {there}")
     return torch.tensor([float(numbers.get(name, 0.0)) for numbers in reported])

@@ -64,11 +64,9 @@ def check_engine(config: TrainConfig) -> None:
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     engine, pool = entry.load(), cluster.pool_of("rollout")
     if cluster.pools[pool].devices > 1 and "num_devices" not in entry.parameters:
-        raise ConfigError(
-            f"cluster.placement.{pool}.devices={cluster.pools[pool].devices}, and the rollout engine "
-            f"{rollout.engine.name} samples on one device; expected 1, or an engine that computes on several, such as "
-            "vllm: change one of the two"
-        )
+        key, change = f"cluster.placement.{pool}.devices", "lower it, or choose an engine for several, such as vllm"
+        expected = f"1, as the rollout engine {rollout.engine.name} samples on one device"
+        raise ConfigError(key, cluster.pools[pool].devices, expected, change)
     if isinstance(engine, ChecksAhead):
         longest = config.data.max_prompt_length + config.data.max_response_length
         engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
@@ -80,7 +78,7 @@ def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig
     kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
         if isinstance(kind, ChecksAhead) and (why := kind.refused(sampling, options)) is not None:
-            raise ConfigError(f"{section}.{why}")
+            raise ConfigError(f"{section}.{why.key}", why.found, why.expected, why.change)
 
 
 def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:

@@ -51,7 +51,7 @@ class TemplateCodec:
     def read(self, observation: Observation) -> Observation:
         """The observation with its images and videos measured, and a content part for each.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
-            raise DataError("a task for a sub-agent has images or videos; expected text: describe them")
+            raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
         if observation.media or has_parts(observation.messages):
             return self._with_media(observation)
         if self.reader is not None and has_tag(observation.messages):  # perhaps text of somebody else
@@ -63,7 +63,7 @@ class TemplateCodec:
             warn_once("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
             return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
-            raise DataError("the observation has images or videos, but the model reads only text; leave them out")
+            raise DataError("observation", "has images or videos", "text, as the model reads it", "leave them out")
         given = [(cast(Kind, each.kind), each) for each in observation.media]
         placed, values = place(observation.messages, given, owner="observation that the environment returned")
         media = tuple(self.reader.read(*value) for value in values)

@@ -135,11 +135,11 @@ def check_rules(rules: Rules, vocab_size: int) -> None:
         ("bad_words", [each for word in bad_words for each in word]),
     ):
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
-            raise EngineError(f"{name} has token {outside[0]}, and the model has tokens 0 to {vocab_size - 1}")
+            raise EngineError(name, outside[0], f"tokens of the model, 0 to {vocab_size - 1}")
     if allowed is not None and not allowed:
-        raise EngineError("allowed_token_ids is empty: no token could be drawn; name some, or leave it unset")
+        raise EngineError("allowed_token_ids", "is empty", "tokens to draw from", "name some, or leave it unset")
     if not all(bad_words):
-        raise EngineError("a bad word has no tokens; take it out")
+        raise EngineError("bad_words", "has a word without tokens", "", "take it out")
     if len({word[-1] for word in bad_words}) < (vocab_size if allowed is None else len(set(allowed))):
         return
     left = set(range(vocab_size) if allowed is None else allowed)
@@ -148,7 +148,5 @@ def check_rules(rules: Rules, vocab_size: int) -> None:
         ends = {word[-1] for word in bad_words if start[len(start) - len(word) + 1 :] == word[:-1]}
         if left <= ends and left.issuperset(start):
             where = f"behind tokens {list(start)}" if start else "at all"
-            raise EngineError(
-                f"bad_words forbid all of the {len(left)} tokens that may be drawn, so none could be drawn {where}; "
-                "allow more tokens, or take bad words out"
-            )
+            found, change = f"forbid all {len(left)} tokens that may be drawn {where}", "allow more, or take words out"
+            raise EngineError("bad_words", found, "", change)

@@ -295,7 +295,7 @@ class Episode:
         if observation.rewards and (
             why := unpaid(observation, [t.player for t in self.turns if t.agent == self.agent])
         ):
-            raise TextError(why)
+            raise why
         for player, reward in ((self._read.player, observation.reward), *observation.rewards.items()):
             if reward and player in self._last:
                 turn = self.turns[self._last[player]]

@@ -426,8 +426,6 @@ def _metric(trajectory: Trajectory, name: str) -> float:
     numbers = {**trajectory.parts, "accuracy": trajectory.accuracy or 0.0, "reward": trajectory.score}
     found = numbers.get(name, numbers.get(f"{trajectory.prompt.domain}/{name}"))
     if found is None:
-        raise DataError(
-            f"algorithm.filter.metric={name}, which the reward does not report for {trajectory.uid}; "
-            f"it reports {', '.join(sorted(numbers))}"
-        )
+        expected = f"a number that the reward reports for {trajectory.uid}: {', '.join(sorted(numbers))}"
+        raise DataError("algorithm.filter.metric", name, expected)
     return found

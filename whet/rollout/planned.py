@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from whet.config.schema import KV_CACHE_BYTES, ModelConfig, SamplingConfig
 from whet.devices import room_for_tensors
+from whet.errors import ConfigError
 from whet.models.vision.base import Vision
 from whet.rollout.protocol import SamplingParams
 from whet.types import Media
@@ -87,9 +88,8 @@ class ChecksAhead(Protocol):
         method that starts nothing."""
         ...
 
-    def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
-        """Returns why an engine with these options would not sample so, beginning with the parameter at fault; a class
-        method."""
+    def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
+        """Returns the error of a parameter that an engine with these options would not sample by; a class method."""
         ...
 
 

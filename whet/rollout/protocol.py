@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -268,8 +268,9 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
 
     Raises: DeadlineError; EngineError for a request that failed and for equal uids; what the engine raises.
     """
-    if len({request.uid for request in requests}) < len(requests):
-        raise EngineError(f"{len(requests)} requests share uids, such as {requests[0].uid}; give each a uid of its own")
+    if len(uids := Counter(request.uid for request in requests)) < len(requests):
+        [(uid, count)] = uids.most_common(1)
+        raise EngineError(f"request {uid}", f"is one of {count} with this uid", "a uid of its own for each")
     waiting, done, deadline = deque(requests), dict[str, Completion](), time.monotonic() + deadline_seconds
     try:
         while len(done) < len(requests):
@@ -279,7 +280,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
                 if isinstance(event, Finished):
                     done[event.uid] = event.completion
                 elif isinstance(event, Failed):
-                    raise EngineError(f"request {event.uid} failed in the rollout engine: {event.failure.message}")
+                    raise EngineError(f"request {event.uid}", f"failed: {event.failure.message}", "a completion")
             counted(len(done), len(requests))
             if time.monotonic() > deadline:
                 raise late(engine, deadline_seconds, len(requests) - len(done), len(requests))
@@ -299,8 +300,7 @@ def drop(engine: RolloutEngine, uids: Collection[str]) -> None:
 def late(engine: RolloutEngine, deadline_seconds: float, unfinished: int, total: int) -> DeadlineError:
     """The error of a rollout that did not end in time."""
     status = engine.status()
-    return DeadlineError(
-        f"the rollout waited {deadline_seconds:g} s for {unfinished} of {total} responses ({status.running} running, "
-        f"{status.waiting} waiting, the oldest {status.oldest}); raise rollout.deadline_seconds or shorten the "
-        "responses with data.max_response_length"
-    )
+    found = f"waited {deadline_seconds:g} s for {unfinished} of {total} responses ({status.running} running, "
+    found += f"{status.waiting} waiting, the oldest {status.oldest})"
+    change = "raise rollout.deadline_seconds or shorten the responses with data.max_response_length"
+    return DeadlineError("rollout", found, "", change)

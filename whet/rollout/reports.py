@@ -125,12 +125,13 @@ class FailureWatch:
         uid, failure = (of_environment if is_most else failures)[0]
         if is_most and len(self._recent) == RECENT and failed > played / 2:
             self._left = 0
-            found = f"{failed} of {played} trajectories of the last {RECENT} batches, more than half, failed"
+            key, expected = f"{failed} of {played} trajectories of the last {RECENT} batches", "at most half"
         elif len(failures) == total:
-            found = f"all {total} trajectories failed, so there is nothing to learn from"
+            key, expected = f"all {total} trajectories", "some to learn from"
         else:
-            found = f"{len(of_environment)} of {total} trajectories, more than half, failed"
-        found = f"{found}: trajectory {uid} in the {failure.source}: {failure.message}"
+            key, expected = f"{len(of_environment)} of {total} trajectories", "at most half"
+        found = f"failed, such as {uid} in the {failure.source}: {failure.message}"
         if self._left == 0:
-            raise ERRORS.get(failure.source, EngineError)(f"{found}. Fix the {failure.source}, then start again")
-        log.warning("%s. The run ends after %d more such batches", found, self._left)
+            change = f"correct the {failure.source}, then start again"
+            raise ERRORS.get(failure.source, EngineError)(key, found, expected, change)
+        log.warning("%s %s. The run ends after %d more such batches", key, found, self._left)

@@ -112,7 +112,7 @@ def _entry(admitted: Admitted, partial: Mapping[int, Episode | None]) -> dict[st
             values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
             samples.append(values)
         except (TypeError, ValueError) as error:
-            log.warning("%s is not in the checkpoint, and would be sampled again: %s", trajectory.uid, error)
+            log.warning("the checkpoint leaves out %s, which would be sampled again: %s", trajectory.uid, error)
             is_scored = False
     return {
         "uid": admitted.prompt.uid,

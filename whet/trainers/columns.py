@@ -79,7 +79,8 @@ def register_provider(
     def decorate(function: Provider) -> Provider:
         is_own = name in PROVIDERS and PROVIDERS[name].__module__ == function.__module__
         if name in COLUMNS and not is_own and not function.__module__.startswith("whet."):
-            raise RegistryError(f"there is a column {name!r} already; register {function.__name__} under another name")
+            change = f"register {function.__name__} under another name"
+            raise RegistryError(f"column {name}", "exists already", "", change)
         meaning = (function.__doc__ or "").partition("\n")[0]
         when: When = "unscored" if unscored else "scored"
         COLUMNS.setdefault(name, Column(name, shape, when, meaning, tuple(roles), None, tuple(reads), phase))
@@ -274,8 +275,8 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
     """
     for name in fields:
         if name in COLUMNS:
-            problem = f"reward.columns names {name!r}, which is a column of every batch or has a provider already"
-            raise ConfigError(f"{problem}; take it out, or let the reward report its number under another name")
+            change = "take it out, or let the reward report its number under another name"
+            raise ConfigError("reward.columns", name, "no column of every batch, nor one that has a provider", change)
     given = {*fields, *(column.name for column in COLUMNS.values() if column.is_in_every_batch)}
     planned: dict[str, Column] = {}
 
@@ -285,11 +286,9 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
             return
         if column is None or not column.has_provider:
             provided = sorted(column.name for column in COLUMNS.values() if column.has_provider)
-            raise ConfigError(
-                f"{who} reads the column {name!r}, which nobody provides. Providers: {', '.join(provided)}; every "
-                f"batch has: {', '.join(sorted(given))}. A number that the reward returns becomes a column when "
-                "reward.columns lists it"
-            )
+            expected = f"one with a provider ({', '.join(provided)}) or of every batch ({', '.join(sorted(given))})"
+            change = "name one, or list a number of the reward in reward.columns"
+            raise ConfigError(who, f"reads the column {name}, which nothing provides", expected, change)
         for read in column.reads:
             want(f"the provider of {name}", "estimator", read)
         planned[name] = column

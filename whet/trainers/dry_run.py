@@ -68,7 +68,7 @@ def _score(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, prompts: lis
         outcomes = scorer.submit_batch(items).result()  # each has the deadline reward.timeout_seconds
     for outcome in outcomes:
         if isinstance(outcome, Failure):
-            raise RewardError(f"the reward fails on a row of the data: {outcome.message}; mend reward.function")
+            raise RewardError("reward.function", f"failed on a row of the data: {outcome.message}", "", "correct it")
     rewards = [f"{outcome.reward:g}" for outcome in outcomes if not isinstance(outcome, Failure)]
     told = ", ".join(rewards[::2]), ", ".join(rewards[1::2])
     log.info("rewards of ground truths as responses: %s; of empty responses: %s", *told)

@@ -160,17 +160,14 @@ class Frame:
                         *(folder, before, self.best_metric),
                     )
         except EngineError as error:
-            raise CheckpointError(
-                f"{folder} does not fit model.path={self.config.model.path}: {error}; name the model that the "
-                "checkpoint was trained from, or another checkpoint"
-            ) from error
+            found = f"does not fit model.path={self.config.model.path}"
+            change = "name the model that the checkpoint was trained from, or another checkpoint"
+            raise CheckpointError.joined([CheckpointError(str(folder), found, "", change), error]) from error
         except WhetError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{folder} holds a state that cannot be read ({error!r}): it is damaged, or of another version of "
-                "whet; go on from another checkpoint: trainer.resume=PATH"
-            ) from error
+            found = f"has an unreadable state ({error!r}): it is damaged, or of another version of whet"
+            raise CheckpointError(str(folder), found, "", "resume from another one: trainer.resume=PATH") from error
         if self.step >= self.total_steps:
             log.warning(
                 "%s is already done: it has %d of %d steps, so nothing is trained; raise trainer.total_steps to go on, "
@@ -302,11 +299,9 @@ class Frame:
         """Raises: EngineError where a weight, or what the weights give for a row, is NaN or infinite."""
         for role in checkpoint.TRAINED_ROLES:
             if role in self.roles and not all(self.roles[role].has_finite_weights()):
-                raise EngineError(
-                    f"{role}: after step {self.step} weights, their squares or what they give are NaN or infinite, so "
-                    f"the run stops and the step is not saved; lower the learning rate; "
-                    f"{checkpoint.last_good(self.run_dir)}"
-                )
+                found = "weights, their squares or outputs are NaN or infinite, so the run stops without saving"
+                change = f"lower the learning rate; {checkpoint.last_good(self.run_dir)}"
+                raise EngineError(f"{role}, step {self.step}", found, "", change)
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
         """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""

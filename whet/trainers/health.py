@@ -67,16 +67,14 @@ class Health:
             self._seen[SAMPLER] = [*before, found][-REMEMBERED:]
         if found <= limit:  # NaN is not
             return
-        gap = f"step {step}: the log-probs of rollout and trainer are {found:.3g} nats a token apart, and at most "
+        gap = f"the log-probs of rollout and trainer are {found:.3g} nats a token apart, and at most "
         gap += f"{max(before, default=0.0):.3g} in the steps before"
         if lag > 0:
-            log.warning("%s; the rollout's newest weights are %d steps older than the trainer's", gap, lag)
+            log.warning("step %d: %s; the rollout's weights are %d steps older than the trainer's", step, gap, lag)
             return
-        raise WeightSyncError(
-            f"{gap}, though both should have the weights of step {step - 1}: these did not reach the rollout as they "
-            "were sent, and nothing was trained on its responses; resume the run, and if it comes again, try "
-            f"rollout.engine.name=native; {last_good(run_dir)}"
-        )
+        expected = f"those of the same weights, of step {step - 1}, which did not arrive as they were sent"
+        change = "resume the run, which did not train on this step; if it comes again, try rollout.engine.name=native"
+        raise WeightSyncError(f"step {step}", gap, expected, f"{change}; {last_good(run_dir)}")
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
         """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
@@ -134,10 +132,9 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
         return True
     log.warning("%s: loss or gradient was not finite: the update was skipped (%d in a row)", name, skipped)
     if skipped >= SKIPPED_IN_A_ROW:
-        raise EngineError(
-            f"{name}: {skipped} updates in a row had a loss or gradient that is not finite, so the run stops; look for "
-            f"infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}; {last_good(run_dir)}"
-        )
+        found = f"{skipped} updates in a row had a loss or gradient that is not finite, so the run stops"
+        change = f"look for infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}"
+        raise EngineError(name, found, "", f"{change}; {last_good(run_dir)}")
     return False
 
 

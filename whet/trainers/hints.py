@@ -46,10 +46,9 @@ def teacher_log_probs(batch: Batch, sources: Sources) -> Values:
         return sources.start("actor", asked, "log_probs")
     routed = [source if source in settings.model_paths else "*" for source in batch["data_source"]]
     if "*" in routed and "*" not in settings.model_paths:
-        raise ConfigError(
-            f"teacher.model_paths has {', '.join(settings.model_paths)} and no teacher for data source "
-            f"{batch['data_source'][routed.index('*')]!r}; add it, or one for all others as '*'"
-        )
+        expected = f"data sources with a teacher: {', '.join(settings.model_paths)}"
+        found = f"no teacher for the data source {batch['data_source'][routed.index('*')]!r}"
+        raise ConfigError("teacher.model_paths", found, expected, "add it, or one for all others as '*'")
     rows = {name: [row for row, each in enumerate(routed) if each == name] for name in dict.fromkeys(routed)}
     begun = {name: sources.start(teacher_role(name), asked[own], "log_probs") for name, own in rows.items()}
 
@@ -99,8 +98,8 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list
     conversations = []
     for prompt, hint in asked:
         if prompt.media:
-            problem = f"row {prompt.index} has images or videos, and hints are for prompts of text"
-            raise DataError(f"{problem}; unset teacher.hint, or exclude such rows (data.filter)")
+            change = "unset teacher.hint, or exclude such rows (data.filter)"
+            raise DataError(f"row {prompt.index}", "has images or videos", "a prompt of text, for hints", change)
         cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
         last = prompt.messages[-1]
         text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
@@ -239,7 +238,7 @@ def text(trajectory: Trajectory) -> str | None:
 
 def _solution(prompt: Prompt, field: str | None) -> str | None:
     if field is not None and field not in prompt.extra_info:
-        problem = f"teacher.hint_options.field={field}, which row {prompt.index} does not have"
-        raise ConfigError(f"{problem}; it has {', '.join(prompt.extra_info) or 'no other fields'}")
+        expected = f"a field of row {prompt.index}, which has {', '.join(prompt.extra_info) or 'no other fields'}"
+        raise ConfigError("teacher.hint_options.field", field, expected)
     found = prompt.extra_info.get(field or "solution", prompt.ground_truth)
     return None if found is None else str(found)

@@ -75,10 +75,9 @@ class Objective:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
         assert loss.aggregated is not None
         if "token_weights" in batch:
-            raise RegistryError(
-                f"loss {self.loss_name!r} returns a sum, so its tokens cannot be weighed; let it return a loss "
-                "per token [B, R], or unset algorithm.correction.weight"
-            )
+            found, expected = "returns a sum, whose tokens cannot be weighed", "a loss per token [B, R]"
+            change = "return that, or unset algorithm.correction.weight"
+            raise RegistryError(f"loss {self.loss_name!r}", found, expected, change)
         if self.aggregation == "token-sum":
             return loss.aggregated
         name = "num_tokens" if self.aggregation == "token-mean" else "num_sequences"

@@ -92,10 +92,8 @@ def clear(run_dir: Path) -> TextIOWrapper:
         run_dir.mkdir(parents=True, exist_ok=True)
         found = sorted(path.name for path in run_dir.iterdir())
         if found and MARK not in found and not {"summary.json", "rl_model"} <= set(found) <= WRITTEN:
-            raise ConfigError(
-                f"{run_dir} holds {', '.join(found[:3])}{' and more' if len(found) > 3 else ''}, which no quickstart "
-                "wrote; name a new or empty folder with --run-dir"
-            )
+            held = f"{run_dir}, with {', '.join(found[:3])}{' and more' * (len(found) > 3)}, which no quickstart wrote"
+            raise ConfigError("--run-dir", held, "a new or empty folder, or one of a quickstart", "name one")
         lock = lock_folder(run_dir, MARK)
         for name in WRITTEN:
             files.remove(run_dir / name)

@@ -60,6 +60,7 @@ FREE = (
 )
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
+OTHER_FOLDER = "choose another trainer.run_dir or trainer.experiment_name"
 Items = Sequence[Prompt] | Sequence[SupervisedExample] | Sequence[PreferencePair]
 
 
@@ -108,10 +109,8 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
             _delete(path)
             is_used = False
         if resume == "never" and is_used:
-            raise ConfigError(
-                f"trainer.resume=never, and {path} holds an earlier run; choose another trainer.run_dir or "
-                "trainer.experiment_name, delete the run: trainer.resume=overwrite, or go on in it: trainer.resume=auto"
-            )
+            change = f"delete it: trainer.resume=overwrite, resume it: trainer.resume=auto, or {OTHER_FOLDER}"
+            raise ConfigError(str(path), "has an earlier run", "none, with trainer.resume=never", change)
         begun = is_used and is_begun(path, config, inputs or {})
         found = checkpoint.find(path, resume, is_begun=begun)
         if found is None:
@@ -177,10 +176,8 @@ def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
-        raise ConfigError(
-            f"{path} is in use by {owner}: two runs cannot write to one folder; wait for it to end, stop it, or choose "
-            "another trainer.run_dir or trainer.experiment_name"
-        ) from error
+        change = f"wait for it to end, stop it, or {OTHER_FOLDER}"
+        raise ConfigError(str(path), f"is in use by {owner}", "one run in a folder", change) from error
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -191,8 +188,8 @@ def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
 def _check_links(path: Path) -> None:
     for link in files.links_out(path):
         if link.parent == path or link.relative_to(path).parts[0] in OWN:
-            problem = f"{link} is a link to {os.path.realpath(link)}, and a run writes nothing outside of its folder"
-            raise ConfigError(f"{problem}; remove the link, or set trainer.run_dir to the other place")
+            found, change = os.path.realpath(link), "remove the link, or set trainer.run_dir to the other place"
+            raise ConfigError(str(link), f"is a link to {found}", "no link out of the folder of the run", change)
 
 
 def _delete(path: Path) -> None:
@@ -227,13 +224,11 @@ def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
     if config.trainer.resume != "auto":
         return not bound and before.get("trainer.resume") == config.trainer.resume
     if bound:
-        lines = "".join(f"\n  {key}: {was!r}, now {is_now!r}" for key, (was, is_now) in bound.items())
         newest = checkpoint.newest(path)
-        raise ConfigError(
-            f"{path} holds a run of another config:{lines}\ngo on with the old values, choose another trainer.run_dir "
-            "or trainer.experiment_name"
-            + (f", or go on with the new ones on purpose: trainer.resume={newest}" if newest is not None else "")
-        )
+        again = f", or keep the new values on purpose: trainer.resume={newest}" if newest is not None else ""
+        found, change = "has a run of another config", f"go back to its values, {OTHER_FOLDER}{again}"
+        lines = [ConfigError(key, is_now, f"{was!r} of the run") for key, (was, is_now) in bound.items()]
+        raise ConfigError.joined([ConfigError(str(path), found, "", change), *lines])
     for key, (was, is_now) in changed.items():
         log.info("the run goes on with %s=%s (it was %s)", key, is_now, was)
     return True
@@ -251,15 +246,17 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
                 rename(type(config), values)
                 found |= dict(flatten(values))
         except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}); put the run's own back, or delete it") from error
+            raise ConfigError(
+                str(file), f"cannot be read ({error})", "", "put the run's own back, or delete it"
+            ) from error
     if found.get("rollout.dtype", "") is None:  # an older run: that of the model
         found["rollout.dtype"] = found.get("model.dtype")
     sections = {key.partition(".")[0] for key in found}
     commands: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
     other = max(commands, key=lambda each: len(sections & each.model_fields.keys()))  # the first of equals
     if sections & (other.model_fields.keys() - type(config).model_fields.keys()):
-        problem = f"{path} holds a run of `whet {other.command}`, and this is `whet {config.command}`"
-        raise ConfigError(f"{problem}; choose another trainer.run_dir or trainer.experiment_name")
+        has, expected = f"has a run of `whet {other.command}`", f"one of `whet {config.command}`"
+        raise ConfigError(str(path), has, expected, OTHER_FOLDER)
     return found
 
 

@@ -116,22 +116,23 @@ class TrainWorker(EngineWorker):
         try:
             self.engine.save(Path(path), self.start)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise CheckpointError(path, f"cannot be written ({error})", "a folder with room for it") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
         """Puts back what `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
-            problem = f"{path} is missing: the checkpoint has no state for the role {self.role!r}"
-            raise CheckpointError(f"{problem}; name another checkpoint")
+            raise CheckpointError(path, "is missing", f"a state of the role {self.role!r}", "name another checkpoint")
         try:
             saved = self.engine.load(Path(path))
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} holds no state of {self.role} ({error!r}); name another one") from error
+            found = f"has no state of {self.role} ({error!r})"
+            raise CheckpointError(path, found, "", "name another checkpoint") from error
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
+            found, expected = (each["model_path"] for each in (saved, self.start))
+            change = "name the model that the run started from"
             raise CheckpointError(
-                f"{path} is an adapter for the model at {saved['model_path']}, and the weights at "
-                f"{self.start['model_path']} are others; name the model that the run started from"
+                path, f"is an adapter for the model at {found}", f"one for the other weights at {expected}", change
             )
 
     @register(Dispatch.ONE_TO_ALL)
@@ -196,22 +197,23 @@ def actor_beside(worker: Worker) -> TrainWorker:
     """The actor in the process of another worker.  Raises: WorkerError."""
     actor = worker.neighbours["actor"]
     if not isinstance(actor, TrainWorker) or actor.settings.is_value_model:
-        raise WorkerError(f"{worker.role} rank {worker.rank} has no actor with a language model in its process")
+        found, expected = "has no actor with a language model in its process", "both roles in one pool"
+        raise WorkerError(f"{worker.role} rank {worker.rank}", found, expected)
     return actor
 
 
 def with_adapter(engine: TrainEngine) -> TrainsAdapter:
     """The same engine.  Raises: EngineError for one that trains no adapters."""
     if not isinstance(engine, TrainsAdapter):
-        problem = f"{type(engine).__name__} trains no adapters"
-        raise EngineError(f"{problem}; unset model.lora.rank, or choose another engine")
+        change = "unset model.lora.rank, or choose another engine"
+        raise EngineError(type(engine).__name__, "trains no adapters", "", change)
     return engine
 
 
 def path_of(model: ModelConfig) -> str:
     """The folder or hub name of the policy.  Raises: ConfigError where it is not set."""
     if model.path is None:
-        raise ConfigError("model.path is not set; it names a Hugging Face model folder or hub name")
+        raise ConfigError("model.path", None, "a Hugging Face model folder or hub name")
     return model.path
 
 
@@ -267,9 +269,8 @@ def check_no_token_shares(config: RunConfig, media: Mapping[str, Sequence[Media]
     for name in names if row is not None else ():
         engine: Any = attrgetter(name)(config)
         if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
-            found = f"{row} has images or videos, and {name}.options.sequence_parallel_size={size}"
-            advice = "set it to 1, or exclude such rows (data.filter)"
-            raise ConfigError(f"{found} splits rows over ranks by tokens; {advice}")
+            key, change = f"{name}.options.sequence_parallel_size", "lower it, or exclude such rows (data.filter)"
+            raise ConfigError(key, size, f"1, as {row} has images or videos, which are not split by tokens", change)
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -283,9 +284,8 @@ def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
     theirs = load_tokenizer(path, trust_remote_code=trusted).get_vocab()
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if theirs.get(token) != number:
-            found = "no such token" if token not in theirs else f"the id {theirs[token]} for it"
-            raise ConfigError(
-                f"reward_model.model_path={path} has another vocabulary than the policy: {token!r} is {number} in "
-                f"that of the policy, and the reward model has {found}; it reads the ids that the policy samples: name "
-                "a reward model with the policy's vocabulary, such as one that was trained from the same model"
-            )
+            has = "no token" if token not in theirs else f"the id {theirs[token]} for"
+            found = f"{path}, which has {has} {token!r}"
+            expected = f"{number} for it, as in the policy, whose ids the reward model reads"
+            change = "name a reward model with the policy's vocabulary, such as one trained from the same model"
+            raise ConfigError("reward_model.model_path", found, expected, change)

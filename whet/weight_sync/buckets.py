@@ -142,7 +142,7 @@ class Header(BaseModel):
         try:
             return cls.model_validate_json(octets[_SIZES.size : _SIZES.size + length])
         except ValidationError as error:
-            found = f"has a header that cannot be read: {error}"
+            found = f"has an unreadable header: {error}"
             raise WeightSyncError("bucket of weights", found, "a header of the trainer") from error
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_is_named(arch: str, given: dict[str, Any], names: Sequen
 
 
 def test_an_engine_names_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="compile"):
+    with raises(EngineError, key="rollout.engine.options.compile", found=True):
         NativeEngine(torch.bfloat16, compile=True, batch_invariant=True)
     monkeypatch.delenv("TRITON_INTERPRET")
     engine = NativeEngine(torch.bfloat16, batch_invariant=True)

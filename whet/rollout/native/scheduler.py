@@ -128,11 +128,10 @@ class Scheduler:
         the cache cannot hold."""
         most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
         if most_blocks + 1 > self.cache.num_blocks:
-            raise EngineError(
-                f"request {request.uid} may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens, the "
-                f"KV cache holds {(self.cache.num_blocks - 1) * BLOCK_SIZE}; "
-                "raise rollout.engine.options.kv_cache_bytes or lower data.max_response_length"
-            )
+            found = f"may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens"
+            expected = f"at most {(self.cache.num_blocks - 1) * BLOCK_SIZE}, the size of the KV cache"
+            change = "raise rollout.engine.options.kv_cache_bytes or lower data.max_response_length"
+            raise EngineError(f"request {request.uid}", found, expected, change)
         prompt, earlier = self._prompt_for(request), list(request.sampled_ids)
         live = ScheduledRequest(request, earlier, [0.0] * len(earlier), prompt=prompt, most_blocks=most_blocks)
         prompt.unfinished += 1

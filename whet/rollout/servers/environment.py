@@ -83,11 +83,11 @@ class Environment:
         for name in names:
             where = f"rollout.engine.options.server.{name}"
             if name in ours:
-                raise ConfigError(f"{where} is set by whet; expected another argument of {package.title}: take it out")
+                raise ConfigError(where, "is set by whet", f"another argument of {package.title}", "take it out")
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"its arguments are the fields of {self.folder.name}"
-                raise ConfigError(f"{where}: {package.title} {self.version} has no engine argument {name!r}; {hint}")
+                raise ConfigError(where, f"is no engine argument of {package.title} {self.version}", "", hint)
 
 
 @cache
@@ -96,23 +96,23 @@ def find_environment(package: Package, python: str | None) -> Environment:
     name, wanted, how = package.name, f"{package.title} {package.version}", package.how
     path = python or os.environ.get(package.variable) or str(CHECKOUT / f".venv-{name}" / "bin" / "python")
     if not Path(path).is_file():
-        raise ConfigError(f"{path} does not exist; expected the Python of an environment with {wanted}: {how}")
+        raise ConfigError(path, "does not exist", f"the Python of an environment with {wanted}", how)
     line = [path, "-c", LOOK, name, *package.distributions]
     try:
         run = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{path} cannot be run ({error}); expected a Python interpreter: {how}") from error
+        raise ConfigError(path, f"cannot be run ({error})", "a Python interpreter", how) from error
     if run.returncode:
         [said] = run.stderr.strip().splitlines()[-1:] or ["nothing in stderr"]
-        raise ConfigError(f"{path} ended with {run.returncode}: {said[-300:]}; expected a Python: {how}")
+        raise ConfigError(path, f"ended with {run.returncode}: {said[-300:]}", "a Python interpreter", how)
     origin, version = json.loads(run.stdout)
     if origin is None:
-        raise ConfigError(f"{path} has no package {name}; expected {wanted}: {how}")
+        raise ConfigError(path, f"has no package {name}", wanted, how)
     is_own = f"{version}.".startswith(f"{package.version}.")
     if version is None or not (is_own or package.runs(version)):
         others = "" if package.oldest is None else f", or plain from {'.'.join(map(str, package.oldest))} on"
-        expected = f"expected {package.version}, {package.why}{others}"
-        raise ConfigError(f"{path} has {package.title} {version}; {expected}: {how}")
+        expected = f"{package.version}, {package.why}{others}"
+        raise ConfigError(path, f"has {package.title} {version}", expected, how)
     return Environment(path, Path(origin).parent, package, None if is_own else version)
 
 
@@ -130,10 +130,8 @@ def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
     """The longest sequence that a server is to take.  Raises: ConfigError for one that the model cannot have."""
     length = server.get(option, positions)
     if not isinstance(length, int) or not 0 < length <= positions:
-        raise ConfigError(
-            f"rollout.engine.options.server.{option}={length!r}; expected 1 to {positions}, the positions of the "
-            "model: lower it, or leave it out"
-        )
+        expected = f"1 to {positions}, the positions of the model"
+        raise ConfigError(f"rollout.engine.options.server.{option}", length, expected, "lower it, or leave it out")
     return length
 
 

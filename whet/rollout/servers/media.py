@@ -90,14 +90,13 @@ def check_media(vision: Vision | None, title: str, sees: Sees, media: Sequence[M
     """Raises: EngineError where a server, which `sees` with these families, cannot read the media of `whose` prompt."""
     if not isinstance(vision, sees):
         model = "reads text" if vision is None else f"is {vision.config.model_type}"
-        raise EngineError(
-            f"{whose} has {media[0].kind}s, and the model {model}; whet gives {title} images of Qwen2-VL, Qwen2.5-VL, "
-            f"Qwen3-VL{' and SmolVLM' * (SmolVision in sees)}: change the model, or rollout.engine.name to native or hf"
-        )
+        families = f"Qwen2-VL, Qwen2.5-VL, Qwen3-VL{' and SmolVLM' * (SmolVision in sees)}, whose images {title} reads"
+        change = "change the model, or rollout.engine.name to native or hf"
+        raise EngineError(whose, f"has {media[0].kind}s, and the model {model}", families, change)
     for each in media:
         if each.kind not in vision.kinds or each.tokens is None:
             reads = ", ".join(f"{kind}s" for kind in sorted(vision.kinds))
-            raise EngineError(f"{whose} has {each.kind}s, and the model reads text, {reads}")
+            raise EngineError(whose, f"has {each.kind}s", f"what the model reads: text, {reads}")
 
 
 def config_overrides(argument: str, config: Any) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Server:
                 self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
                 return
             if time.monotonic() > until:
-                raise self.failure(f"did not answer within {seconds:g} s; raise rollout.engine.options.start_seconds")
+                change = "raise rollout.engine.options.start_seconds; "
+                raise self.failure(f"did not answer within {seconds:g} s", change)
             time.sleep(TICK_SECONDS)
 
     def check(self) -> None:
@@ -74,7 +75,7 @@ class Server:
             time.sleep(TICK_SECONDS)
         raise self.failure(f"is not well after {why}")
 
-    def failure(self, what: str) -> EngineError:
+    def failure(self, what: str, change: str = "") -> EngineError:
         """The error of a server that failed, with the telling lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         telling = dict[str, str]()  # lines by what they tell: a log has the same behind several names of processes
@@ -83,8 +84,8 @@ class Server:
             if found and "WARNING" not in line[: found.start()]:
                 telling.setdefault(line[found.start() :].strip(), line.strip())
         shown = "\n".join([*telling.values()][:SHOWN_LINES] or lines[-SHOWN_LINES:])
-        who = f"the {self._kind} server (process {self.process.pid}, {HOST}:{self.client.port})"
-        return self.error(f"{who} {what}; its log {self.log} has:\n{shown or 'nothing'}")
+        who = f"{self._kind} server (process {self.process.pid}, {HOST}:{self.client.port})"
+        return self.error(who, what, "", f"{change}read its log {self.log}:\n{shown or 'it is empty'}")
 
     def close(self) -> None:
         """Ends the processes, and removes the log of a server that did not fail."""
@@ -115,10 +116,8 @@ def free_port(wanted: int | None) -> int:
         try:
             probe.bind((HOST, wanted or 0))
         except OSError as error:
-            raise ConfigError(
-                f"rollout.engine.options.port={wanted} cannot be used ({error.strerror}); expected a free port: "
-                "leave it out for any, or name another"
-            ) from error
+            expected, change = f"a free port ({error.strerror})", "leave it out for any, or name another"
+            raise ConfigError("rollout.engine.options.port", wanted, expected, change) from error
         port: int = probe.getsockname()[1]
         return port
 

@@ -69,10 +69,9 @@ class WeightsFile:
         """Writes the header, behind which the weights lie: the file is whole."""
         text = json.dumps(self._header).encode().ljust(self._header_bytes - 8)
         if len(text) + 8 > self._header_bytes:
-            raise WeightSyncError(
-                f"the names and shapes of {len(self._header)} weights take {len(text)} bytes, and their file for the "
-                f"server has room for {self._header_bytes - 8}; set rollout.engine.options.weight_transfer=ipc"
-            )
+            found = f"the names and shapes of {len(self._header)} weights take {len(text)} bytes"
+            expected = f"at most {self._header_bytes - 8}, in a file for the server"
+            raise WeightSyncError(self.path, found, expected, "set rollout.engine.options.weight_transfer=ipc")
         _write(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0, self._folder)
 
     def close(self) -> None:
@@ -111,10 +110,9 @@ def _no_room(folder: str | None, offset: int, error: OSError) -> WeightSyncError
     instead = (
         "set rollout.engine.options.weights_dir to a folder on a disk that has it, or use a machine with more memory"
     )
-    return WeightSyncError(
-        f"weights for the rollout cannot be written to {folder or 'shared memory'} at byte {offset} "
-        f"({error.strerror}); expected room for all weights, twice with restarts: {'make some' if folder else instead}"
-    )
+    found = f"no weights can be written at byte {offset} ({error.strerror})"
+    change = "make some" if folder else instead
+    return WeightSyncError(folder or "shared memory", found, "room for all weights, twice with restarts", change)
 
 
 def _write(file: int, octets: memoryview, offset: int, folder: str | None) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from whet.errors import ConfigError
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.servers.parts import Part
@@ -42,9 +43,8 @@ class ServerWords(ABC):
 
     @classmethod
     @abstractmethod
-    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
-        """Returns the name of a sampling parameter that a server with these options cannot follow, its value and what
-        to change."""
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
+        """Returns the error of a sampling parameter that a server with these options cannot follow."""
 
     @abstractmethod
     def prepare(self) -> None:

@@ -159,7 +159,7 @@ class SGLangEngine(ServerEngine):
                     abort = {"rid": name}
                     await self.server.client.answer("POST", "/abort_request", abort, seconds=self._answer_seconds)
         if sampled.reason is None:
-            raise EngineError(f"SGLang ended its answer to request {live.request.uid} early; expected a finish_reason")
+            raise EngineError(f"request {live.request.uid}", "SGLang ended its answer early", "a finish_reason")
         return sampled.completion()
 
     def end(self, names: list[str]) -> None:
@@ -226,17 +226,16 @@ class SGLangEngine(ServerEngine):
         self._stops.of(request.params.stop, self._load_tokenizer)
 
     @classmethod
-    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
         return None
 
 
 def _check_positions(base: str, config: Any) -> None:
     """Raises: ConfigError for a Qwen3-VL whose rotary positions SGLang would not interleave, as transformers does."""
     if config.model_type.startswith("qwen3_vl") and not config.text_config.rope_parameters.get("mrope_interleaved"):
-        raise ConfigError(
-            f"{base} is a {config.model_type} without mrope_interleaved in text_config.rope_parameters of its "
-            "config.json, and SGLang would compute other log-probs than the trainer; set it to true there"
-        )
+        key = f"{base}, config.json: text_config.rope_parameters.mrope_interleaved"
+        expected = f"true for {config.model_type}, or SGLang computes other log-probs than the trainer"
+        raise ConfigError(key, "is not true", expected, "set it there")
 
 
 def _named(name: str) -> str:

@@ -97,7 +97,7 @@ class Sampled:
     def add(self, piece: Any) -> int:
         """Takes the next piece: its tokens are those beyond the ones that are here.  Returns the number of new ones."""
         if "error" in piece:
-            raise EngineError(f"SGLang answered with an error: {piece['error']}")
+            raise EngineError(f"request {self.request.uid}", f"SGLang: {piece['error']}", "tokens", "see its log")
         about = piece["meta_info"]
         self.reason = about["finish_reason"]
         new: int = about["completion_tokens"] - len(self.token_ids)
@@ -128,15 +128,12 @@ class Sampled:
     def completion(self) -> Completion:
         """The completion, aborted where the answer has not ended.  Raises: EngineError."""
         tokens, reason = self.token_ids, self.reason or {"type": "abort"}
-        counted = sum(count for _, count in self.versions)
+        counted, key = sum(count for _, count in self.versions), f"request {self.request.uid}: answer of SGLang"
         if reason["type"] not in REASONS or not len(tokens) == len(self.log_probs) == counted:
-            raise EngineError(
-                f"SGLang answered request {self.request.uid} with {len(tokens)} tokens, {len(self.log_probs)} "
-                f"log-probs, versions {self.versions} and finish_reason {reason}; expected as many of each, and stop, "
-                "length or abort: see its log"
-            )
+            found = f"{len(tokens)} tokens, {len(self.log_probs)} log-probs, versions {self.versions}, reason {reason}"
+            raise EngineError(key, found, "as many of each, and stop, length or abort", "see its log")
         if reason["type"] == "abort" and reason.get("status_code"):
-            raise EngineError(f"SGLang gave up request {self.request.uid}: {reason.get('message')}")
+            raise EngineError(key, f"was given up: {reason.get('message')}", "", "see its log")
         stop = reason.get("matched") if isinstance(reason.get("matched"), str) else None
         told = tuple(self.log_probs), REASONS[reason["type"]], self.versions, stop
         return Completion(tuple(tokens), *told, tuple(self.likeliest))

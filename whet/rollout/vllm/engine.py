@@ -196,7 +196,7 @@ class VLLMEngine(ServerEngine):
         tokens, log_probs, choice = list[int](), list[Any](), dict[str, Any]()
         async for event in self.server.client.events(GENERATE, {**body, "stream": True}):
             if "error" in event:
-                raise EngineError(str(event["error"]))
+                raise EngineError(f"request {live.request.uid}", f"vLLM: {event['error']}", "tokens", "see its log")
             [choice] = event["choices"]
             new, content = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
             if new:
@@ -209,8 +209,8 @@ class VLLMEngine(ServerEngine):
 
     def check(self, request: Request) -> None:
         if self.plain and request.media:
-            why = "vLLM reads text in plain mode; change rollout.engine.name to native"
-            raise EngineError(f"request {request.uid} has images, and {why}, {INSTEAD}")
+            change = f"change rollout.engine.name to native, {INSTEAD}"
+            raise EngineError(f"request {request.uid}", "has images", "text, which vLLM reads in plain mode", change)
         super().check(request)
 
     def end(self, names: list[str]) -> None:
@@ -288,26 +288,22 @@ class VLLMEngine(ServerEngine):
         self.unless_lost(lambda: self.call("POST", "/wake_up"))
 
     @classmethod
-    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> str | None:
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
         with suppress(ConfigError):  # no environment is here, as where a run is planned on another machine
             if (found := cls._plain(options)) and (why := plainly_refused(sampling, found)):
                 return why
         if not 0 < sampling.temperature < LEAST_TEMPERATURE:
             return None
-        return (
-            f"temperature={sampling.temperature:g} would be raised to {LEAST_TEMPERATURE} by vLLM; expected 0 (greedy) "
-            "or at least that: change it, or use the engine native"
-        )
+        expected = f"0 (greedy), or at least {LEAST_TEMPERATURE}, to which vLLM would raise it"
+        return ConfigError("temperature", sampling.temperature, expected, "change it, or use the engine native")
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:
     """The arguments for the adapter that a run trains.  Raises: ConfigError for one that vLLM cannot sample with."""
     rank = model.lora.rank
     if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
-        raise ConfigError(
-            f"rollout.engine.options.adapter=true with model.lora.rank={rank}; expected a rank of 1 to {RANKS[-1]} "
-            "over the weights of a whole model's folder, without another adapter: set it to false"
-        )
+        expected = f"model.lora.rank of 1 to {RANKS[-1]} (now {rank}), a model's folder, and no other adapter"
+        raise ConfigError("rollout.engine.options.adapter", True, expected, "set it to false")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
 
 

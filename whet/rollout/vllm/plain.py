@@ -32,10 +32,8 @@ def check_options(found: Environment, options: Mapping[str, Any]) -> None:
     """Raises: ConfigError for an option that the plain mode does not have."""
     for name, value, default in (("adapter", True, "false"), ("on_new_weights", "keep", "recompute")):
         if options[name] == value:
-            raise ConfigError(
-                f"rollout.engine.options.{name}={str(value).lower()} needs additions to vLLM, and {found.python} "
-                f"with {found.version} has none; set it to {default}, {INSTEAD}"
-            )
+            expected = f"{default}, as {found.python} with {found.version} has no additions to vLLM"
+            raise ConfigError(f"rollout.engine.options.{name}", value, expected, f"change it, {INSTEAD}")
 
 
 def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
@@ -58,16 +56,15 @@ def without(found: Environment) -> str:
     )
 
 
-def plainly_refused(sampling: Sampling, found: Environment) -> str | None:
-    """Returns the parameter with which the plain mode would give other log-probs, and the change to make."""
+def plainly_refused(sampling: Sampling, found: Environment) -> ConfigError | None:
+    """Returns the error of a parameter with which the plain mode would give other log-probs."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
-        return f"{name}={given[name]} changes the log-probs that vLLM gives in plain mode; leave it out, {INSTEAD}"
+        expected = "its default: others change the log-probs that vLLM gives in plain mode"
+        return ConfigError(name, given[name], expected, f"leave it out, {INSTEAD}")
     if len(sampling.stop) > 1 and not found.mentions(*STOP_REASON):
-        return (
-            f"stop has {len(sampling.stop)} strings, and vLLM {found.version} does not tell which of them ended a "
-            f"response; give one, {INSTEAD}"
-        )
+        expected = f"one string, as vLLM {found.version} does not tell which of several ended a response"
+        return ConfigError("stop", f"{len(sampling.stop)} strings", expected, f"give one, {INSTEAD}")
     return None
 
 

@@ -75,10 +75,9 @@ def completion_of(answer: Any, request: Request, version: int | None = None) -> 
     log_probs = tuple(each["logprob"] for each in content)
     versions = versions_of(choice["weight_versions"] or ())
     if reason not in REASONS or len(log_probs) != len(tokens) or sum(count for _, count in versions) != len(tokens):
-        raise EngineError(
-            f"vLLM answered request {request.uid} with {len(tokens)} tokens, {len(log_probs)} log-probs, versions "
-            f"{versions} and finish_reason {reason!r}; expected as many of each, and stop, length or abort: see its log"
-        )
+        found = f"{len(tokens)} tokens, {len(log_probs)} log-probs, versions {versions}, finish_reason {reason!r}"
+        expected = "as many of each, and stop, length or abort"
+        raise EngineError(f"request {request.uid}: answer of vLLM", found, expected, "see its log")
     stop = choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None
     if tokens and tokens[-1] in request.params.stop_token_ids:
         stop = None  # the token ended it, also where its text completes a stop string
