@@ -223,7 +223,7 @@ def check_refusals(engine: ServerEngine, model: PreTrainedModel) -> None:
     too_long = rf"may need .* tokens, and {engine.package.title} takes 2048; shorten"
     for wrong, message in (
         (replace(request, params=SamplingParams(10**4)), too_long),
-        (replace(request, prompt_ids=()), "needs a prompt token"),
+        (replace(request, prompt_ids=()), "0 prompt tokens"),
         (replace(request, media=(Media("image", "d1", None),)), r"has images, and .*change .*native"),
     ):
         with pytest.raises(EngineError, match=message):

@@ -188,7 +188,7 @@ def test_an_update_that_broke_off_is_forgotten(start: Start) -> None:
     engine.poll(0.2)
     with pytest.raises(WeightSyncError, match="no such weight"):
         engine.load([("refused", torch.ones(4))], version=3)
-    with pytest.raises(WeightSyncError, match="nothing is sampled"):
+    with raises(WeightSyncError, key=re.compile("^version 3 ")):
         engine.poll(0.0)
     load(engine, 4)
     [done] = events_of(engine)
