@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from whet.algorithms.calls import Bound, estimate, policy_loss, with_mini_batch_columns
 
 from benchmarks.workers.random_columns import columns_for
 from benchmarks.workers.turns import Turns
 from whet.algorithms.aggregation import aggregate, counts
+from whet.algorithms.calls import Bound, estimate, policy_loss, with_mini_batch_columns
 from whet.algorithms.statistics import masked_mean
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
