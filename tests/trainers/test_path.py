@@ -31,7 +31,15 @@ PAGE = layers.PAGE.read_text(encoding="utf-8")
 MAX_FILES, MAX_LINES = (layers.limit(f"{what} of a step", PAGE) for what in ("files", "lines"))
 MAX_DEPTH = layers.limit("calls of a step above each other", PAGE)
 # Models, kernels, the native engine and the training engine: the real work, which no shorter ladder would leave out.
-WORK = ("models/", "engines/", "rollout/native/", "rollout/in_process", "rollout/sampling", "rollout/stop_strings")
+WORK = (
+    "models/",
+    "engines/",
+    "rollout/native/",
+    "rollout/in_process",
+    "rollout/ledger",
+    "rollout/sampling",
+    "rollout/stop_strings",
+)
 
 
 @pytest.mark.slow
