@@ -75,7 +75,7 @@ def test_on_a_terminal_tokens_have_stripes(
     ("words", "said"),
     [
         (["data.train_files=gone.jsonl"], "ConfigError: data.train_files: gone.jsonl "),
-        (["--index", "7"], "DataError: .*7.*--index.* 0 to 1"),
+        (["--index", "7"], "DataError: --index=7; .* 0 to 1"),
         (["--val"], r"ConfigError: data.val_files=\[\]; "),
         (["data.sampler=shufle"], "ConfigError: data.sampler: shufle; .*'shuffle'"),
         (["data.promt_key=a"], "ConfigError: data.promt_key: .*command line.* data.prompt_key"),

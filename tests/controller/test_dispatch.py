@@ -151,9 +151,7 @@ def test_refuses_results_that_cannot_be_gathered() -> None:
     two_rows = plan(TWO, ["a", "b"])
     with raises(WorkerError, "actor.update", found=re.compile("Tensor$")):
         two_rows.collect({0: torch.zeros(1), 1: torch.zeros(1)})
-    with raises(
-        WorkerError, "actor.update", found=re.compile("Metrics, list$"), expected=re.compile("DataProto, list")
-    ):
+    with raises(WorkerError, "actor.update", found=re.compile("Metrics, list$"), expected=re.compile("Batch, list")):
         two_rows.collect({0: ["a"], 1: Metrics()})
     with raises(WorkerError, "actor.update", found=re.compile(r"\{'rows': 2\} .*\b1 rows$")):
         two_rows.collect({0: ["a"], 1: ["b", "c"]})

@@ -470,4 +470,6 @@ def test_observations_have_images(
 def test_images_for_a_model_of_text_fail_their_episode(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     collector = Collector(Scripted(tokenizer, "a"), tokenizer, stage=Stage(f"{environments}:Shows"))
     done = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
-    assert done.failure is not None and "the model reads only text" in done.failure.message
+    assert (
+        done.failure is not None and done.failure.source == "environment" and done.failure.message[:11] == "observation"
+    )

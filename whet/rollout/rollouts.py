@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.errors import DataError
 from whet.metrics import Metrics
-from whet.phases import watching
+from whet.phases import phase, watching
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
@@ -233,11 +233,12 @@ class Rollouts:
         """Asks a flow for the groups of a step, and waits until they are sampled or, behind a filter, scored."""
         asked.chosen, asked.handed_out = self.turns.promise(), self.turns.promise()
 
-        def wait(future: Future[T]) -> T:
+        def wait(name: str, future: Future[T]) -> T:
             began, of_rewards = time.monotonic(), self.turns.limit_seconds["rewards"]
             self._waits += 1
             try:
-                return self.turns.wait(future, lambda: asked.flow.progress, between)
+                with phase(name):
+                    return self.turns.wait(future, lambda: asked.flow.progress, between)
             except BaseException:
                 self._to_score = [each for each in self._to_score if each[0] is not asked]
                 self._scoring = [each for each in self._scoring if each[0] is not asked]
@@ -251,8 +252,8 @@ class Rollouts:
         with self.sampling():
             self.turns.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
             self._noted.result()  # done, or failed, before the question
-            groups = wait(asked.chosen)
-        return Sampled(groups, lambda: wait(asked.handed_out))
+            groups = wait("time/rollout", asked.chosen)
+        return Sampled(groups, lambda: wait("time/reward", asked.handed_out))
 
     def _carry_out(self, asked: Asked, commands: Iterable[Command]) -> None:
         for command in commands:
