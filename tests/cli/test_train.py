@@ -53,7 +53,7 @@ def test_train_export_and_eval(
 
     assert whet("export", "run", "exported") == 0
     assert whet("export", "run", "exported") == 2  # nothing is overwritten
-    assert capsys.readouterr().err.startswith("CheckpointError: exported: ")
+    assert "CheckpointError: exported: " in capsys.readouterr().err
     evaluation = ["gsm8k_eval", "model.path=exported", "data.val_files=rows.jsonl", "data.max_response_length=4"]
     assert whet("eval", *evaluation, "output=answers") == 0
     shown = capsys.readouterr().out
