@@ -152,7 +152,7 @@ def fetch(
 
 
 def shown(url: str) -> str:
-    """An address without what may be secret: user, password, query and fragment."""
+    """An address without its secrets: user, password, query and fragment."""
     bare, mark, _ = re.sub(r"//[^/?#]*@", "//", url).partition("#")[0].partition("?")
     return f"{bare}?..." if mark else bare
 

@@ -30,7 +30,7 @@ from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.codec import BARE_TAG
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import Limits
-from whet.rollout.protocol import Completion, Request, SamplingParams
+from whet.rollout.protocol import Completion, Event, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
 from whet.types import Failure, Group, Message, Prompt, Trajectory
@@ -473,3 +473,28 @@ def test_images_for_a_model_of_text_fail_their_episode(tokenizer: PreTrainedToke
     assert (
         done.failure is not None and done.failure.source == "environment" and done.failure.message[:11] == "observation"
     )
+
+
+def test_a_silent_environment_is_not_run_and_its_deadline_holds(tokenizer: PreTrainedTokenizerBase) -> None:
+    """No host is opened; a request that never ends fails its episode after `episode_seconds`."""
+
+    class Silent(Scripted):
+        def poll(self, timeout_seconds: float) -> list[Event]:
+            return []
+
+    collector = Collector(
+        Silent(tokenizer, "a"), tokenizer, stage=Stage(episode_seconds=5.0), apply_chat_template=False
+    )
+    assert collector.environments == {} and collector.silent == {""}
+    now, done = 0.0, list[Trajectory]()
+    collector.driver._clock = lambda: now
+    collector.driver.add(collector.episodes([text_prompt(tokenizer)], 1, PARAMS, step=1), done.append)
+    now = 4.9
+    collector.driver.turn(0.0)
+    assert not done
+    now = 5.1
+    collector.driver.turn(0.0)
+    assert [each.failure and each.failure.timed_out for each in done] == [True] and collector.driver.is_idle
+    limited = Collector(Silent(tokenizer, "a"), tokenizer, stage=Stage(max_episodes=1), apply_chat_template=False)
+    assert limited.environments.keys() == {""}, "a bound of episodes at a time is kept by a host"
+    limited.close()

@@ -416,6 +416,47 @@ class LateScorer:
         self.pool.close()
 
 
+class Held:
+    """Scores each response alone, once `release` is called; the sizes of its batches."""
+
+    scores_alone = True
+
+    def __init__(self) -> None:
+        self.sizes, self.pending = list[int](), list[Future[list[RewardResult]]]()
+
+    def submit_batch(self, items: Sequence[Any]) -> Any:
+        self.sizes.append(len(items))
+        self.pending.append(Future())
+        return self.pending[-1]
+
+    def release(self) -> None:
+        for future in list(self.pending):
+            if not future.done():
+                future.set_result([RewardResult(0.25, 1.0)])
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_groups_are_there_before_their_scores_where_nothing_reads_these(
+    k: float, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Each response is scored alone, when it ends; without a filter the loop may read the groups at once."""
+    held = Held()
+    with continuous(tokenizer, "4", k=k, scorer=held) as of:
+        sampled = of.start(2, step=1)
+        assert uids(sampled.groups) == ["0:0", "0:1"] and not any(each.done() for each in held.pending[:4])
+        assert [each.reward for group in sampled.groups for each in group.trajectories] == [None] * 4
+        held.release()
+        scored = sampled.result().groups
+        assert [each.reward for group in scored for each in group.trajectories] == [0.25] * 4
+        assert [each.turns for group in scored for each in group.trajectories] == [
+            each.turns for group in sampled.groups for each in group.trajectories
+        ]
+        held.release()
+    assert set(held.sizes) == {1}
+
+
 class LateEngine(Slow):
     """Answers after a while."""
 

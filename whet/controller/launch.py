@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from whet.config.cluster import ClusterConfig
@@ -79,23 +80,21 @@ class SameProcess(Transport):
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Builds the workers.  Returns their layouts by role."""
         try:
-            return {spec.role: [self.send(spec.role, BUILD, {0: spec})[0].result()] for spec in specs}
+            return {s.role: [self._reply(s.role, BUILD, partial(self.workers.build, s)).result()] for s in specs}
         except BaseException:
             self.close()
             raise
 
-    def send(self, role: str, method: str, arguments: Mapping[int, Arguments | WorkerSpec]) -> dict[int, Reply]:
+    def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
         if self._closed_by is not None:
             raise closed_error(role, method, self._closed_by)
-        return {rank: self._call(role, method, payload) for rank, payload in arguments.items()}
+        call = getattr(self.workers.by_role[role], method)
+        return {rank: self._reply(role, method, partial(call, *a.args, **a.kwargs)) for rank, a in arguments.items()}
 
-    def _call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Reply:
+    def _reply(self, role: str, method: str, call: Callable[[], Any]) -> Reply:
         reply: Reply = Future()
         try:
-            if isinstance(payload, WorkerSpec):
-                reply.set_result(self.workers.build(payload))
-            else:
-                reply.set_result(getattr(self.workers.by_role[role], method)(*payload.args, **payload.kwargs))
+            reply.set_result(call())
         except Exception as error:
             described = self.workers.describe(error, role, method)
             self.abort(described)

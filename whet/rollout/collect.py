@@ -78,8 +78,10 @@ class Collector:
         reads images and videos of observations; `turns` makes the turns of the driver, by default `Turns`."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         stages = {MAIN: self.stage, **self.agents}
-        speaking = {name: each for name, each in stages.items() if not each.is_silent}
-        self.environments = dict(hosts if hosts is not None else {name: each.open() for name, each in speaking.items()})
+        self.silent = {name for name, each in stages.items() if each.is_silent}
+        if hosts is None:
+            hosts = {name: each.open() for name, each in stages.items() if name not in self.silent}
+        self.environments = dict(hosts)
         self.codecs = {
             name: TemplateCodec(
                 tokenizer,
@@ -103,9 +105,9 @@ class Collector:
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[Episode]:
         """n episodes of each prompt, in order; `step` and `purpose` name their random draws."""
-        rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits, self.stage.is_silent)
+        rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits, MAIN in self.silent)
         agents = {
-            name: replace(rules, codec=self.codecs[name], limits=each.limits, is_silent=each.is_silent)
+            name: replace(rules, codec=self.codecs[name], limits=each.limits, is_silent=name in self.silent)
             for name, each in self.agents.items()
         }
         rules = replace(rules, agents=agents)
@@ -195,7 +197,7 @@ class Turns:
             raise
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn, and counts its seconds, or those since it `began`, for what limits the run."""
+        """Makes a turn, and counts the seconds since it `began` (None: now) for the part that limits the run."""
         began, was_sampling, limit = began or time.monotonic(), self.driver.is_sampling, self.limit()
         waits = self.blocks and self.driver.is_idle
         self.driver.turn(self.turn_seconds)
@@ -205,7 +207,7 @@ class Turns:
         self.limit_seconds[limit] += seconds
 
     def leave(self) -> None:
-        """Ends what was waited for, after an error."""
+        """Ends all episodes, after an error."""
         self.driver.drop()
 
     def close(self) -> None:

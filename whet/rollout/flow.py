@@ -49,7 +49,7 @@ class PromptSource(Protocol):
 
 
 class ReturnedFirst:
-    """A source whose next prompts are those that were put back, if there are any; without a source, those alone."""
+    """A source that gives prompts that were put back before its own; without a source, these alone."""
 
     def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
         self.source, self._returned = source, list(first)
@@ -72,7 +72,7 @@ class ReturnedFirst:
         return self.source.find(uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Shows the source all groups that were sampled, with those that a filter drops."""
+        """Shows the source all groups that were sampled, also dropped ones."""
         if self.source is not None:
             self.source.observe(groups)
 
@@ -274,7 +274,7 @@ class Flow:
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
-        """Returns the place of the next prompt; with k = 0, before groups are trained on, that of their step."""
+        """Returns the place of the next prompt; with k = 0, before groups are trained on, the place of their step."""
         return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
@@ -334,7 +334,7 @@ class Flow:
         return self._advance()
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups that are scored and decided together, with k = 0 those of a round; none before all have ended."""
+        """The groups that are scored and decided together, with k = 0 a round; none before all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = self._undecided if self._samples_in_rounds else [admitted]

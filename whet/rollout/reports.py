@@ -21,7 +21,7 @@ ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox"
 
 
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Counts failures by source, deadlines, preemptions, and what judges spent."""
+    """Counts failures by source, deadlines, preemptions, and the tokens and cost of judges."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
@@ -47,7 +47,7 @@ def _count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: d
 
 
 def measure_filter(handed_out: HandOut, metrics: Metrics) -> None:
-    """Measures what was sampled and what was dropped of it, of each step with a filter."""
+    """Measures the groups that the filter saw, and the share that it dropped."""
     kept, dropped = handed_out.kept, handed_out.dropped
     n, step = handed_out.wanted, handed_out.step
     metrics.sum("filter/dropped_groups", len(dropped))

@@ -72,7 +72,7 @@ class Sampled(Generic[T]):
 
 @dataclass
 class Asked:
-    """A flow, and what its caller waits for now."""
+    """A flow, and the futures that its caller waits for."""
 
     flow: Flow
     purpose: str = "rollout"
@@ -149,7 +149,7 @@ class Rollouts:
     def start(self, n: int, *, step: int) -> Sampled[Taken]:
         """Begins `take`: all trajectories are sampled. A filter waits here for their scores."""
         if self.prompts.source is None:
-            raise DataError("rollouts without a source of prompts", "take", "sample, with prompts of your own")
+            raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
         if flow.max_staleness == 0:
             flow.batch_size = n
@@ -272,8 +272,7 @@ class Rollouts:
         self._carry_out(asked, asked.flow.on_sampled(trajectory))
 
     def _take_scores(self, waits: bool) -> None:
-        """Submits trajectories to score, and hands those whose scores have come to their flow; where it `waits`, at
-        least those that were submitted first."""
+        """Submits trajectories to score, and gives scored ones to their flow; where it `waits`, at least the first."""
         for asked, ended in self._to_score:
             self._scoring.append((asked, ended, self._submit(ended, asked.purpose)))
         self._to_score.clear()
@@ -287,7 +286,7 @@ class Rollouts:
             self._carry_out(asked, asked.flow.on_scored(scored))
 
     def _scorers(self, purpose: str) -> list[Scorer]:
-        """The functions that score for a purpose: the reward, and behind it that of the accuracy."""
+        """The scorers of a purpose: the reward, and behind it the function of the accuracy."""
         strict = self.val_scorer if purpose == "validation" else None
         return [each for each in (self.scorer, strict) if each is not None]
 
@@ -321,7 +320,7 @@ class Rollouts:
             self._does = before
 
     def _limit(self) -> str | None:
-        """The part of the run that the others wait for: what a caller lacks, or the loop where nothing is sampled."""
+        """The part of the run that the others wait for: one that the loop lacks, else the loop."""
         driver = self.collector.driver
         if not self._waits:
             return None if driver.is_sampling else self._does or None
@@ -337,7 +336,7 @@ class Rollouts:
         return Taken(groups, metrics, is_dropped=not handed_out.kept, dropped=others)
 
     def _report(self, found: HandOut, metrics: Metrics) -> None:
-        """Measures what was sampled; warns of a step that trains on nothing."""
+        """Measures the groups of a step; warns of one that trains on nothing."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.max_staleness > 0:
             measure_staleness(found, metrics)

@@ -175,7 +175,7 @@ def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[s
 
 
 def unknown(what: str, name: str, known: Iterable[str], near: Sequence[str]) -> DataError:
-    """Returns the error for a name that no run has, with those that are near, or all that there are."""
+    """Returns the error for a name that no run has, with the nearest names, or all names."""
     hint = f"did you mean {' or '.join(near)}?" if near else ""
     return DataError(what, name, "" if near else f"one of {', '.join(known)}", hint)
 

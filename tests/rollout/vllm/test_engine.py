@@ -670,6 +670,10 @@ def test_closing_ends_the_server_and_its_log(start: Start) -> None:
     engine.close()
     assert process.poll() is not None and not folder.exists() and threading.active_count() <= threads
     engine.close()
+    closed, again = threading.active_count(), start()
+    generate(again, [request(fake.QUICK)])
+    again.close()
+    assert threading.active_count() == closed, "all clients share a loop, and an engine ends its own threads"
 
 
 def test_a_server_does_not_outlive_its_engine(start: Start, tmp_path: Path) -> None:
