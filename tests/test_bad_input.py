@@ -48,6 +48,7 @@ from whet.planning import fit
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.build import check_engine, open_environments
@@ -762,7 +763,10 @@ def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest
         ("unknown option of an environment", {"name": "calculator", "options": {"roel": "user"}}),
     ],
 )
-def test_environments_that_the_config_checks_refuse(situation: str, environment: dict[str, Any]) -> None:
+def test_environments_that_the_config_checks_refuse(
+    situation: str, environment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ENVIRONMENTS, "_live", {})  # as in a process of its own: other tests import games
     wrong(situation, refused(environment=environment))
 
 

@@ -421,10 +421,15 @@ def test_a_disk_that_runs_full(model_folder: Path, additions: list[dict[str, str
         command = [sys.executable, "-m", "whet", "train", f"model.path={model_folder}", "reward.function=exact_match"]
         command += [f"data.train_files={tmp_path / 'rows.jsonl'}", "data.apply_chat_template=false", "rollout.n=4"]
         command += ["data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=4"]
-        command += [f"trainer.run_dir={disk / 'run'}", "trainer.save_freq=1", "trainer.total_steps=6"]
+        command += [
+            f"trainer.run_dir={disk / 'run'}",
+            "trainer.save_freq=1",
+            "trainer.total_steps=6",
+            "model.dtype=float32",
+        ]
         full = subprocess.run([*command, "trainer.save_limit=4"], capture_output=True, text=True, timeout=200)
         assert full.returncode == 2
-        said = r"CheckpointError: \S*global_step_2: .*No space left on device.* MiB .*trainer\.save_limit"
+        said = r"CheckpointError: \S*global_step_3: .*No space left on device.* MiB .*trainer\.save_limit"
         assert re.search(said, full.stderr), full.stderr
         goes_on = subprocess.run([*command, "trainer.save_limit=1"], capture_output=True, text=True, timeout=200)
         assert goes_on.returncode == 0, goes_on.stderr
