@@ -97,10 +97,8 @@ class Metrics:
     def _named(self, name: str, reduction: Reduction) -> _Series:
         series = self._series.setdefault(name, _Series(reduction))
         if series.reduction != reduction:
-            raise ValueError(
-                f"metric {name!r} is recorded as {series.reduction} and now as {reduction}: one name has one "
-                "reduction; give one of them another name"
-            )
+            found = f"metric {name!r} is recorded as {series.reduction} and now as {reduction}"
+            raise ValueError(f"{found}: one name has one reduction; give one of them another name")
         return series
 
     def _reduced(self, timings: bool) -> dict[str, float]:

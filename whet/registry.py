@@ -197,7 +197,7 @@ class Registry:
         """The entry of a name, a path, or a function object.  Raises: RegistryError."""
         if callable(reference):
             return self.registered(reference) or self.entry_of(reference, reference.__name__, {})
-        found = self._shipped.get(reference) or self._live.get(reference)  # the same, whatever was imported so far
+        found = self._live.get(reference) or self._shipped.get(reference)
         if found is not None:
             return found
         if reference in self._installed:

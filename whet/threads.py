@@ -24,6 +24,10 @@ POLICY = "OMP_WAIT_POLICY"
 WAITS, WAITS_NO_MORE = 0.1, 0.03  # shares of the time in which the main thread waits for a processor
 SLOW = 5.0  # times as long as before: steps of which the user is told
 STEPS = 5  # whose median counts
+OF_THAT = (
+    "of it waiting for a processor that other programs use: end these, or start with OMP_NUM_THREADS=1 (other last "
+    "bits), with which no thread waits for another (not said again)"
+)
 
 
 def yield_soon() -> None:
@@ -79,11 +83,7 @@ class Contention:
         if self._is_said or now <= SLOW * self._fastest or waited <= WAITS:
             return ""
         self._is_said = True
-        return (
-            f"steps take {now:.3g} s, {now / self._fastest:.1f} times as long as before, and wait {waited:.0%} of that "
-            "for a processor that other programs use: end these, or start with OMP_NUM_THREADS=1 (other last bits), "
-            "with which no thread waits for another (not said again)"
-        )
+        return f"steps take {now:.3g} s, {now / self._fastest:.1f} times as long as before, {waited:.0%} {OF_THAT}"
 
 
 def waited_seconds() -> float:

@@ -214,7 +214,7 @@ MUTANTS = [
     ("cpo", "t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)", "t.mi * (1 + t.u), t.neg * t.mi * (1 - t.u)"),
     ("cpo", "(t.most_entropy - t.entropy)", "(t.entropy)"),
     ("trainers/shape", "return batch.with_columns(loss_mask=kept", "return batch.with_columns(response_mask=kept"),
-    ("trainers/shape", ', "response_mask": trained}', "}"),
+    ("trainers/shape", 'columns["response_mask"] = loss_mask(columns)', "pass"),
     ("trainers/shape", "weights.sum() / counted.sum()", "weights.sum() / len(counted)"),
     ("trainers/objectives", "torch.where(trained != 0, columns", "torch.where(trained == 0, columns"),
     ("trainers/objectives", "return counts(loss_mask(batch))", 'return counts(batch["response_mask"])'),

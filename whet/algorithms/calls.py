@@ -60,6 +60,16 @@ class Bound:
         return self.entry.load()
 
     @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the function reads."""
+        return self.entry.columns
+
+    @cached_property
+    def is_supplied(self) -> bool:
+        """Tells whether the caller gives it values that are no columns."""
+        return not SUPPLIED.isdisjoint({*self.entry.parameters, *self.entry.options})
+
+    @cached_property
     def sources(self) -> list[tuple[str, str | None]]:
         """Parameters with the column that each reads; None where the caller supplies its value."""
         names = self.entry.parameters
@@ -142,31 +152,19 @@ def estimate(
     none of its own.
     Raises: RegistryError where a column is missing or the result is not finite advantages of the batch's shape;
     DataError where the rows of a trajectory disagree."""
-    entry, mask = estimator.entry, columns["response_mask"]
     layout = _trajectory_layout(columns)
-    if layout is None:
-        seen = dict(columns)
-    else:
-        _refuse_batch(entry)
-        wanted = {*entry.columns, "response_mask", "token_level_rewards"}
-        seen = {name: layout.join(name, column) for name, column in columns.items() if name in wanted}
-    if "returns" not in seen and ("returns" in entry.columns or with_returns):
+    seen = dict(columns) if layout is None else layout.joined(estimator, columns)
+    if "returns" not in seen and ("returns" in estimator.columns or with_returns):
         seen["returns"] = reward_to_go(seen["token_level_rewards"], seen["response_mask"])
 
-    result = estimator(seen, supplied)
+    entry, result = estimator.entry, estimator(seen, supplied)
     advantages, returns, metrics = (result, None, {}) if isinstance(result, Tensor) else _parts(entry, result)
     if returns is None and with_returns:
         returns = seen["returns"]
-
-    def column(name: str, value: Any) -> Tensor:
-        checked = _checked(entry, name, value, seen["response_mask"].shape)
-        return _to_column(entry, name, checked if layout is None else layout.cut(checked), mask)
-
-    return Estimate(
-        advantages=column("advantages", advantages),
-        returns=None if returns is None else column("returns", returns),
-        metrics=_scalars(entry, metrics),
-    )
+    found = {"advantages": advantages, **({} if returns is None else {"returns": returns})}
+    shape, mask = seen["response_mask"].shape, columns["response_mask"]
+    made = {name: _column(entry, name, value, shape, layout, mask) for name, value in found.items()}
+    return Estimate(made["advantages"], made.get("returns"), _scalars(entry, metrics) if metrics else {})
 
 
 def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
@@ -203,7 +201,8 @@ def policy_loss(
     diagnostics = {
         name: value.detach() for name, value in reported.items() if isinstance(value, Tensor) and value.shape == shape
     }
-    metrics = _scalars(entry, {name: value for name, value in reported.items() if name not in diagnostics})
+    others = {name: value for name, value in reported.items() if name not in diagnostics}
+    metrics = _scalars(entry, others) if others else {}
     per_token, aggregated = (loss, None) if loss.shape == shape else (None, loss)
     return PolicyLoss(per_token, aggregated, diagnostics, metrics)
 
@@ -214,14 +213,6 @@ def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None
     if uid is None or len(torch.unique(uid)) == len(uid):
         return None
     return TrajectoryLayout(uid, columns["response_mask"])
-
-
-def _refuse_batch(entry: Entry) -> None:
-    asked = BATCH & {*entry.parameters, *entry.options}
-    if asked:
-        found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
-        change = "let it take the columns that it reads instead"
-        raise RegistryError(_named(entry), found, "columns, of one row per trajectory", change)
 
 
 def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
@@ -239,20 +230,26 @@ def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     return advantages, returns, metrics or {}
 
 
-def _checked(entry: Entry, name: str, value: Any, shape: torch.Size) -> Tensor:
+def _column(
+    entry: Entry, name: str, value: Any, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
+) -> Tensor:
+    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is that of what the estimator read."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)
-    return value.detach() if value.is_floating_point() else value.detach().float()
-
-
-def _to_column(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
-    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0."""
+    value = value.detach() if value.is_floating_point() else value.detach().float()
+    value = value if layout is None else layout.cut(value)
     if value.ndim == 1 and bool(value.isfinite().all()):
         return spread(value, mask)
     column: Tensor = zero_outside(value[:, None].expand(mask.shape) if value.ndim == 1 else value, mask)
-    # A finite sum means that all numbers are finite; an infinite one may also be an overflow.
-    if not bool(column.sum().isfinite()) and len(bad := (~column.isfinite()).nonzero()):
+    if not bool(column.sum().isfinite()):  # a finite sum means that all numbers are finite
+        _check_finite(entry, name, column)
+    return column
+
+
+def _check_finite(entry: Entry, name: str, column: Tensor) -> None:
+    """An infinite sum may also be an overflow of finite numbers."""
+    if len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(
             f"{_named(entry)}: {name}",
@@ -260,7 +257,6 @@ def _to_column(entry: Entry, name: str, value: Tensor, mask: Tensor) -> Tensor:
             "finite numbers",
             f"look for nan or inf in the columns that it reads: {', '.join(entry.columns)}",
         )
-    return column
 
 
 def _scalars(entry: Entry, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -306,6 +302,16 @@ class TrajectoryLayout:
         self.row, self.position = sampled.nonzero(as_tuple=True)
         self.trajectory = self.trajectory_of_row[self.row]
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
+
+    def joined(self, estimator: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The columns that an estimator reads, of trajectories.  Raises: RegistryError for one that reads a batch."""
+        entry = estimator.entry
+        if asked := BATCH & {*entry.parameters, *entry.options}:
+            found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
+            change = "let it take the columns that it reads instead"
+            raise RegistryError(_named(entry), found, "columns, of one row per trajectory", change)
+        wanted = {*entry.columns, "response_mask", "token_level_rewards"}
+        return {name: self.join(name, column) for name, column in columns.items() if name in wanted}
 
     def join(self, name: str, column: Tensor) -> Tensor:
         """[B, R] -> [T, L]; a column with one value per row -> one value per trajectory.

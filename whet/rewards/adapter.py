@@ -61,18 +61,25 @@ class RewardFunction:
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order. An exception of the function becomes a Failure; its traceback is
         logged once for each line that raises. Awaits one call after the other."""
+        score = self._score_logged if self._form.logs else self._score
         calls = split_calls(items, takes_batch=self.takes_batch)
-        return [outcome for call in calls for outcome in self._score_call(call)]
+        return [outcome for call in calls for outcome in score(call)]
 
-    def _score_call(self, items: Sequence[RewardItem]) -> list[Outcome]:
+    def _score_logged(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        """The outcomes of a call that gets functions to log by."""
         logged, numbers = [dict[str, Any]() for _ in items], defaultdict[str, list[float]](list)
         logs = {
             "log_extra": partial(_log_extra, logged),
             "log_metric": lambda name, value: numbers[name].append(finite(f"log_metric({name!r})", value)),
         }
+        outcomes = self._score(items, {name: logs[name] for name in self._form.logs})
+        means = {name: sum(values) / len(values) for name, values in numbers.items() if values}
+        both = [(each, {**means, **new}) for each, new in zip(outcomes, logged, strict=True)]
+        return [each if isinstance(each, Failure) or not new else replace(each, logged=new) for each, new in both]
+
+    def _score(self, items: Sequence[RewardItem], logs: Mapping[str, Any] | None = None) -> list[Outcome]:
         try:
-            taken = {name: logs[name] for name in self._form.logs}
-            raw = self._function(**{**self._form.arguments(items), **taken, **self._kwargs})
+            raw = self._function(**{**self._form.arguments(items), **(logs or {}), **self._kwargs})
             if inspect.isawaitable(raw):
                 raw = self.run(raw)
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
@@ -80,10 +87,7 @@ class RewardFunction:
             raise
         except BaseException as error:  # a user's code may raise anything, SystemExit included
             return [self._failure(error)] * len(items)
-        outcomes = [self._read(row, item) for row, item in zip(rows, items, strict=True)]
-        means = {name: sum(values) / len(values) for name, values in numbers.items()}
-        both = [(each, {**means, **new}) for each, new in zip(outcomes, logged, strict=True)]
-        return [each if isinstance(each, Failure) or not new else replace(each, logged=new) for each, new in both]
+        return [self._read(row, item) for row, item in zip(rows, items, strict=True)]
 
     async def score_one(self, item: RewardItem) -> Outcome:
         """Returns the outcome of one item by an `is_concurrent` function.  Raises: CancelledError."""

@@ -125,7 +125,8 @@ class RewardPool:
     ) -> None:
         named, options = _named(function, kwargs or {})
         spec = WorkerSpec(named, options, correct_threshold, timeout_seconds, concurrency, manager, tokenizer)
-        self._scorer = _make_scorer(spec, num_workers, memory_limit_mb, seconds_between_calls)
+        shown_as = function if isinstance(function, str) else f"{function!r}"
+        self._scorer = _make_scorer(spec, shown_as, num_workers, memory_limit_mb, seconds_between_calls)
         self.scores_alone = self._scorer.scores_alone  # one item a call, outside of the calling thread
         self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
 
@@ -185,9 +186,8 @@ class WeightedRewards:
 
 
 def _make_scorer(
-    spec: WorkerSpec, num_workers: int, memory_limit_mb: float | None, seconds_between_calls: float
+    spec: WorkerSpec, shown_as: str, num_workers: int, memory_limit_mb: float | None, seconds_between_calls: float
 ) -> InlineScorer | ThreadScorer | ProcessScorer:
-    shown_as = spec.function if isinstance(spec.function, str) else f"{spec.function!r}"
     key = "reward.limits" if seconds_between_calls else "reward.memory_limit_mb"
     needs_processes = seconds_between_calls or memory_limit_mb is not None
     found = f"set, but {shown_as} scores in the trainer's process, where calls are not limited"

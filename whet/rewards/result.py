@@ -132,6 +132,10 @@ def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[fl
     """The total reward, and the rewards of the tokens where `value` is a list of them (it may cover the padding)."""
     if as_number(value) is not None or (entries := _entries(value)) is None:
         return finite(what, value), None
+    return _read_tokens(what, entries, num_response_tokens)
+
+
+def _read_tokens(what: str, entries: list[object], num_response_tokens: int) -> tuple[float, tuple[float, ...]]:
     row = [finite(f"{what}, token {position}", each) for position, each in enumerate(entries)]
     if len(row) < num_response_tokens or not num_response_tokens:
         raise RewardError(what, f"{len(row)} numbers", f"one number, or {num_response_tokens}, one per token")

@@ -91,12 +91,13 @@ def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
     prompts = _filled(real_prompts, [row.prompt_ids for row in rows], pad_token_id)
     responses = _filled(real, [row.response_ids for row in rows], pad_token_id)
     attention_mask = torch.cat([real_prompts, real], 1).long()
+    has_media = any(row.media or row.response_media for row in rows)
     tensors = {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention_mask,
-        "position_ids": position_ids(attention_mask, _positions(rows)),
+        "position_ids": position_ids(attention_mask, _positions(rows) if has_media else None),
         "turn_ids": _filled(real, [row.turn_ids for row in rows], NOT_SAMPLED),
         "policy_version": _filled(real, [row.versions for row in rows], 0, torch.int32),
         "rollout_log_probs": _filled(real, [row.log_probs for row in rows], 0.0, torch.float32),
@@ -111,7 +112,7 @@ def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
         "domain": [t.prompt.domain for t in owners],
         "agent": [row.agent for row in rows],
     }
-    if any(row.media or row.response_media for row in rows):
+    if has_media:
         objects |= {MEDIA: [row.media for row in rows], LATER_MEDIA: [row.response_media for row in rows]}
     alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
     tensors["response_mask"] = ((tensors["turn_ids"] != NOT_SAMPLED) & alive).long()

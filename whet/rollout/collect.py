@@ -77,7 +77,7 @@ class Collector:
         """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process; `reader`
         reads images and videos of observations; `turns` makes the turns of the driver, by default `Turns`."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
-        stages = {MAIN: self.stage, **self.agents}
+        self.reader, stages = reader, {MAIN: self.stage, **self.agents}
         self.silent = {name for name, each in stages.items() if each.is_silent}
         if hosts is None:
             hosts = {name: each.open() for name, each in stages.items() if name not in self.silent}
@@ -390,7 +390,10 @@ class Driver:
         for deadlines in self._late_at.values():
             late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
         if late:
-            self._stop_calls(late)
+            self._fail(late)
+
+    def _fail(self, late: Sequence[str]) -> None:
+        self._stop_calls(late)
         for uid in late:
             if uid in self._open:  # else it was a task of another late one
                 self._stepping.pop(uid, None)  # a late task may just have given it a turn

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from whet.data.chat import assistant_message, check_message
-from whet.environments.protocol import ENDS, GOES_ON, Answer, Observation, Result, Task, unpaid
+from whet.environments.protocol import GOES_ON, Answer, Observation, Result, Task, unpaid
 from whet.errors import TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
@@ -172,7 +172,7 @@ class Episode:
 
     def start(self) -> list[Command]:
         """Begins; a silent environment says nothing."""
-        return self.on_observation(GOES_ON) if self.rules.is_silent else [Reset(self.id, self.prompt, self.seed)]
+        return self._next_turn(GOES_ON) if self.rules.is_silent else [Reset(self.id, self.prompt, self.seed)]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
@@ -197,6 +197,9 @@ class Episode:
             return self._end(limit="environment" if observation.truncated else None)
         if self._last and self._last_turn.finish_reason == "length" and self._turn_limit is None:
             return self._end(limit="length")
+        return self._next_turn(observation)
+
+    def _next_turn(self, observation: Observation) -> list[Command]:
         self._to_context(observation)
         if self._num_turns == self.rules.limits.max_turns:
             return self._end(limit="turns")
@@ -236,7 +239,7 @@ class Episode:
         if failure is not None:
             return self._end(failure)
         if self.rules.is_silent:
-            return self.on_observation(ENDS)
+            return self._end()
         return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
@@ -371,13 +374,16 @@ class Episode:
         nothing. A prompt that nothing was added to is as long as the data may have it."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
-        if most is not None and length == self._context.row_start > most and not is_given:
+        is_long = most is not None and length == self._context.row_start > most and not is_given
+        if is_long or self._row_left < 1:
+            return self._overflow(length, most if is_long else None)
+        return [] if self._most_tokens > 0 else self._end(limit="tokens")
+
+    def _overflow(self, length: int, most: int | None) -> list[Command]:
+        what = f"the environment's messages leave no room: turns and messages have {length} tokens"
+        if most is not None:
             before = "" if self._read.context == "replace" else f"the {'task' if self.agent else 'prompt'} and "
             what = f"{before}the environment's messages have {length} tokens, more than data.max_prompt_length={most}"
-        elif self._row_left < 1:
-            what = f"the environment's messages leave no room: turns and messages have {length} tokens"
-        else:
-            return [] if self._most_tokens > 0 else self._end(limit="tokens")
         hint = "shorten them, raise the limit, or set environment.on_overflow=truncate"
         hint = hint if self.turns else "shorten them, or raise the limit"  # without a turn there is nothing to keep
         return self._stop("overflow", Failure("environment", f"{what}; {hint}"))
@@ -395,10 +401,14 @@ class Episode:
             opening=self._context.row_start if self._context.media else None,
             keeps_cache=turn + 1 < rules.limits.max_turns,
         )
+        return request if self._partial is None else self._continued(self._partial, request)
+
+    def _continued(self, sampled: Completion, request: Request) -> Request:
         if self._behind is not None and self._behind != self.context_digest:  # the environment begins differently now
             self._partial = None
+        else:
+            self._partial = unfinished(sampled, request)
         self._behind = None
-        self._partial = self._partial and unfinished(self._partial, request)
         return request if self._partial is None else replace(request, sampled_ids=self._partial.token_ids)
 
     def _stop(self, limit: Limit, failure: Failure) -> list[Command]:

@@ -399,17 +399,17 @@ def by_player(groups: Sequence[Group]) -> list[Group]:
     split = list[Group]()
     for group in groups:
         trained = {turn.player for each in group.trajectories for turn in each.turns if turn.is_trained}
-        if trained <= {""}:
-            split.append(group)
-            continue
-        for player in sorted(trained):
-            prompt = replace(group.prompt, uid=f"{group.prompt.uid}/{player}")
-            own = []
-            for each in group.trajectories:
-                turns = tuple(turn for turn in each.turns if turn.player == player)
-                own.append(replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=turns))
-            split.append(Group(prompt, tuple(own)))
+        split += [group] if trained <= {""} else [_of_player(group, player) for player in sorted(trained)]
     return split
+
+
+def _of_player(group: Group, player: str) -> Group:
+    prompt = replace(group.prompt, uid=f"{group.prompt.uid}/{player}")
+    own = []
+    for each in group.trajectories:
+        turns = tuple(turn for turn in each.turns if turn.player == player)
+        own.append(replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=turns))
+    return Group(prompt, tuple(own))
 
 
 def _failed(admitted: Admitted) -> bool:

@@ -103,7 +103,8 @@ class FailureWatch:
             self._count(failures, of_environment, len(trajectories))
         elif trajectories:
             self._left = PATIENCE
-            self._warn(failures, len(trajectories))
+            if failures:
+                self._warn(failures, len(trajectories))
 
     def _warn(self, failures: Sequence[tuple[str, Failure]], total: int) -> None:
         for uid, failure in failures:

@@ -154,9 +154,8 @@ class Rollouts:
         if flow.max_staleness == 0:
             flow.batch_size = n
         elif n != flow.batch_size:
-            raise DataError(
-                "groups of a step", n, f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
-            )
+            expected = f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
+            raise DataError("groups of a step", n, expected)
         # without staleness a step ends where it is whole: what it sampled is in no checkpoint
         between = self.may_stop if flow.room else None
         begun = self._begin(self._training, step, metrics, between)
@@ -339,21 +338,27 @@ class Rollouts:
         """Measures the groups of a step; warns of one that trains on nothing."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.max_staleness > 0:
-            measure_staleness(found, metrics)
-            metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
-            metrics.mean("rollout/ready_groups", self.flow.ready)
-            metrics.seconds("time/rollout_idle", self.turns.idle_seconds - self._idle_seconds)
-            self._idle_seconds = self.turns.idle_seconds
+            self._report_ahead(found, metrics)
         if self.group_filter is not None:
-            measure_filter(found, metrics)
-            failed = all(each.failure for group in found.dropped for each in group.trajectories)
-            if not found.kept and self._kept_some and not failed:
-                log.warning(
-                    "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
-                    "again only after a step that keeps some",
-                    *(found.step, len(found.dropped)),
-                )
-            self._kept_some = bool(found.kept)
+            self._report_filter(found, metrics)
+
+    def _report_ahead(self, found: HandOut, metrics: Metrics) -> None:
+        measure_staleness(found, metrics)
+        metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
+        metrics.mean("rollout/ready_groups", self.flow.ready)
+        metrics.seconds("time/rollout_idle", self.turns.idle_seconds - self._idle_seconds)
+        self._idle_seconds = self.turns.idle_seconds
+
+    def _report_filter(self, found: HandOut, metrics: Metrics) -> None:
+        measure_filter(found, metrics)
+        failed = all(each.failure for group in found.dropped for each in group.trajectories)
+        if not found.kept and self._kept_some and not failed:
+            log.warning(
+                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
+                "again only after a step that keeps some",
+                *(found.step, len(found.dropped)),
+            )
+        self._kept_some = bool(found.kept)
 
     def _snapshot(self) -> Mapping[str, Any]:
         if self.flow.room == 0:

@@ -275,11 +275,16 @@ def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
     """The use of this process's accelerator: most memory of tensors so far in GiB, and the share of the last second in
     which it was busy, where its driver tells. In a process without tensors, the memory that all programs have on
     `device` now. Empty without an accelerator."""
+    has_own, is_named = torch.accelerator.is_available(), device is not None and device != devices.HOST
+    return _use(device, is_named) if has_own or is_named else {}
+
+
+def _use(device: torch.device | None, is_named: bool) -> dict[str, float]:
     found = dict[str, float]()
     with suppress(RuntimeError):  # MPS does not count
         if torch.accelerator.is_available() and (peak := torch.accelerator.max_memory_allocated()):
             found["accelerator_gib"] = peak / GIB
-    if found or not (device is None or device == devices.HOST):
+    if found or is_named:
         with suppress(Exception):  # other people's libraries, which may not be there
             busy, used = by_driver(device)
             found = {"accelerator_gib": used / GIB, **found, "accelerator_use": busy}

@@ -114,8 +114,9 @@ class ColumnPlan:
     def add(self, batch: Batch, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> Batch:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
         scores. Providers that read no column of each other begin together."""
-        if not self.providers:
-            return batch
+        return self._added(batch, sources, metrics, is_scored) if self.providers else batch
+
+    def _added(self, batch: Batch, sources: Sources, metrics: Metrics, is_scored: bool) -> Batch:
         left = [column for column in self.providers if column.name not in batch]
         if is_scored:
             batch = self._without_failed(batch)
@@ -162,6 +163,10 @@ def judged(groups: Sequence[Group], batch: Batch) -> list[Group]:
     """The groups of a batch with what providers found: failures, and the score of the reward model or judge as the part
     `reward_model`, of an episode with several players their mean."""
     scores = next((batch[name].tolist() for name in SCORED_BY.values() if name in batch), None)
+    return list(groups) if scores is None and not any(batch["error"]) else _judged(groups, batch, scores)
+
+
+def _judged(groups: Sequence[Group], batch: Batch, scores: list[float] | None) -> list[Group]:
     last = {uid: row for row, uid in enumerate(batch["trajectory_uid_name"])}
 
     def of(each: Trajectory) -> Trajectory:

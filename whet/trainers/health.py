@@ -24,6 +24,12 @@ SKIPPED_IN_A_ROW = 3  # updates, after which a run stops
 EQUAL_IN_A_ROW = 3  # steps without a difference inside any group, after which the run says so
 REMEMBERED = 20  # steps that a jump is measured against
 ENOUGH = 5  # of them
+JUMPED = "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s"
+NOTHING_TO_LEARN = (
+    "step %d: for %d steps all responses to a prompt had the same reward, for every prompt, so all advantages are 0 "
+    "and nothing is learned; look at rollouts/, then change the reward, the data (neither too hard nor too easy), "
+    "rollout.n or rollout.temperature"
+)
 JUMP = 5.0  # times the largest of the steps remembered
 SMALLEST_KL = 0.01  # nats a token: below this no KL is a jump
 SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: no gap up to these is a jump, after other steps and in the first
@@ -49,10 +55,7 @@ class Health:
             if value is not None and self._is_jump(name, abs(value)):
                 rows = ", ".join(heaviest_rows(run, batch, name))
                 named = f"; the responses that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
-                log.warning(
-                    "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s",
-                    *(step, name, value, JUMP, before, named if rows else ""),
-                )
+                log.warning(JUMPED, step, name, value, JUMP, before, named if rows else "")
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
         """Compares the log-probs of rollout and trainer, where the weights were copied or recorded; warns of a jump.
@@ -78,15 +81,10 @@ class Health:
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
         """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
-        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.entry.columns
+        is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
-            log.warning(
-                "step %d: for %d steps all responses to a prompt had the same reward, for every prompt, so all "
-                "advantages are 0 and nothing is learned; look at rollouts/, then change the reward, the data (neither "
-                "too hard nor too easy), rollout.n or rollout.temperature",
-                *(step, EQUAL_IN_A_ROW),
-            )
+            log.warning(NOTHING_TO_LEARN, step, EQUAL_IN_A_ROW)
 
     def state(self) -> dict[str, list[float]]:
         """Returns what a resumed run needs."""
@@ -132,10 +130,14 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
         return True
     log.warning("%s: loss or gradient was not finite: the update was skipped (%d in a row)", name, skipped)
     if skipped >= SKIPPED_IN_A_ROW:
-        found = f"{skipped} updates in a row had a loss or gradient that is not finite, so the run stops"
-        change = f"look for infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}"
-        raise EngineError(name, found, "", f"{change}; {last_good(run_dir)}")
+        raise _no_updates(name, skipped, lr_key, run_dir)
     return False
+
+
+def _no_updates(name: str, skipped: int, lr_key: str, run_dir: Path) -> EngineError:
+    found = f"{skipped} updates in a row had a loss or gradient that is not finite, so the run stops"
+    change = f"look for infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}"
+    return EngineError(name, found, "", f"{change}; {last_good(run_dir)}")
 
 
 def heaviest_rows(run: Run, batch: Batch, metric: str) -> list[str]:

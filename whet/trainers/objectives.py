@@ -22,7 +22,7 @@ from whet.config.schema import TrainConfig
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
 from whet.metrics import Metrics
-from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Entry, Registry
+from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Registry
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Objective:
     fixed_length: int = 1  # F of seq-mean-token-sum-norm
     temperature: float = 1.0
     block: int = 1
+    bound: Bound | None = field(default=None, repr=False, compare=False)  # the loss with its options, of a run
     kind: ClassVar[Registry] = POLICY_LOSSES
-
-    @cached_property
-    def entry(self) -> Entry:
-        """The registered loss."""
-        return self.kind[self.loss_name]
 
     @cached_property
     def function(self) -> Bound:
         """The loss with its options."""
-        return Bound(self.entry, self.options)
+        return self.bound or Bound(self.kind[self.loss_name], self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the function: another process finds it by its name."""
+        return {name: each for name, each in vars(self).items() if name != "function"} | {"bound": None}
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
         """The loss of whole sequences: their ratios are of all sampled tokens, and only trained tokens have a gradient.
@@ -53,7 +53,10 @@ class Objective:
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
-        output = "log_probs" if "log_probs" in self.entry.columns else "values"
+        return self._call_on(trained, columns, supplied)
+
+    def _call_on(self, trained: torch.Tensor, columns: Columns, supplied: Mapping[str, Any] | None) -> PolicyLoss:
+        output = "log_probs" if "log_probs" in self.function.columns else "values"
         held = torch.where(trained != 0, columns[output], columns[output].detach())
         result = policy_loss(self.function, {**columns, output: held}, supplied)
         if result.aggregated is None:
@@ -73,6 +76,9 @@ class Objective:
         size.  Raises: RegistryError for such a loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
+        return self._part(loss, batch, counts)
+
+    def _part(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         assert loss.aggregated is not None
         if "token_weights" in batch:
             found, expected = "returns a sum, whose tokens cannot be weighed", "a loss per token [B, R]"
@@ -91,7 +97,7 @@ def narrowed(batch: Batch, objective: object) -> Batch:
         return batch
     trained = batch["loss_mask"]
     rows = batch["response_mask"] * trained.any(1, keepdim=True)
-    return batch.with_columns(response_mask=rows if "response_mask" in objective.entry.columns else trained)
+    return batch.with_columns(response_mask=rows if "response_mask" in objective.function.columns else trained)
 
 
 def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> None:
@@ -149,10 +155,12 @@ class PolicyObjective(Objective):
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
         """The objective of a config; the weights of entropy and KL are set step by step.  Raises: ConfigError."""
-        algorithm, entry = config.algorithm, POLICY_LOSSES[config.algorithm.policy_loss]
+        algorithm = config.algorithm
+        bound = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
         return cls(
             loss_name=algorithm.policy_loss,
-            options=entry.resolve_options(algorithm.loss_options, "algorithm.loss_options"),
+            options=bound.options,
+            bound=bound,
             aggregation=aggregation(algorithm),
             fixed_length=algorithm.loss_fixed_length or config.data.max_response_length,
             temperature=config.rollout.temperature or 1.0,
@@ -165,7 +173,7 @@ class PolicyObjective(Objective):
     @property
     def needs(self) -> frozenset[str]:
         """Log-probs, entropy (to be shown even where it is not trained on), and what else the loss reads."""
-        read = {*self.entry.columns, *(kl_columns(self.kl_form) if self.kl_form is not None else ())}
+        read = {*self.function.columns, *(kl_columns(self.kl_form) if self.kl_form is not None else ())}
         return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & read)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
@@ -174,20 +182,11 @@ class PolicyObjective(Objective):
         if self.interpolates:
             old = interpolated(old, batch["rollout_log_probs"], self.version - batch["policy_version"])
         columns = {"old_log_probs": old, **batch, **outputs}
-        supplied = {
-            "config": self.supplied,
-            "loss_agg_mode": self.aggregation,
-            "batch": {
-                **{name: column for name, column in columns.items() if isinstance(column, torch.Tensor)},
-                "response_mask": loss_mask(batch),
-            },
-            "non_tensor_batch": {name: each for name, each in batch.items() if not isinstance(each, torch.Tensor)},
-        }
-        result = self.call(columns, supplied)
+        result = self.call(columns, self._supplied(columns) if self.function.is_supplied else None)
         metrics, mask = Metrics(), loss_mask(batch)
         tokens = mask.bool().sum()
         reported = {*result.diagnostics, *result.metrics}
-        if "old_log_probs" in self.entry.columns and not {"ppo_kl", "actor/ppo_kl"} & reported:
+        if "old_log_probs" in self.function.columns and not {"ppo_kl", "actor/ppo_kl"} & reported:
             moved = columns["old_log_probs"] - outputs["log_probs"].detach()
             metrics.mean("actor/ppo_kl", masked_mean(moved, mask), tokens)
             measure_ratio(metrics, -moved, mask)
@@ -199,11 +198,20 @@ class PolicyObjective(Objective):
         if self.entropy_coef:
             total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
         if self.kl_form is not None:
-            penalty = kl_penalty(self.kl_form, {**columns, "response_mask": mask})
-            distance = self.aggregate(penalty, batch, counts)
+            distance = self.aggregate(kl_penalty(self.kl_form, {**columns, "response_mask": mask}), batch, counts)
             measure_share(metrics, "actor/kl_loss", distance, batch, counts)
             total = total + self.kl_coef * distance
         return total, metrics
+
+    def _supplied(self, columns: Columns) -> dict[str, Any]:
+        """What functions in verl's form are given by name."""
+        tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+        return {
+            "config": self.supplied,
+            "loss_agg_mode": self.aggregation,
+            "batch": {**tensors, "response_mask": loss_mask(columns)},
+            "non_tensor_batch": {name: each for name, each in columns.items() if name not in tensors},
+        }
 
 
 @dataclass(frozen=True)
@@ -217,13 +225,13 @@ class ValueObjective(Objective):
     @classmethod
     def from_config(cls, config: TrainConfig) -> ValueObjective:
         """The objective of a config's critic.  Raises: ConfigError."""
-        entry = VALUE_LOSSES[config.critic.value_loss]
-        options = entry.resolve_options(config.critic.loss_options, "critic.loss_options")
-        return cls(loss_name=config.critic.value_loss, options=options)
+        name, given = config.critic.value_loss, config.critic.loss_options
+        bound = Bound.of(VALUE_LOSSES, name, given, "critic.loss_options")
+        return cls(loss_name=name, options=bound.options, bound=bound)
 
     @property
     def needs(self) -> frozenset[str]:
-        return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.entry.columns)
+        return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.function.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """`values` of the batch are those before the update."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 
+from transformers import PreTrainedModel
+
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.local_workers import LocalWorkers
@@ -209,14 +211,19 @@ class RolloutWorker(MeasuredWorker):
             )
             if module is not None and self.is_attached:
                 return buckets.attach(self.engine, module, weights, version)
-            if module is not None and not self._owns_module:
-                self.engine.adopt(module)
-            elif not self._owns_module:
-                self._load()
         elif self.takes_adapter():
             weights = with_adapter(actor.engine).adapter_weights()
-        self._owns_module = True
+        self._take_module(module)
         return buckets.copy(self._fill, weights, version, self.dtype)
+
+    def _take_module(self, module: PreTrainedModel | None) -> None:
+        """Gives an engine that samples from a module of this process one of its own to fill."""
+        if isinstance(self.engine, SharesModule) and not self._owns_module:
+            if module is not None:
+                self.engine.adopt(module)
+            else:
+                self._load()
+        self._owns_module = True
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_adapter(self) -> bool:

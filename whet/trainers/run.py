@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice, zip_longest
@@ -136,16 +136,13 @@ class Run(Frame):
         """Warns of jumps and of skipped updates.  Raises: EngineError after three of these."""
         self.health.check(self, batch, self.step, metrics)
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> AbstractContextManager[None]:
         """Marks a block at the start of a step that changes no weights: a stopped run ends in it, with the checkpoint
         of the step before. Workers in other processes finish their call first, unless there is nothing to save yet."""
-        if self.step > 0 and not self.stays_here:
-            self.signals.here()
-            yield
-        else:
-            with self.signals.at_once():
-                yield
+        if self.step == 0 or self.stays_here:
+            return self.signals.at_once()
+        self.signals.here()
+        return nullcontext()
 
     def sync(self, step: int) -> None:
         """Lets the rollout sample from the weights of `step`.  Raises: WeightSyncError, DeadlineError, WorkerError."""
@@ -167,7 +164,8 @@ class Run(Frame):
             if purpose == "dropped":
                 line["dropped_by"] = f"{dropping.name}, which reads the group's {dropping.metric}"
         files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
-        copy_media(self.run_dir / MEDIA, groups)
+        if self.rollouts.collector.reader is not None:
+            copy_media(self.run_dir / MEDIA, groups)
         if purpose == "validation":
             self._write_jumps(path, list(chain.from_iterable(lines)))
         if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
@@ -178,8 +176,10 @@ class Run(Frame):
         """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's
         entropy and log-probs are computed for the file where no function of the run reads them."""
         every = self.config.trainer.log_tokens
-        if every == 0 or step % every:
-            return
+        if every and step % every == 0:
+            self._write_tokens(step, batch)
+
+    def _write_tokens(self, step: int, batch: Batch) -> None:
         outputs = {"old_log_probs": "log_probs", "entropy": "entropy"}
         if missing := {name: output for name, output in outputs.items() if name not in batch}:
             temperature = self.config.rollout.temperature or 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Generic, Self, TypeVar
 
 from whet.batch import Batch
@@ -42,13 +42,12 @@ class Schedule(Generic[F]):
         """Marks a block that changes no weights, at the start of a step: a stopped run does not wait for its end."""
         return self._run.interruptible()
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
+    def training(self) -> AbstractContextManager[None]:
         """Marks a block that does not change the rollout's weights: a validation that is held runs beside it."""
-        if self._held is None:
-            yield
-            return
-        step, metrics = self._held
+        return nullcontext() if self._held is None else self._beside(*self._held)
+
+    @contextmanager
+    def _beside(self, step: int, metrics: Metrics) -> Iterator[None]:
         with ThreadPoolExecutor(1, "validation") as thread:
             validated = thread.submit(self._validate, self._run, step)
             yield

@@ -4,7 +4,7 @@ the controllers of the weights of the KL and of the entropy bonus."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,19 @@ class Shaper:
         kl = config.algorithm.kl
         self.config = config
         self._scored_by = SCORED_BY.get(config.reward_model.source or "")
-        shapings: list[Any] = [config.algorithm.shaping, *config.reward.domains.values()]
-        norms = {norm for each in shapings for norm in (each.norm_mean, each.norm_std)}
-        self._normalises = not norms <= {"none", None}
+        shaping, of_domains = config.algorithm.shaping, config.reward.domains.values()
+        norms = {norm for each in of_domains for norm in (each.norm_mean, each.norm_std)}
+        norms |= {shaping.norm_mean, shaping.norm_std}
+        steps: list[tuple[bool, Callable[[Tensor, Batch, Metrics], Tensor]]] = [
+            (self._scored_by is not None, self._with_model),
+            (config.algorithm.overlong.penalty > 0, self._overlong),
+            ((shaping.reward_scale, shaping.reward_bias) != (1.0, 0.0), self._mapped),
+            (shaping.truncated_factor != 1.0, self._scaled_truncated),
+            (not norms <= {"none", None}, self._normalised),
+            (shaping.reward_clip is not None, self._clipped),
+            (kl.where == "reward", self._less_kl),
+        ]
+        self._shapes = [shape for is_used, shape in steps if is_used]
         self.running: dict[str, forms.RunningScores] = {}  # by domain; "" without domains
         self.kl_controller: Fixed | AdaptiveKL = (
             Fixed(kl.coef) if kl.controller == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
@@ -43,30 +53,11 @@ class Shaper:
 
     def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
         """Adds `token_level_rewards`, of `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
-        algorithm = self.config.algorithm
-        if algorithm.truncated == "drop":
+        if self.config.algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
-        rewards, mask = batch["token_level_scores"], batch["response_mask"]
-        if self._scored_by is not None:
-            rewards = self._with_model(rewards, batch)
-        if algorithm.overlong.penalty > 0:
-            rewards = rewards + self._overlong(batch, metrics)
-        shaping = algorithm.shaping
-        if (shaping.reward_scale, shaping.reward_bias) != (1.0, 0.0):
-            rewards = forms.linear_map(rewards, mask, scale=shaping.reward_scale, bias=shaping.reward_bias)
-        if shaping.truncated_factor != 1.0:
-            rewards = forms.scale_truncated(rewards, batch["truncated"], shaping.truncated_factor)
-        if self._normalises:
-            rewards = self._normalised(rewards, batch)
-        if shaping.reward_clip is not None:
-            rewards = rewards.clamp(-shaping.reward_clip, shaping.reward_clip)
-        if algorithm.kl.where == "reward":
-            form, coef = algorithm.kl.form, self.kl_controller.coef
-            rewards, distance = apply_kl_to_reward(rewards, batch.tensors(), form=form, coef=coef)
-            mean = distance.sum() / mask.sum().clamp(min=1)
-            metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
-            metrics.mean("actor/reward_kl_penalty_coeff", coef)
-            self.kl_controller.update(float(mean), int(mask.any(1).sum()))
+        rewards = batch["token_level_scores"]
+        for shape in self._shapes:
+            rewards = shape(rewards, batch, metrics)
         return batch.with_columns(token_level_rewards=rewards)
 
     def advantages(self, batch: Batch, metrics: Metrics) -> Batch:
@@ -93,7 +84,30 @@ class Shaper:
             self.running[domain] = forms.RunningScores()
             self.running[domain].load_state(saved)
 
-    def _normalised(self, rewards: Tensor, batch: Batch) -> Tensor:
+    def _mapped(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
+        shaping = self.config.algorithm.shaping
+        scale, bias = shaping.reward_scale, shaping.reward_bias
+        return forms.linear_map(rewards, batch["response_mask"], scale=scale, bias=bias)
+
+    def _scaled_truncated(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
+        return forms.scale_truncated(rewards, batch["truncated"], self.config.algorithm.shaping.truncated_factor)
+
+    def _clipped(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
+        most = self.config.algorithm.shaping.reward_clip
+        assert most is not None
+        return rewards.clamp(-most, most)
+
+    def _less_kl(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
+        coef, mask = self.kl_controller.coef, batch["response_mask"]
+        form = self.config.algorithm.kl.form
+        rewards, distance = apply_kl_to_reward(rewards, batch.tensors(), form=form, coef=coef)
+        mean = distance.sum() / mask.sum().clamp(min=1)
+        metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
+        metrics.mean("actor/reward_kl_penalty_coeff", coef)
+        self.kl_controller.update(float(mean), int(mask.any(1).sum()))
+        return rewards
+
+    def _normalised(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
         """The rewards normalised, those of each domain apart."""
         general, configs = self.config.algorithm.shaping, self.config.reward.domains
         domains = batch["domain"] if configs else np.full(len(batch), "")
@@ -112,13 +126,13 @@ class Shaper:
             found = found.index_put((rows,), normal)
         return found
 
-    def _with_model(self, scores: Tensor, batch: Batch) -> Tensor:
+    def _with_model(self, scores: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
         """The scores of the reward functions, replaced by those of the reward model or judge, or with them.   [B, R]"""
         role = self.config.reward_model
         paid = forms.pay_on_last_token(role.weight * batch[str(self._scored_by)], batch["response_mask"])
         return paid if role.combine == "replace" else scores + paid
 
-    def _overlong(self, batch: Batch, metrics: Metrics) -> Tensor:
+    def _overlong(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
         overlong, mask = self.config.algorithm.overlong, batch["response_mask"]
         penalty = forms.soft_overlong(
             batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(1),
@@ -128,7 +142,7 @@ class Shaper:
         )
         counted = mask.any(1)
         metrics.mean("reward/overlong_penalty", penalty[counted].mean(), int(counted.sum()))
-        return forms.pay_on_last_token(penalty, mask)
+        return rewards + forms.pay_on_last_token(penalty, mask)
 
 
 def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
@@ -213,6 +227,13 @@ def estimator(algorithm: AlgorithmConfig) -> Bound:
     return Bound.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
 
 
+def measure_gap(batch: Batch, metrics: Metrics) -> None:
+    """Records how far sampler and trainer are apart."""
+    apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+    for name, value in apart.items():
+        (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
+
+
 @dataclass(frozen=True)
 class Correction:
     """The rejection, the weight and the loss that a config chooses: functions of a whole step or mini-batch, called
@@ -242,13 +263,12 @@ class Correction:
         """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
         and measures how far sampler and trainer are apart."""
         if "old_log_probs" in batch:
-            apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
-            for name, value in apart.items():
-                (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
-        if self.rejection is None:
-            return batch
+            measure_gap(batch, metrics)
+        return batch if self.rejection is None else self._rejected(self.rejection, batch, metrics)
+
+    def _rejected(self, rejection: Bound, batch: Batch, metrics: Metrics) -> Batch:
         sampled = batch["response_mask"] != 0
-        kept = self.rejection(batch.tensors()).expand(sampled.shape) & sampled
+        kept = rejection(batch.tensors()).expand(sampled.shape) & sampled
         metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
@@ -267,16 +287,19 @@ class Correction:
     def weigh(self, mini_batch: Batch, metrics: Metrics) -> Batch:
         """Adds `token_weights`, which are of all tokens that were sampled, and the loss's own columns, which are of
         those that are trained on."""
-        trained = loss_mask(mini_batch.tensors())
         if self.weight is not None:
-            weights, counted = self.weight(mini_batch.tensors()), trained != 0
-            weights = weights.expand(counted.shape).masked_fill(~counted, 0.0)
-            metrics.mean("correction/weight", weights.sum() / counted.sum().clamp(min=1), int(counted.sum()))
-            self._measure(mini_batch, weights, counted, metrics)
-            mini_batch = mini_batch.with_columns(token_weights=weights)
+            mini_batch = mini_batch.with_columns(token_weights=self._weights(self.weight, mini_batch, metrics))
         if "before" in self.loss.entry.marks:
-            columns = {**mini_batch.tensors(), "response_mask": trained}
+            columns = mini_batch.tensors()
+            columns["response_mask"] = loss_mask(columns)
             added = with_mini_batch_columns(self.loss, columns)
-            new = {name: column for name, column in added.items() if name not in columns}
-            mini_batch = mini_batch.with_columns(**new)
+            mini_batch = mini_batch.with_columns(**{name: added[name] for name in added.keys() - columns.keys()})
         return mini_batch
+
+    def _weights(self, weight: Bound, mini_batch: Batch, metrics: Metrics) -> Tensor:
+        columns = mini_batch.tensors()
+        weights, counted = weight(columns), loss_mask(columns) != 0
+        weights = weights.expand(counted.shape).masked_fill(~counted, 0.0)
+        metrics.mean("correction/weight", weights.sum() / counted.sum().clamp(min=1), int(counted.sum()))
+        self._measure(mini_batch, weights, counted, metrics)
+        return weights
