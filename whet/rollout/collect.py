@@ -23,7 +23,7 @@ from whet.keyed import key
 from whet.phases import counted
 from whet.registry import ENVIRONMENTS
 from whet.rollout.codec import TemplateCodec
-from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Rules, Sample, Score, Step
+from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Reset, Rules, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
 from whet.types import Failure, Prompt, Trajectory
 
@@ -305,27 +305,27 @@ class Driver:
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            if isinstance(command, Sample):
-                self._unsent.append(command)
-                continue
-            opened = self._open[command.episode]
+            opened = self._open[uid := command.episode]
             agent = opened.episode.agent
-            if isinstance(command, Score):
-                del self._open[command.episode]
-                opened.on_done(command.trajectory)
-            elif isinstance(command, Close):
-                if opened.children:
-                    self._abandon([child for child in opened.children if child in self._open])
-                self._let_go(opened.episode)
-            elif isinstance(command, Delegate):
-                opened.children.append(command.child.id)
-                self._begin(command.child, partial(self._on_delegated, opened.episode))
-            elif isinstance(command, Step):
-                self._stepping[command.episode] = agent
-                self.environments[agent].step(command.episode, command.answer)
-            else:
-                self._stepping[command.episode] = agent
-                self.environments[agent].start(command.episode, command.prompt, command.seed)
+            match command:
+                case Sample():
+                    self._unsent.append(command)
+                case Score():
+                    del self._open[uid]
+                    opened.on_done(command.trajectory)
+                case Close():
+                    if opened.children:
+                        self._abandon([child for child in opened.children if child in self._open])
+                    self._let_go(opened.episode)
+                case Delegate():
+                    opened.children.append(command.child.id)
+                    self._begin(command.child, partial(self._on_delegated, opened.episode))
+                case Step():
+                    self._stepping[uid] = agent
+                    self.environments[agent].step(uid, command.answer)
+                case Reset():
+                    self._stepping[uid] = agent
+                    self.environments[agent].start(uid, command.prompt, command.seed)
 
     def _let_go(self, episode: Episode) -> None:
         """Ends the environment of an episode, and its deadline."""
@@ -359,26 +359,28 @@ class Driver:
                 continue
             del self._stepping[uid]
             episode = self._open[uid].episode
-            read = _read(episode, result)
-            if isinstance(read, Failure):
-                self._carry_out(episode.on_failure(read))
-            else:
-                self._carry_out(episode.on_observation(read))
+            match _read(episode, result):
+                case Failure() as failure:
+                    self._carry_out(episode.on_failure(failure))
+                case observation:
+                    self._carry_out(episode.on_observation(observation))
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
             episode = self._sampling.get(event.uid)
             if episode is None:
                 continue
-            if isinstance(event, Partial):
-                episode.on_partial(event)
-                continue
+            match event:
+                case Partial():
+                    episode.on_partial(event)
+                    continue
+                case Finished():
+                    self._num_tokens += len(event.completion.token_ids)
+                    commands = episode.on_completion(event.completion)
+                case _:
+                    commands = episode.on_failure(event.failure)
             del self._sampling[event.uid]
-            if isinstance(event, Finished):
-                self._num_tokens += len(event.completion.token_ids)
-                self._carry_out(episode.on_completion(event.completion))
-            else:
-                self._carry_out(episode.on_failure(event.failure))
+            self._carry_out(commands)
 
     def _fail_late_episodes(self) -> None:
         """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""

@@ -256,16 +256,17 @@ class Rollouts:
 
     def _carry_out(self, asked: Asked, commands: Iterable[Command]) -> None:
         for command in commands:
-            if isinstance(command, Run):
-                self.collector.driver.add(command.episodes, partial(self._on_sampled, asked))
-            elif isinstance(command, Score):
-                self._to_score.append((asked, command.trajectories))
-            elif isinstance(command, Chosen):
-                asked.chosen.set_result(command.groups)
-            else:
-                if not asked.chosen.done():
+            match command:
+                case Run():
+                    self.collector.driver.add(command.episodes, partial(self._on_sampled, asked))
+                case Score():
+                    self._to_score.append((asked, command.trajectories))
+                case Chosen():
                     asked.chosen.set_result(command.groups)
-                asked.handed_out.set_result(command)
+                case HandOut():
+                    if not asked.chosen.done():
+                        asked.chosen.set_result(command.groups)
+                    asked.handed_out.set_result(command)
 
     def _on_sampled(self, asked: Asked, trajectory: Trajectory) -> None:
         self._carry_out(asked, asked.flow.on_sampled(trajectory))
