@@ -93,7 +93,7 @@ class Entry:
         return self.doc.strip().split("\n", 1)[0] if self.doc else ""
 
     def load(self) -> Callable[..., Any]:
-        """The function itself, which is imported if needed.  Raises: RegistryError."""
+        """The function or class itself, which is imported if needed.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
     def check_row(self, *row: Any) -> None:

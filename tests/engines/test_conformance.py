@@ -83,7 +83,7 @@ def test_a_value_model(reference: Make, engine: Make) -> None:
     one, other = (make(TIGHT, is_value_model=True) for make in (reference, engine))
     batch, needs = suite.batch_of(0, 12), frozenset({"values"})
     for each in (one, other):
-        each.update(batch, ValueObjective())
+        suite.update(each, batch, ValueObjective())
     torch.testing.assert_close(other.forward(batch, needs)["values"], one.forward(batch, needs)["values"])
     assert one.whole_module() is other.whole_module() is None
 
@@ -94,7 +94,7 @@ def test_a_reward_model(reference: Make, engine: Make) -> None:
     batch = batch.with_columns(margin=torch.arange(12).div(2, rounding_mode="floor") / 10)
     one, other = (make(TIGHT, is_reward_model=True) for make in (reference, engine))
     for each in (one, other):
-        each.update(batch, PreferenceObjective(0.1))
+        suite.update(each, batch, PreferenceObjective(0.1))
     expected, got = (each.forward(batch, needs)["scores"] for each in (one, other))
     torch.testing.assert_close(got, expected)
     assert torch.equal(
@@ -108,13 +108,13 @@ def test_without_a_token_that_counts_and_with_an_infinite_loss_nothing_moves(eng
     made, batch = engine(TIGHT), suite.ragged_batch()
     before = suite.weights_of(made)
     empty = batch.with_columns(response_mask=torch.zeros_like(batch["response_mask"]))
-    assert made.update(empty, suite.OBJECTIVES[0]).reduce() == {"actor/empty_updates": 1.0}
+    assert suite.update(made, empty, suite.OBJECTIVES[0]).reduce() == {"actor/empty_updates": 1.0}
     broken = batch.with_columns(advantages=batch["advantages"] * torch.tensor(float("inf")))
     for times in (1, 2):
-        measured = made.update(broken, suite.OBJECTIVES[0]).reduce()
+        measured = suite.update(made, broken, suite.OBJECTIVES[0]).reduce()
         assert measured["actor/skipped_updates"] == measured["actor/skipped_in_a_row"] == times
     assert torch.equal(suite.weights_of(made), before)
-    assert made.update(batch, suite.OBJECTIVES[0]).reduce()["actor/skipped_in_a_row"] == 0
+    assert suite.update(made, batch, suite.OBJECTIVES[0]).reduce()["actor/skipped_in_a_row"] == 0
 
 
 def test_a_saved_state_goes_on_to_the_same_bits(engine: Make, device: torch.device, tmp_path: Path) -> None:
@@ -122,13 +122,13 @@ def test_a_saved_state_goes_on_to_the_same_bits(engine: Make, device: torch.devi
     optim = OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=2)
     straight, stopped, resumed = (engine(TIGHT, optim=optim, total_steps=4) for _ in range(3))
     for step in range(4):
-        straight.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(straight, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     for step in range(2):
-        stopped.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(stopped, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     stopped.save(tmp_path / "state", {"of": "it"})
     assert resumed.load(tmp_path / "state") == {"of": "it"}
     for step in range(2, 4):
-        resumed.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(resumed, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     check_bits(suite.weights_of(straight), suite.weights_of(resumed), device)
 
 
@@ -142,7 +142,7 @@ def test_off_the_device_and_back_changes_nothing(engine: Make, device: torch.dev
     stays, moves = engine(TIGHT), engine(TIGHT)
     for step in range(2):
         for each in (stays, moves):
-            each.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+            suite.update(each, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
         moves.offload()
         moves.onload()
     check_bits(suite.weights_of(stays), suite.weights_of(moves), device)
@@ -187,15 +187,15 @@ import torch
 from whet.engines.single import SingleEngine
 
 class Mine(SingleEngine):
-    \"\"\"`single`, and counts its updates.\"\"\"
+    \"\"\"`single`, and counts its steps.\"\"\"
 
     def __init__(self, role, process_group=None, device=torch.device("cpu"), *, first: int = 0):
         super().__init__(role, process_group, device)
         self.count = first
 
-    def update(self, batch, objective):
+    def step(self):
         self.count += 1
-        return super().update(batch, objective)
+        return super().step()
 """
 
 

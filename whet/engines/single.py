@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet import serialization
+from whet.config.engine_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.models.compiled_layers import compile_layers
 from whet.models.fixed import KEY, fix_tiles
 from whet.models.load import body_of, cast_weights
@@ -61,6 +63,11 @@ class SingleEngine(Engine):
             tile = fix_tiles(body_of(self.model), device, role.forward.dtype)
             self.forward_settings = replace(self.forward_settings, in_stretches=True, tile=tile)
         self.optimizer = optimizer_for(self.model, role.optim, role.seed) if role.optim is not None else None
+
+    @classmethod
+    def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
+        """Returns no error: `single` also has the kernels of a rollout that is batch-invariant."""
+        return ()
 
     def whole_module(self) -> PreTrainedModel | None:
         """The language model itself; None of a value model."""

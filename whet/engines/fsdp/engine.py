@@ -18,14 +18,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from whet.config.engine_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine
-from whet.engines.fsdp import checkpoint
+from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Spread
 from whet.engines.role import RoleSettings
+from whet.errors import ConfigError
 from whet.models.compiled_layers import compile_layers
 from whet.models.load import body_of, cast_weights
 from whet.models.packing import Layout
@@ -34,7 +36,7 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine("fsdp", check="whet.engines.fsdp.checks:check")
+@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses")
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
@@ -98,6 +100,10 @@ class FSDPEngine(Engine):
         tensor, sequence = options["tensor_parallel_size"], options["sequence_parallel_size"]
         shards = (options["shard_size"] or processes // tensor) * tensor
         return Spread(shards, options["cpu_offload"], row_ranks=tensor * sequence, token_shares=sequence)
+
+    @classmethod
+    def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
+        return checks.refuses(use)
 
     @property
     def dp_rank(self) -> int:
