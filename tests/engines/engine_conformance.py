@@ -110,6 +110,20 @@ def update(engine: TrainEngine, batch: Batch, objective: Objective) -> Metrics:
     return metrics
 
 
+def parts_of(batch: DataProto) -> list[DataProto]:
+    """A mini-batch in parts, one of them of a single row."""
+    return [batch[start:stop] for start, stop in ((0, 5), (5, 6), (6, len(batch)))]
+
+
+def update_in_parts(engine: TrainEngine, batch: DataProto, objective: Objective) -> Metrics:
+    """The step of `update`, by a call for each part with the counts of the whole."""
+    counts, metrics = objective.counts(batch.columns()), Metrics()
+    for part in parts_of(batch):
+        metrics.merge(engine.forward_backward(part, objective, counts))
+    metrics.merge(engine.step())
+    return metrics
+
+
 def weights_of(engine: TrainEngine) -> torch.Tensor:
     """All weights end to end, by name."""
     named: Iterator[tuple[str, torch.Tensor]] = engine.named_weights()

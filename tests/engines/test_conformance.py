@@ -25,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config import TrainConfig
+from whet.config.engine_checks import EngineUse
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.config.section import Place
 from whet.devices import HOST
-from whet.engines.protocol import TrainEngine, TrainsAdapter
+from whet.engines.protocol import Spread, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.registry import ENGINES
 from whet.trainers import build
@@ -77,6 +79,27 @@ def test_updates(objective: object, reference: Make, engine: Make) -> None:
 @pytest.mark.parametrize("variant", suite.VARIANTS[3:])
 def test_updates_under_any_split(variant: suite.Variant, reference: Make, engine: Make) -> None:
     suite.check_update(reference(WHOLE), engine(variant), suite.OBJECTIVES[1])
+
+
+@pytest.mark.parametrize("objective", suite.OBJECTIVES[:2], ids=lambda objective: objective.loss_name)
+def test_gradients_of_parts_add_up(objective: Any, reference: Make, engine: Make) -> None:
+    """Calls with parts of a mini-batch and the counts of the whole, then a step; and nothing is left for the next."""
+    one, other = reference(WHOLE), engine(TIGHT)
+    for step in range(2):
+        batch = suite.ragged_batch(seed=step)
+        expected = suite.update(one, batch, objective).reduce()
+        got = suite.update_in_parts(other, batch, objective).reduce()
+        assert expected.keys() == got.keys()
+        for name, value in expected.items():
+            assert got[name] == pytest.approx(value, abs=2e-5, rel=2e-4), name
+    assert (suite.weights_of(other) - suite.weights_of(one)).norm() < suite.BOUND * suite.weights_of(one).norm()
+
+
+def test_an_engine_says_how_it_spreads_and_what_it_refuses(engine: Make, train_config: Any, engine_name: str) -> None:
+    """On one process a model is whole, and a config that was loaded is not refused."""
+    kind, use = type(engine()), EngineUse.at(Place("actor.engine", train_config({"actor.engine.name": engine_name})))
+    assert kind.spread(1, use.options) == Spread()
+    assert list(kind.refuses(use)) == list(use.refused()) == []
 
 
 def test_a_value_model(reference: Make, engine: Make) -> None:
@@ -177,6 +200,15 @@ def test_two_processes_take_the_steps_of_one(
     steps = range(2)
     objective = suite.OBJECTIVES[2]  # it looks at the objects of every row
     suite.check_records(suite.drive(one, objective, steps), suite.drive(group, objective, steps))
+    batch = suite.batch_of(2, 12)  # in parts, one of which has no row for the second rank
+    expected, counts = one.update(batch, objective).reduce(), objective.counts(batch.columns())
+    for part in suite.parts_of(batch):
+        group.forward_backward(part, objective, counts)
+    measured = [each.reduce() for each in group.step()]
+    assert measured[0] == measured[1] and len(measured[0]) == 4
+    assert measured[0] == {name: pytest.approx(expected[name], rel=2e-4) for name in measured[0]}
+    ours, theirs = (suite.Record([], {}, each.weights()[0]) for each in (group, one))
+    assert ours.distance(theirs) < suite.BOUND
     group.close()
 
 

@@ -51,6 +51,29 @@ def test_gradient_under_any_split(variant: suite.Variant, model_folder: Path) ->
     assert (gradient(engine(model_folder, variant)) - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_parts_that_are_micro_batches_give_the_bits_of_the_whole(model_folder: Path) -> None:
+    whole, parts = (engine(model_folder, suite.Variant(True, 64)) for _ in range(2))
+    for step in range(2):
+        batch, objective = suite.ragged_batch(seed=step), suite.OBJECTIVES[1]
+        expected, counts = suite.update(whole, batch, objective), objective.counts(batch.columns())
+        passes = parts._passes(batch.columns(), objective.block)
+        assert len(passes) > 2
+        measured = Metrics()
+        for rows in passes:
+            measured.merge(parts.forward_backward(batch[rows], objective, counts))
+        measured.merge(parts.step())
+        assert measured.reduce() == expected.reduce()
+    assert torch.equal(suite.weights_of(parts), suite.weights_of(whole))
+
+
+def test_a_step_without_gradients_moves_nothing(model_folder: Path) -> None:
+    of = engine(model_folder, suite.Variant(True, 64))
+    suite.update(of, suite.ragged_batch(), suite.OBJECTIVES[1])
+    before = suite.weights_of(of)
+    assert of.step().reduce() == {"actor/empty_updates": 1.0}
+    assert torch.equal(suite.weights_of(of), before)
+
+
 def test_gradient_equals_a_plain_backward_pass(model_folder: Path) -> None:
     """Token-mean cross-entropy by transformers' own loss, tokens that are not to be learnt labelled -100."""
     batch = suite.ragged_batch()

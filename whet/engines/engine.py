@@ -24,7 +24,7 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, learning_rate, optimizers_of
-from whet.engines.protocol import Columns, Objective, Spread
+from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
@@ -122,6 +122,8 @@ class Engine(ABC):
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
         """Adds the gradient of the loss of `batch`, divided by `counts`, to those of earlier calls since the last step.
         Does nothing where no token counts."""
+        if "loss_mask" in batch and isinstance(objective, Narrows):
+            batch = objective.narrowed(batch)
         columns, metrics = batch.columns(), Metrics()
         optimizer, self._name = self._require_optimizer(), objective.name
         if counts is None:

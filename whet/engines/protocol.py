@@ -61,6 +61,15 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class Narrows(Protocol):
+    """An objective that reads few model outputs of tokens outside `loss_mask`."""
+
+    def narrowed(self, batch: Batch) -> Batch:
+        """Returns a batch with `loss_mask` whose `response_mask` has the tokens that the loss reads, and no others."""
+        ...
+
+
 class TrainEngine(Protocol):
     """A model with an optimizer, or without one where it is only read."""
 

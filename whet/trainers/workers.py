@@ -39,7 +39,6 @@ from whet.planning.speed import training_flops
 from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
-from whet.trainers.objectives import narrowed
 from whet.types import Media
 from whet.weight_sync.buckets import send
 from whet.weight_sync.link import Broken, LinkClosedError, Outlet
@@ -88,16 +87,16 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
-        metrics = self.forward_backward(batch, objective)
+        if self._outline is not None:  # ranks that share rows are taken to share their work evenly
+            self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
+        metrics = self.engine.forward_backward(batch, objective)
         metrics.merge(self.engine.step())
         return metrics
 
     @register(Dispatch.DP_COMPUTE)
-    def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
-        """Adds the gradient of a mini-batch, or of a part where `counts` are those of the whole."""
-        if self._outline is not None:  # ranks that share rows are taken to share their work evenly
-            self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
-        return self.engine.forward_backward(narrowed(batch, objective), objective, counts)
+    def forward_backward(self, batch: Batch, objective: Objective, counts: Columns) -> Metrics:
+        """Adds up the gradients of parts of a mini-batch, for `step`; `counts` are those of the whole."""
+        return self.engine.forward_backward(batch, objective, counts)
 
     @register(Dispatch.ONE_TO_ALL)
     def step(self) -> Metrics:
