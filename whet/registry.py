@@ -421,7 +421,7 @@ ROLLOUT_ENGINES = Registry(
     ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model", "cache_room"),
 )
 KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
-HINTS = Registry("hint source", "trainers", "register_hint")  # `whet algorithms` does not list it
+HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources", "chat"))  # listed nowhere
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register

@@ -69,7 +69,7 @@ class Stages(SingleEngine):
     def refuses(cls, use: EngineUse) -> Iterator[ConfigError]:
         """Yields an error for rows with media, which no stage passes on."""
         if use.media:
-            yield ConfigError(f"{use.key}.name", use.engine.name, f"single, as {use.media} has images or videos")
+            yield ConfigError(f"{use.key}.name", use.engine.name, f"an engine that reads the media of {use.media}")
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
         """The first stage is one micro-batch ahead of the second; gradients go back through both."""

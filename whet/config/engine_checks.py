@@ -33,33 +33,24 @@ class EngineUse:
     @classmethod
     def at(cls, place: Place, media: str = "") -> EngineUse:
         """The use of the engine in a section of a config.  Raises: ConfigError for an unknown engine or option."""
-        cluster: ClusterConfig = place.whole["cluster"]
-        engine: EngineConfig = place.parent["engine"]
-        prefix = place.key.removesuffix("engine")
-        role, config = prefix.removesuffix(".") or "actor", place.whole
+        config, engine, cluster = place.whole, place.parent["engine"], place.whole["cluster"]
         options = entry_at(ENGINES, place.of("name"), engine.name).resolve_options(engine.options, place.of("options"))
-        is_invariant = role == "actor" and isinstance(config, TrainConfig)
-        return cls(
-            place.key,
-            engine,
-            options,
-            config["model"],
-            place.parent.get("optim"),
-            f"{prefix}optim",
-            cluster.processes_of(role),
-            cluster.processes_key(role),
-            is_invariant and config["rollout"].engine.options.get("batch_invariant") is True,
-            media,
-        )
+        prefix = place.key.removesuffix("engine")
+        role, optim = prefix.removesuffix(".") or "actor", (place.parent.get("optim"), f"{prefix}optim")
+        processes = cluster.processes_of(role), cluster.processes_key(role)
+        rollout = config["rollout"].engine.options if role == "actor" and isinstance(config, TrainConfig) else {}
+        invariant = rollout.get("batch_invariant") is True
+        return cls(place.key, engine, options, config["model"], *optim, *processes, invariant, media)
 
     def refused(self) -> Iterable[ConfigError]:
         """The errors that `refuses` of the engine's class returns. A shipped engine that refuses something names the
         function with its registration, in a module that loads no torch."""
         entry = ENGINES[self.engine.name]
-        if "refuses" in entry.marks:
-            refuses: Callable[[EngineUse], Iterable[ConfigError]] = load_target(entry.marks["refuses"])
-            return refuses(self)
-        return () if entry.function is None else entry.load().refuses(self)
+        if entry.function is None and "refuses" not in entry.marks:
+            return ()
+        target = entry.marks.get("refuses", f"{entry.target}.refuses")
+        refuses: Callable[[EngineUse], Iterable[ConfigError]] = load_target(target)
+        return refuses(self)
 
 
 def other_kernels(use: EngineUse) -> Iterator[ConfigError]:

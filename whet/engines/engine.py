@@ -45,6 +45,7 @@ class Engine(ABC):
     """
 
     optimizer: Optimizer | None
+    row_ranks = 1  # consecutive ranks that read the same rows
 
     def __init__(
         self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
@@ -89,15 +90,15 @@ class Engine(ABC):
 
     @property
     def dp_rank(self) -> int:
-        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+        return 0 if self.process_group is None else dist.get_rank(self.process_group) // self.row_ranks
 
     @property
     def dp_size(self) -> int:
-        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group) // self.row_ranks
 
     @property
     def is_reporting(self) -> bool:
-        return True
+        return self.process_group is None or dist.get_rank(self.process_group) % self.row_ranks == 0
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -124,8 +125,8 @@ class Engine(ABC):
         Does nothing where no token counts."""
         if "loss_mask" in batch and isinstance(objective, Narrows):
             batch = objective.narrowed(batch)
-        columns, metrics = batch.columns(), Metrics()
-        optimizer, self._name = self._require_optimizer(), objective.name
+        columns: Columns = batch.columns()
+        optimizer, metrics, self._name = self._require_optimizer(), Metrics(), objective.name
         if counts is None:
             counts = {name: self._sum(count, self.rows_group) for name, count in objective.counts(columns).items()}
         if not any(bool(count > 0) for count in counts.values()):
@@ -196,11 +197,15 @@ class Engine(ABC):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
         order."""
-        yield from merged_weights(self.model)
+        return self._gathered(merged_weights(self.model))
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights of the adapter, as its folder names them; on every rank, in one order."""
-        yield from adapter_weights(self.model)
+        return self._gathered(adapter_weights(self.model))
+
+    def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Makes weights whole, one at a time."""
+        yield from weights
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
@@ -248,12 +253,10 @@ class Engine(ABC):
         """Around passes between which no weight changes."""
         return nullcontext()
 
-    @abstractmethod
-    def _keep_gradients(self) -> None:
+    def _keep_gradients(self) -> None:  # noqa: B027  # autograd adds them up
         """Called after each backward pass."""
 
-    @abstractmethod
-    def _sum_gradients(self) -> None:
+    def _sum_gradients(self) -> None:  # noqa: B027  # each pass may have done it
         """Called before a step: from then on gradients are those of the whole mini-batch."""
 
     @abstractmethod

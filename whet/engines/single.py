@@ -107,8 +107,8 @@ class SingleEngine(Engine):
 
     def load(self, path: Path) -> dict[str, Any] | None:
         if path.is_dir():
-            change = "set engine.name=fsdp to go on from it"
-            raise EngineError(f"{path}", "was written by the engine fsdp", "", change)
+            change = "set engine.name to that of the run that wrote it"
+            raise EngineError(f"{path}", "is a folder", "a file, which this engine writes", change)
         state = serialization.load(path)
         self.load_state(state)
         start: dict[str, Any] | None = state.get("start")
@@ -124,9 +124,6 @@ class SingleEngine(Engine):
         if self.narrow is not None:
             self.narrow.forget()
         super().offload(weights)
-
-    def _keep_gradients(self) -> None:
-        """autograd adds them up where they are."""
 
     def _sum_gradients(self) -> None:
         """Over the ranks, in one flat message. A rank without rows sends zeros."""
