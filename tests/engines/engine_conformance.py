@@ -93,6 +93,18 @@ class Named(PolicyObjective):
         return super().loss(outputs, batch, counts)
 
 
+@dataclass(frozen=True)
+class Plain:
+    """An objective with the members of the protocol alone: it narrows no batch."""
+
+    of: Objective
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "narrowed":
+            raise AttributeError(name)
+        return getattr(self.of, name)
+
+
 OBJECTIVES = [
     PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}),
     PolicyObjective(

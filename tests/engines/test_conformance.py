@@ -29,7 +29,7 @@ from whet.config.engine_checks import EngineUse
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.config.section import Place
 from whet.devices import HOST
-from whet.engines.protocol import Spread, TrainEngine, TrainsAdapter
+from whet.engines.protocol import Narrows, Spread, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.registry import ENGINES
 from whet.trainers import build
@@ -92,6 +92,22 @@ def test_gradients_of_parts_add_up(objective: Any, reference: Make, engine: Make
         assert expected.keys() == got.keys()
         for name, value in expected.items():
             assert got[name] == pytest.approx(value, abs=2e-5, rel=2e-4), name
+    assert (suite.weights_of(other) - suite.weights_of(one)).norm() < suite.BOUND * suite.weights_of(one).norm()
+
+
+@pytest.mark.parametrize("objective", suite.OBJECTIVES[:2], ids=lambda objective: objective.loss_name)
+def test_what_an_objective_leaves_out_changes_nothing(objective: Any, reference: Make, engine: Make) -> None:
+    """A loss of tokens reads none that is rejected, one of sequences no row of these alone."""
+    batch, plain = suite.ragged_batch(), suite.Plain(objective)
+    kept = torch.rand(batch["response_mask"].shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    kept[5] = False
+    batch = batch.with_columns(loss_mask=batch["response_mask"] * kept)
+    assert isinstance(objective, Narrows) and not isinstance(plain, Narrows)
+    one, other = reference(WHOLE), engine(TIGHT)
+    expected = suite.update(one, batch, plain).reduce()  # type: ignore[arg-type]
+    assert suite.update(other, batch, objective).reduce() == {
+        name: pytest.approx(value, abs=2e-5, rel=2e-4) for name, value in expected.items()
+    }
     assert (suite.weights_of(other) - suite.weights_of(one)).norm() < suite.BOUND * suite.weights_of(one).norm()
 
 

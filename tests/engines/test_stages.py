@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ import engine_conformance as suite
 from tests.raising import raises
 from whet.config import TrainConfig
 from whet.config.schema import EngineConfig, OptimConfig
+from whet.engines.protocol import TrainEngine
 from whet.engines.role import RoleSettings
-from whet.errors import ConfigError
+from whet.errors import ConfigError, EngineError
 from whet.registry import ENGINES
 from whet.trainers import build
-from whet.trainers.workers import check_media
+from whet.trainers.workers import check_media, with_adapter
 from whet.types import Media
 
 STAGES = f"{Path(__file__).parent / 'toy_stages.py'}:Stages"
@@ -55,6 +56,36 @@ def test_steps_of_grpo_are_those_of_single(
         for name in names:
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
     assert (weights - expected).norm() < suite.BOUND * expected.norm()
+
+
+def test_an_engine_without_adapters_is_told_by_what_it_has() -> None:
+    class Bare:
+        """No engine has fewer abilities."""
+
+    with raises(EngineError, "Bare"):
+        with_adapter(cast(TrainEngine, Bare()))
+
+
+PICKY = """
+from whet.engines.single import SingleEngine
+from whet.errors import ConfigError
+
+class Picky(SingleEngine):
+    @classmethod
+    def refuses(cls, use):
+        if use.engine.packing is False:
+            yield ConfigError(f"{use.key}.packing", False, "true")
+"""
+
+
+def test_what_an_engine_of_ones_own_refuses_is_an_error_of_the_config(
+    train_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "picky.py").write_text(PICKY)
+    engine = {"actor.engine.name": f"{tmp_path}/picky.py:Picky"}
+    assert train_config(engine).actor.engine.packing is None
+    with raises(ConfigError, "actor.engine.packing", found=False):
+        train_config({**engine, "actor.engine.packing": False})
 
 
 def test_it_says_what_it_refuses_once_the_data_is_read(train_config: Callable[..., TrainConfig]) -> None:
