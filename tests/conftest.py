@@ -29,7 +29,8 @@ SMALL_RUN: dict[str, Any] = {  # takes a second
     "trainer.save_freq": 0,
     "trainer.logger": ["jsonl"],
 }
-SHIPPED_ENGINES = ["single", "fsdp"]
+STAGES = f"{Path(__file__).parent / 'engines' / 'toy_stages.py'}:Stages"
+ENGINES = ["single", "fsdp", pytest.param(STAGES, id="stages")]
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 
@@ -60,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with an argument `engine_name` run with each engine."""
     if "engine_name" in metafunc.fixturenames:
-        metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or SHIPPED_ENGINES)
+        metafunc.parametrize("engine_name", metafunc.config.getoption("--engine") or ENGINES)
 
 
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)

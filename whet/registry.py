@@ -93,7 +93,7 @@ class Entry:
         return self.doc.strip().split("\n", 1)[0] if self.doc else ""
 
     def load(self) -> Callable[..., Any]:
-        """The function itself, which is imported if needed.  Raises: RegistryError."""
+        """The function or class itself, which is imported if needed.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
     def check_row(self, *row: Any) -> None:
@@ -421,7 +421,7 @@ ROLLOUT_ENGINES = Registry(
     ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model", "cache_room"),
 )
 KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
-HINTS = Registry("hint source", "trainers", "register_hint")  # `whet algorithms` does not list it
+HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources", "chat"))  # listed nowhere
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register

@@ -28,6 +28,7 @@ from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.keyed import key
+from whet.metrics import Metrics
 from whet.models import attention, experts
 from whet.models.fused import fuse
 from whet.models.load import TrainedModel
@@ -137,6 +138,13 @@ def tune(report: Report) -> None:
                 report("tune", dim=dim, settings=settings, failed=str(error)[:80])
 
 
+def step(engine: SingleEngine, batch: DataProto) -> Metrics:
+    """Takes an optimizer step of PPO on a mini-batch."""
+    metrics = engine.forward_backward(batch, PPO)
+    metrics.merge(engine.step())
+    return metrics
+
+
 def update(size: str, report: Report, checkpoint: bool = False, narrow: bool = False, prompts: int = 16) -> None:
     """Tokens a second and MFU (6 N T) of one update over ragged rows; with checkpoints, times the seconds without."""
     name = f"update:{size}{':checkpoints' if checkpoint else ''}{':narrow' if narrow else ''}"
@@ -144,7 +152,7 @@ def update(size: str, report: Report, checkpoint: bool = False, narrow: bool = F
     warm, first = list[float](), 0.0
     for turn in range(1 + TURNS):
         torch.accelerator.reset_peak_memory_stats()
-        seconds, metrics = timed(lambda: engine.update(batch, PPO))
+        seconds, metrics = timed(lambda: step(engine, batch))
         if not turn:
             first = seconds
             report(name, first_seconds=first)
@@ -157,17 +165,17 @@ def update(size: str, report: Report, checkpoint: bool = False, narrow: bool = F
             found["times_without"] = median(warm) / report.seconds[name.removesuffix(":checkpoints")]
         report(name, **found)
     report.seconds[name] = median(warm)
-    busy, top = device_busy(lambda: engine.update(batch, PPO))
+    busy, top = device_busy(lambda: step(engine, batch))
     report(name, **found, busy=busy[0], top=top)
 
 
 def waits(size: str, report: Report) -> None:
     """Places where the host waits for the device within an update and a turn of sampling."""
     engine, batch, *_ = trainer(size, False, False, 16)
-    engine.update(batch, PPO)
-    for line, count in waiting(lambda: engine.update(batch, PPO)):
+    step(engine, batch)
+    for line, count in waiting(lambda: step(engine, batch)):
         report(f"waits:{size}:update", count=count, at=line)
-    works, seconds = host_share(lambda: engine.update(batch, PPO))
+    works, seconds = host_share(lambda: step(engine, batch))
     report(f"waits:{size}:update", host_seconds=works, seconds=seconds)
     gc.collect()
     sampler, made = sampler_of(size, 64, 8, 8.0)

@@ -46,7 +46,7 @@ def measure(size: str, report: card.Report, prompts: int = 64, n: int = 8, cache
         gap, batch = compared(trainer, made, done)
         report(part, **{f"{kind}gap_millionths": 1e6 * gap, f"{kind}same_alone": same_alone(sampler, made, done)})
         for turn in range(1 + TURNS):
-            taken, _ = card.timed(lambda t=trainer, b=batch: t.update(b, card.PPO))
+            taken, _ = card.timed(lambda t=trainer, b=batch: card.step(t, b))
             updates += [taken] if turn else []
         now = {"sample": median(rates), "update": median(updates)}
         tokens = {"sample": sum(len(each.token_ids) for each in done), "update": int(batch["attention_mask"].sum())}

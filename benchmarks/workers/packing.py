@@ -34,7 +34,8 @@ def main() -> None:
     turns.ready()
     while True:
         turns.wait()
-        numbers = engine.update(batch, objective).reduce()
+        engine.forward_backward(batch, objective)
+        numbers = engine.step().reduce()
         turns.done(grad_norm=numbers["actor/grad_norm"])
 
 

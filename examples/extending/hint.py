@@ -6,11 +6,10 @@ It returns a text, or None for no hint, for each trajectory of each group."""
 
 from collections.abc import Sequence
 
-from whet.trainers.columns import Sources
 from whet.types import Group
 
 
-def first_digits(groups: Sequence[Group], sources: Sources, *, count: int = 1) -> list[list[str | None]]:
+def first_digits(groups: Sequence[Group], *, count: int = 1) -> list[list[str | None]]:
     """The first `count` characters of the ground truth, for trajectories that are wrong."""
     return [
         [None if (each.accuracy or 0) >= 1 else str(group.prompt.ground_truth)[:count] for each in group.trajectories]

@@ -32,8 +32,9 @@ class Pulled(SingleEngine):
         self.start = [weight.detach().clone() for weight in self.model.parameters()] if pull else []
 
     @torch.no_grad()
-    def finish(self, name: str, loss: torch.Tensor, metrics: Metrics) -> None:
+    def step(self) -> Metrics:
         """Takes the step, then goes back a part of the way."""
-        super().finish(name, loss, metrics)
+        metrics = super().step()
         for weight, start in zip(self.model.parameters(), self.start, strict=bool(self.pull)):
             weight.lerp_(start, self.pull)
+        return metrics

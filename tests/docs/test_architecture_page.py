@@ -17,7 +17,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("protocol", [RolloutEngine, Objective, TrainEngine], ids=lambda each: each.__name__)
 def test_a_contract_has_the_members_of_its_protocol(protocol: type) -> None:
-    members = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    named = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    members = {name: value.__func__ if isinstance(value, classmethod) else value for name, value in named.items()}
     wanted = {
         name if isinstance(value, property) else f"{name}({', '.join([*inspect.signature(value).parameters][1:])})"
         for name, value in members.items()

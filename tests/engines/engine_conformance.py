@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch
@@ -92,6 +93,18 @@ class Named(PolicyObjective):
         return super().loss(outputs, batch, counts)
 
 
+@dataclass(frozen=True)
+class Plain:
+    """An objective with the members of the protocol alone: it narrows no batch."""
+
+    of: Objective
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "narrowed":
+            raise AttributeError(name)
+        return getattr(self.of, name)
+
+
 OBJECTIVES = [
     PolicyObjective("ppo_clip", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}),
     PolicyObjective(
@@ -100,6 +113,27 @@ OBJECTIVES = [
     Named("reinforce", {}, aggregation="seq-mean-token-sum-norm", fixed_length=20),
     ImitationObjective(),
 ]
+
+
+def update(engine: TrainEngine, batch: Batch, objective: Objective) -> Metrics:
+    """Takes one optimizer step on a mini-batch."""
+    metrics = engine.forward_backward(batch, objective)
+    metrics.merge(engine.step())
+    return metrics
+
+
+def parts_of(batch: DataProto) -> list[DataProto]:
+    """A mini-batch in parts, one of them of a single row."""
+    return [batch[start:stop] for start, stop in ((0, 5), (5, 6), (6, len(batch)))]
+
+
+def update_in_parts(engine: TrainEngine, batch: DataProto, objective: Objective) -> Metrics:
+    """The step of `update`, by a call for each part with the counts of the whole."""
+    counts, metrics = objective.counts(batch.columns()), Metrics()
+    for part in parts_of(batch):
+        metrics.merge(engine.forward_backward(part, objective, counts))
+    metrics.merge(engine.step())
+    return metrics
 
 
 def weights_of(engine: TrainEngine) -> torch.Tensor:
@@ -129,8 +163,8 @@ def check_update(
     assert torch.equal(start, weights_of(engine))
     for step in range(steps):
         batch = batch_at(seed=step)
-        expected = reference.update(batch, objective).reduce()  # type: ignore[arg-type]
-        got = engine.update(batch, objective).reduce()  # type: ignore[arg-type]
+        expected = update(reference, batch, objective).reduce()  # type: ignore[arg-type]
+        got = update(engine, batch, objective).reduce()  # type: ignore[arg-type]
         assert expected.keys() == got.keys()
         for name, value in expected.items():
             torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(value), atol=2e-5, rtol=2e-4, msg=name)

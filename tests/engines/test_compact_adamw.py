@@ -187,12 +187,12 @@ def test_weights_in_bfloat16_resume_to_the_same_bits(
         each.forward_settings = ForwardSettings(dtype=torch.bfloat16)
     straight, stopped, resumed = made
     for step in range(4):
-        straight.update(suite.ragged_batch(seed=step), ImitationObjective())
+        suite.update(straight, suite.ragged_batch(seed=step), ImitationObjective())
     for step in range(2):
-        stopped.update(suite.ragged_batch(seed=step), ImitationObjective())
+        suite.update(stopped, suite.ragged_batch(seed=step), ImitationObjective())
     resumed.load_state(stopped.state())
     for step in range(2, 4):
-        resumed.update(suite.ragged_batch(seed=step), ImitationObjective())
+        suite.update(resumed, suite.ragged_batch(seed=step), ImitationObjective())
     assert torch.equal(suite.weights_of(straight), suite.weights_of(resumed))
     assert all(p.dtype == torch.bfloat16 for p in resumed.model.parameters())
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in resumed.model.parameters())
@@ -203,12 +203,12 @@ def test_state_resumes_to_the_same_bits(state_dtype: Kept, model_folder: Path) -
     optim = OptimConfig(lr=1e-3, schedule="cosine", state_dtype=state_dtype)
     straight, stopped, resumed = (engine(model_folder, suite.Variant(True, 64), optim) for _ in range(3))
     for step in range(4):
-        straight.update(suite.ragged_batch(seed=step), ImitationObjective())
+        suite.update(straight, suite.ragged_batch(seed=step), ImitationObjective())
     for step in range(2):
-        stopped.update(suite.ragged_batch(seed=step), ImitationObjective())
+        suite.update(stopped, suite.ragged_batch(seed=step), ImitationObjective())
     resumed.load_state(stopped.state())
     for step in range(2, 4):
-        resumed.update(suite.ragged_batch(seed=step), ImitationObjective())
+        suite.update(resumed, suite.ragged_batch(seed=step), ImitationObjective())
     assert torch.equal(suite.weights_of(straight), suite.weights_of(resumed))
     dtypes = {value.dtype for each in resumed.state()["optimizer"]["state"].values() for value in each.values()}
     assert dtypes == {torch.float32, {"bfloat16": torch.bfloat16, "int8": torch.uint8}[state_dtype]}

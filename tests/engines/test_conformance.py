@@ -25,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config import TrainConfig
+from whet.config.engine_checks import EngineUse
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.config.section import Place
 from whet.devices import HOST
-from whet.engines.protocol import TrainEngine, TrainsAdapter
+from whet.engines.protocol import Narrows, Spread, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.registry import ENGINES
 from whet.trainers import build
@@ -79,11 +81,48 @@ def test_updates_under_any_split(variant: suite.Variant, reference: Make, engine
     suite.check_update(reference(WHOLE), engine(variant), suite.OBJECTIVES[1])
 
 
+@pytest.mark.parametrize("objective", suite.OBJECTIVES[:2], ids=lambda objective: objective.loss_name)
+def test_gradients_of_parts_add_up(objective: Any, reference: Make, engine: Make) -> None:
+    """Calls with parts of a mini-batch and the counts of the whole, then a step; and nothing is left for the next."""
+    one, other = reference(WHOLE), engine(TIGHT)
+    for step in range(2):
+        batch = suite.ragged_batch(seed=step)
+        expected = suite.update(one, batch, objective).reduce()
+        got = suite.update_in_parts(other, batch, objective).reduce()
+        assert expected.keys() == got.keys()
+        for name, value in expected.items():
+            assert got[name] == pytest.approx(value, abs=2e-5, rel=2e-4), name
+    assert (suite.weights_of(other) - suite.weights_of(one)).norm() < suite.BOUND * suite.weights_of(one).norm()
+
+
+@pytest.mark.parametrize("objective", suite.OBJECTIVES[:2], ids=lambda objective: objective.loss_name)
+def test_what_an_objective_leaves_out_changes_nothing(objective: Any, reference: Make, engine: Make) -> None:
+    """A loss of tokens reads none that is rejected, one of sequences no row of these alone."""
+    batch, plain = suite.ragged_batch(), suite.Plain(objective)
+    kept = torch.rand(batch["response_mask"].shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    kept[5] = False
+    batch = batch.with_columns(loss_mask=batch["response_mask"] * kept)
+    assert isinstance(objective, Narrows) and not isinstance(plain, Narrows)
+    one, other = reference(WHOLE), engine(TIGHT)
+    expected = suite.update(one, batch, plain).reduce()  # type: ignore[arg-type]
+    assert suite.update(other, batch, objective).reduce() == {
+        name: pytest.approx(value, abs=2e-5, rel=2e-4) for name, value in expected.items()
+    }
+    assert (suite.weights_of(other) - suite.weights_of(one)).norm() < suite.BOUND * suite.weights_of(one).norm()
+
+
+def test_an_engine_says_how_it_spreads_and_what_it_refuses(engine: Make, train_config: Any, engine_name: str) -> None:
+    """On one process a model is whole, and a config that was loaded is not refused."""
+    kind, use = type(engine()), EngineUse.at(Place("actor.engine", train_config({"actor.engine.name": engine_name})))
+    assert kind.spread(1, use.options) == Spread()
+    assert list(kind.refuses(use)) == list(use.refused()) == []
+
+
 def test_a_value_model(reference: Make, engine: Make) -> None:
     one, other = (make(TIGHT, is_value_model=True) for make in (reference, engine))
     batch, needs = suite.batch_of(0, 12), frozenset({"values"})
     for each in (one, other):
-        each.update(batch, ValueObjective())
+        suite.update(each, batch, ValueObjective())
     torch.testing.assert_close(other.forward(batch, needs)["values"], one.forward(batch, needs)["values"])
     assert one.whole_module() is other.whole_module() is None
 
@@ -94,7 +133,7 @@ def test_a_reward_model(reference: Make, engine: Make) -> None:
     batch = batch.with_columns(margin=torch.arange(12).div(2, rounding_mode="floor") / 10)
     one, other = (make(TIGHT, is_reward_model=True) for make in (reference, engine))
     for each in (one, other):
-        each.update(batch, PreferenceObjective(0.1))
+        suite.update(each, batch, PreferenceObjective(0.1))
     expected, got = (each.forward(batch, needs)["scores"] for each in (one, other))
     torch.testing.assert_close(got, expected)
     assert torch.equal(
@@ -108,13 +147,13 @@ def test_without_a_token_that_counts_and_with_an_infinite_loss_nothing_moves(eng
     made, batch = engine(TIGHT), suite.ragged_batch()
     before = suite.weights_of(made)
     empty = batch.with_columns(response_mask=torch.zeros_like(batch["response_mask"]))
-    assert made.update(empty, suite.OBJECTIVES[0]).reduce() == {"actor/empty_updates": 1.0}
+    assert suite.update(made, empty, suite.OBJECTIVES[0]).reduce() == {"actor/empty_updates": 1.0}
     broken = batch.with_columns(advantages=batch["advantages"] * torch.tensor(float("inf")))
     for times in (1, 2):
-        measured = made.update(broken, suite.OBJECTIVES[0]).reduce()
+        measured = suite.update(made, broken, suite.OBJECTIVES[0]).reduce()
         assert measured["actor/skipped_updates"] == measured["actor/skipped_in_a_row"] == times
     assert torch.equal(suite.weights_of(made), before)
-    assert made.update(batch, suite.OBJECTIVES[0]).reduce()["actor/skipped_in_a_row"] == 0
+    assert suite.update(made, batch, suite.OBJECTIVES[0]).reduce()["actor/skipped_in_a_row"] == 0
 
 
 def test_a_saved_state_goes_on_to_the_same_bits(engine: Make, device: torch.device, tmp_path: Path) -> None:
@@ -122,13 +161,13 @@ def test_a_saved_state_goes_on_to_the_same_bits(engine: Make, device: torch.devi
     optim = OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=2)
     straight, stopped, resumed = (engine(TIGHT, optim=optim, total_steps=4) for _ in range(3))
     for step in range(4):
-        straight.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(straight, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     for step in range(2):
-        stopped.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(stopped, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     stopped.save(tmp_path / "state", {"of": "it"})
     assert resumed.load(tmp_path / "state") == {"of": "it"}
     for step in range(2, 4):
-        resumed.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(resumed, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     check_bits(suite.weights_of(straight), suite.weights_of(resumed), device)
 
 
@@ -142,7 +181,7 @@ def test_off_the_device_and_back_changes_nothing(engine: Make, device: torch.dev
     stays, moves = engine(TIGHT), engine(TIGHT)
     for step in range(2):
         for each in (stays, moves):
-            each.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+            suite.update(each, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
         moves.offload()
         moves.onload()
     check_bits(suite.weights_of(stays), suite.weights_of(moves), device)
@@ -177,6 +216,15 @@ def test_two_processes_take_the_steps_of_one(
     steps = range(2)
     objective = suite.OBJECTIVES[2]  # it looks at the objects of every row
     suite.check_records(suite.drive(one, objective, steps), suite.drive(group, objective, steps))
+    batch = suite.batch_of(2, 12)  # in parts, one of which has no row for the second rank
+    expected, counts = one.update(batch, objective).reduce(), objective.counts(batch.columns())
+    for part in suite.parts_of(batch):
+        group.forward_backward(part, objective, counts)
+    measured = [each.reduce() for each in group.step()]
+    assert measured[0] == measured[1] and len(measured[0]) == 4
+    assert measured[0] == {name: pytest.approx(expected[name], rel=2e-4) for name in measured[0]}
+    ours, theirs = (suite.Record([], {}, each.weights()[0]) for each in (group, one))
+    assert ours.distance(theirs) < suite.BOUND
     group.close()
 
 
@@ -187,15 +235,15 @@ import torch
 from whet.engines.single import SingleEngine
 
 class Mine(SingleEngine):
-    \"\"\"`single`, and counts its updates.\"\"\"
+    \"\"\"`single`, and counts its steps.\"\"\"
 
     def __init__(self, role, process_group=None, device=torch.device("cpu"), *, first: int = 0):
         super().__init__(role, process_group, device)
         self.count = first
 
-    def update(self, batch, objective):
+    def step(self):
         self.count += 1
-        return super().update(batch, objective)
+        return super().step()
 """
 
 

@@ -250,6 +250,9 @@ def test_a_torch_that_adds_no_zeros_trains_models_that_see_on_one_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding, "ADDS_ZEROS", False)
-    model, ranks = load_policy(pictures.seeing_folder(tmp_path / "seeing", "qwen2.5_vl")), SimpleNamespace(dp_size=2)
+    model, ranks = (
+        load_policy(pictures.seeing_folder(tmp_path / "seeing", "qwen2.5_vl")),
+        SimpleNamespace(rows_group=SimpleNamespace(size=lambda: 2)),
+    )
     with raises(ConfigError, f"torch {torch.__version__}", found=re.compile("Qwen2_5_VL")):
         sharding.shard(model, cast(Any, ranks), is_narrow=False, reshard_after_forward=True, cpu_offload=False)

@@ -109,7 +109,7 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     )
     frozen = engine(folder, suite.VARIANTS[0], freeze=("vision",))
     before = {name: weight.clone() for name, weight in frozen.model.named_parameters()}
-    frozen.update(batch_at(), suite.OBJECTIVES[1])
+    suite.update(frozen, batch_at(), suite.OBJECTIVES[1])
     suite.check_forward(engine(folder, PADDED), engine(folder, PADDED, freeze=("vision",)), batch_at)
     vision, calls = vision_of(frozen.model), list[int]()
     assert vision is not None
@@ -120,7 +120,7 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     [media] = batch_at().non_tensor_batch["media"][0]
     ids = pictures.asked(load_tokenizer(folder), [media])
     generate(sampler, [Request("a", ids, SamplingParams(2), 0, media=(media,))], 60.0)
-    frozen.update(batch_at(), suite.OBJECTIVES[1])
+    suite.update(frozen, batch_at(), suite.OBJECTIVES[1])
     assert calls == []  # the first update has encoded all of them
     moved = {name.split(".")[1] for name, weight in frozen.model.named_parameters() if not weight.equal(before[name])}
     assert moved == {"language_model"}

@@ -44,18 +44,41 @@ def engine(folder: Path, variant: suite.Variant, optim: OptimConfig | None = OPT
 @pytest.mark.parametrize("variant", suite.VARIANTS)
 def test_gradient_under_any_split(variant: suite.Variant, model_folder: Path) -> None:
     def gradient(of: SingleEngine) -> torch.Tensor:
-        of.update(suite.ragged_batch(), suite.OBJECTIVES[1])
+        suite.update(of, suite.ragged_batch(), suite.OBJECTIVES[1])
         return torch.cat([p.grad.flatten() for p in of.model.parameters() if p.grad is not None])
 
     expected = gradient(engine(model_folder, suite.Variant(False, 10**6)))
     assert (gradient(engine(model_folder, variant)) - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_parts_that_are_micro_batches_give_the_bits_of_the_whole(model_folder: Path) -> None:
+    whole, parts = (engine(model_folder, suite.Variant(True, 64)) for _ in range(2))
+    for step in range(2):
+        batch, objective = suite.ragged_batch(seed=step), suite.OBJECTIVES[1]
+        expected, counts = suite.update(whole, batch, objective), objective.counts(batch.columns())
+        passes = parts._passes(batch.columns(), objective.block)
+        assert len(passes) > 2
+        measured = Metrics()
+        for rows in passes:
+            measured.merge(parts.forward_backward(batch[rows], objective, counts))
+        measured.merge(parts.step())
+        assert measured.reduce() == expected.reduce()
+    assert torch.equal(suite.weights_of(parts), suite.weights_of(whole))
+
+
+def test_a_step_without_gradients_moves_nothing(model_folder: Path) -> None:
+    of = engine(model_folder, suite.Variant(True, 64))
+    suite.update(of, suite.ragged_batch(), suite.OBJECTIVES[1])
+    before = suite.weights_of(of)
+    assert of.step().reduce() == {"actor/empty_updates": 1.0}
+    assert torch.equal(suite.weights_of(of), before)
+
+
 def test_gradient_equals_a_plain_backward_pass(model_folder: Path) -> None:
     """Token-mean cross-entropy by transformers' own loss, tokens that are not to be learnt labelled -100."""
     batch = suite.ragged_batch()
     of = engine(model_folder, suite.Variant(True, 64))
-    measured = of.update(batch, ImitationObjective()).reduce()
+    measured = suite.update(of, batch, ImitationObjective()).reduce()
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
     width = batch["response_mask"].shape[1]
     labels = torch.full_like(batch["input_ids"], -100)
@@ -80,15 +103,15 @@ def test_loss_is_what_the_formula_says(model_folder: Path) -> None:
     log_probs = of.forward(batch, frozenset({"log_probs"}))["log_probs"]
     ratio, advantages = (log_probs - batch["old_log_probs"]).exp(), batch["advantages"]
     per_token = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)) * batch["response_mask"]
-    measured = of.update(batch, suite.OBJECTIVES[0]).reduce()
+    measured = suite.update(of, batch, suite.OBJECTIVES[0]).reduce()
     assert measured["actor/pg_loss"] == pytest.approx((per_token.sum() / batch["response_mask"].sum()).item(), abs=1e-6)
 
 
 def test_without_a_token_that_counts_nothing_moves(model_folder: Path) -> None:
     of, batch = engine(model_folder, suite.Variant(True, 64)), suite.ragged_batch()
     before = suite.weights_of(of)
-    measured = of.update(
-        batch.with_columns(response_mask=torch.zeros_like(batch["response_mask"])), suite.OBJECTIVES[0]
+    measured = suite.update(
+        of, batch.with_columns(response_mask=torch.zeros_like(batch["response_mask"])), suite.OBJECTIVES[0]
     ).reduce()
     assert measured == {"actor/empty_updates": 1.0}
     assert torch.equal(suite.weights_of(of), before)
@@ -97,8 +120,8 @@ def test_without_a_token_that_counts_nothing_moves(model_folder: Path) -> None:
 def test_gradient_is_clipped_and_its_norm_before_that_is_told(model_folder: Path) -> None:
     loose, tight = (engine(model_folder, suite.Variant(True, 64)) for _ in range(2))
     tight.grad_clip = 1e-3
-    free = loose.update(suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"]
-    assert tight.update(suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"] == pytest.approx(
+    free = suite.update(loose, suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"]
+    assert suite.update(tight, suite.ragged_batch(), ImitationObjective()).reduce()["sft/grad_norm"] == pytest.approx(
         free, rel=1e-6
     )
     grads = [p.grad for p in tight.model.parameters() if p.grad is not None]
@@ -110,18 +133,18 @@ def test_state_resumes_to_the_same_bits(name: Literal["adamw", "muon"], model_fo
     optim = OptimConfig(name=name, lr=1e-3, schedule="cosine", warmup_steps=2)
     straight, stopped, resumed = (engine(model_folder, suite.Variant(True, 64), optim) for _ in range(3))
     for step in range(4):
-        straight.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(straight, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     for step in range(2):
-        stopped.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(stopped, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     resumed.load_state(stopped.state())
     for step in range(2, 4):
-        resumed.update(suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
+        suite.update(resumed, suite.ragged_batch(seed=step), suite.OBJECTIVES[0])
     assert torch.equal(suite.weights_of(straight), suite.weights_of(resumed))
 
 
 def test_a_model_that_is_only_read_cannot_be_updated(model_folder: Path) -> None:
     with raises(EngineError, "optimizer", found=None):
-        engine(model_folder, suite.Variant(True, 64), None).update(suite.ragged_batch(), ImitationObjective())
+        suite.update(engine(model_folder, suite.Variant(True, 64), None), suite.ragged_batch(), ImitationObjective())
 
 
 def test_state_of_another_model_is_refused(model_folder: Path, qwen25_folder: Path) -> None:
@@ -135,7 +158,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_folder: P
     exact = of.forward(suite.ragged_batch(), frozenset({"log_probs"}))["log_probs"]
     of.forward_settings = ForwardSettings(dtype=torch.bfloat16)
     rounded = of.forward(suite.ragged_batch(), frozenset({"log_probs"}))["log_probs"]
-    of.update(suite.ragged_batch(), PolicyObjective("reinforce"))
+    suite.update(of, suite.ragged_batch(), PolicyObjective("reinforce"))
     assert all(
         p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in of.model.parameters()
     )
@@ -164,4 +187,4 @@ def test_a_pipeline_is_another_schedule(model_folder: Path) -> None:
     )
     suite.check_update(plain, wave, suite.OBJECTIVES[1])
     empty = suite.ragged_batch().with_columns(response_mask=torch.zeros(12, 20, dtype=torch.int64))
-    assert wave.update(empty, suite.OBJECTIVES[1]).reduce() == {"actor/empty_updates": 1.0}
+    assert suite.update(wave, empty, suite.OBJECTIVES[1]).reduce() == {"actor/empty_updates": 1.0}

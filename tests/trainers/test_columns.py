@@ -21,7 +21,7 @@ from scripted import Scripted
 from whet.columns import COLUMNS, Reader
 from whet.config import TrainConfig, load_config
 from whet.config.compose import SHIPPED, shipped_recipes
-from whet.errors import ConfigError, DataError, RegistryError
+from whet.errors import ConfigError, DataError, EngineError, RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
@@ -186,7 +186,7 @@ def test_a_column_that_is_there_is_not_asked_for(run: Run) -> None:
     mine = {name: torch.full(batch["responses"].shape, 3.0) for name in ("entropy", "sum_pi_squared", "old_log_probs")}
     added = run.columns.add(
         batch.with_columns(**mine, ref_log_probs=mine["entropy"]),
-        Sources(run.config, {}, run.rollouts, groups, 1),
+        Sources({}, 1, groups),
         Metrics(),
     )
     assert all(torch.equal(added[name], column) for name, column in mine.items())
@@ -302,11 +302,33 @@ def test_a_column_that_reads_a_judged_one_waits_for_the_judge() -> None:
     judged = dataclasses.replace(COLUMNS["ref_log_probs"], when="scored")
     events: list[str] = []
     columns = ColumnPlan((judged, COLUMNS["process_rewards"]))
-    sources = Sources(TrainConfig(), {name: Waited(name, events) for name in ("ref", "critic")}, None, [], 1)  # type: ignore[arg-type]
+    sources = Sources({name: Waited(name, events) for name in ("ref", "critic")}, 1)  # type: ignore[arg-type]
     batch = DataProto.from_dict({"response_mask": torch.ones(8, 6)}, {"error": [None] * 8})
     assert columns.add(batch, sources, Metrics(), is_scored=False) is batch and not events
     columns.add(batch, sources, Metrics())
     assert events == ["ref begins", "ref is awaited", "critic begins", "critic is awaited"]
+
+
+def test_a_provider_needs_no_config_and_no_rollouts() -> None:
+    """As in a trainer of preferences: roles, a batch, and what the plan names for a provider. One that asks the policy
+    says that nothing samples."""
+    events: list[str] = []
+    sources = Sources({name: Waited(name, events) for name in ("ref", "actor")}, 1)  # type: ignore[arg-type]
+    mask = torch.ones(8, 6)
+    objects = {"error": [None] * 8, "trajectory_uid_name": [f"{row}" for row in range(8)]}
+    batch = DataProto.from_dict(
+        {"response_mask": mask, "responses": mask.long(), "rollout_log_probs": -2.0 * mask}, objects
+    )
+    names, options = ("old_log_probs", "ref_log_probs", "draws"), {"old_log_probs": {"by": "rollout"}}
+    plan = ColumnPlan(tuple(COLUMNS[name] for name in names), {**options, "draws": {"seed": 3}})
+    added = plan.add(batch, sources, Metrics())
+    assert events == ["ref begins", "ref is awaited"]
+    assert torch.equal(added["old_log_probs"], -2.0 * mask) and 0 < added["draws"].mean() < 1
+    asked = ColumnPlan(plan.providers, {"old_log_probs": {"by": "trainer"}, "draws": {"seed": 3}})
+    asked.add(batch, sources, Metrics())
+    assert events[2:4] == ["actor begins", "ref begins"]
+    with raises(EngineError, key="rollouts", found=None):
+        ColumnPlan((COLUMNS["reward_baselines"],)).add(batch, sources, Metrics())
 
 
 def test_a_provider_may_not_take_a_name_of_the_table() -> None:

@@ -144,7 +144,7 @@ def test_functions_of_values_texts_and_groups_by_hand() -> None:
     group = SimpleNamespace(
         prompt=SimpleNamespace(ground_truth="42"), trajectories=[SimpleNamespace(accuracy=a) for a in (1.0, 0.0, None)]
     )
-    assert load_target(f"{FOLDER}/hint.py:first_digits")([group], None) == [[None, "4", "4"]]
+    assert load_target(f"{FOLDER}/hint.py:first_digits")([group]) == [[None, "4", "4"]]
 
 
 def test_an_environment_a_tool_and_a_parser_by_hand() -> None:

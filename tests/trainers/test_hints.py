@@ -17,12 +17,14 @@ import torch
 
 from tests.raising import raises
 from whet.config import TrainConfig
+from whet.config.schema import TeacherConfig
+from whet.data.prompts import PromptFormat
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.hints import hints_of, own_prompt, with_hints
+from whet.trainers.hints import chat_of, hints_of, own_prompt, with_hints
 from whet.trainers.run import Run
 from whet.types import Group
 
@@ -42,6 +44,11 @@ def length(solution_str: str) -> float:
     return float(len(solution_str) % 2)
 
 
+def teaching(run: Run) -> tuple[TeacherConfig, PromptFormat]:
+    """The settings of the run's teacher, and the chat template."""
+    return run.config.teacher, chat_of(run.tokenizer, run.config.data, run.config.environment)
+
+
 def built(config: TrainConfig, rows: Rows) -> tuple[Run, list[Group], DataProto]:
     run = build(config, build_scorer(config.reward, length), rows)
     groups = run.rollouts.take(4, step=1).groups
@@ -50,7 +57,7 @@ def built(config: TrainConfig, rows: Rows) -> tuple[Run, list[Group], DataProto]
 
 def test_a_hint_is_in_the_prompt_and_answers_keep_their_tokens(train_config: MakeConfig, additions: Rows) -> None:
     run, groups, batch = built(train_config({**CPO, "teacher.hint_template": "{{ content }}{{ hint }}+"}), additions)
-    hinted = with_hints(batch, run.sources(groups, 1))
+    hinted = with_hints(batch, run.sources(groups, 1), *teaching(run))
     assert torch.equal(hinted["responses"], batch["responses"])
     assert torch.equal(hinted["response_mask"], batch["response_mask"])
     for row, owner in enumerate(batch["trajectory_uid"].tolist()):
@@ -81,17 +88,17 @@ def test_a_peer_is_a_right_answer_of_another(train_config: MakeConfig, additions
         for place, answer in enumerate(first.trajectories)
     )
     texts = [str(answer.messages[-1].content) for answer in answers]
-    [hints] = hints_of([replace(first, trajectories=answers)], run.sources(groups, 1))
+    [hints] = hints_of(run.sources([replace(first, trajectories=answers)], 1), *teaching(run))
     assert hints == [texts[1], texts[2], texts[1], texts[1]]
     nobody = tuple(replace(answer, accuracy=0.0) for answer in answers)
-    assert hints_of([replace(first, trajectories=nobody)], run.sources(groups, 1)) == [[None] * 4]
+    assert hints_of(run.sources([replace(first, trajectories=nobody)], 1), *teaching(run)) == [[None] * 4]
     run.close()
 
 
 def test_the_policy_may_hint_itself(train_config: MakeConfig, additions: Rows) -> None:
     options = {"question": "{{ content }}", "max_tokens": 3}
     run, groups, _ = built(train_config({**CPO, "teacher.hint": "own", "teacher.hint_options": options}), additions)
-    hints = hints_of(groups, run.sources(groups, 1))
+    hints = hints_of(run.sources(groups, 1), *teaching(run))
     assert [len(group) for group in hints] == [4] * 4
     assert all(len(set(group)) == 1 and isinstance(group[0], str) for group in hints)
     run.close()
@@ -113,7 +120,7 @@ def test_a_judge_that_fails_gives_no_hint(
     path.write_text(JUDGE)
     options = {"complete": f"{path}:complete"}
     run, groups, _ = built(train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options}), additions)
-    for group, hints in zip(groups, hints_of(groups, run.sources(groups, 1)), strict=True):
+    for group, hints in zip(groups, hints_of(run.sources(groups, 1), *teaching(run)), strict=True):
         asked = str(group.prompt.messages[-1].content)
         assert hints == [None if asked.startswith("1") else f"about {asked}"] * 4
     run.close()
@@ -141,7 +148,7 @@ def test_hints_of_an_endpoint(
         options |= {"instruction": "Be brief.", "timeout_seconds": 4.0}
         config = train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options})
         run, groups, _ = built(config, additions)
-        for group, hints in zip(groups, hints_of(groups, run.sources(groups, 1)), strict=True):
+        for group, hints in zip(groups, hints_of(run.sources(groups, 1), *teaching(run)), strict=True):
             asked = str(group.prompt.messages[-1].content)
             assert hints == [None if asked.startswith("1") else f"about {asked}"] * 4
         run.close()
@@ -202,7 +209,7 @@ def test_a_judge_that_hangs_is_waited_for_once(train_config: MakeConfig, additio
     options = {"complete": f"{__file__}:hangs", "timeout_seconds": 0.5, "parallel": 1}
     run, groups, _ = built(train_config({**CPO, "teacher.hint": "judge", "teacher.hint_options": options}), additions)
     start = time.monotonic()
-    assert {hint for group in hints_of(groups, run.sources(groups, 1)) for hint in group} == {None}
+    assert {hint for group in hints_of(run.sources(groups, 1), *teaching(run)) for hint in group} == {None}
     assert time.monotonic() - start < 2.0  # not half a second for each of four prompts, and the two seconds it sleeps
     run.close()
 

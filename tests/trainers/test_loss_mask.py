@@ -14,7 +14,7 @@ from whet.algorithms.calls import Bound
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, Registry
-from whet.trainers.objectives import PolicyObjective, ValueObjective, narrowed
+from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Correction
 
 
@@ -77,7 +77,7 @@ def trained_on(name: str, registry: Registry = POLICY_LOSSES) -> tuple[float, to
     entry = registry[name]
     kind = PolicyObjective if registry is POLICY_LOSSES else ValueObjective
     objective = kind(name, aggregation=entry.marks.get("aggregation", "token-mean"))
-    shown = narrowed(DataProto.from_dict(batch), objective)
+    shown = objective.narrowed(DataProto.from_dict(batch))
     log_probs = ((moved - 1.0) * shown["response_mask"]).requires_grad_()
     outputs = {"log_probs": log_probs, "entropy": torch.ones(3, 3) * shown["response_mask"]}
     columns = shown.tensors()

@@ -17,10 +17,7 @@ from whet.registry import ENGINES, load_target
 
 @dataclass(frozen=True)
 class EngineUse:
-    """The settings of a role's engine: the argument of the check that an engine registers as `check=`.
-
-    That function returns a ConfigError for each error. Its module is imported when a config is loaded, so it must not
-    load torch."""
+    """The settings of a role's engine: the argument of `refuses`, which an engine's class has."""
 
     key: str  # actor.engine
     engine: EngineConfig
@@ -30,36 +27,48 @@ class EngineUse:
     optim_key: str
     processes: int
     processes_key: str
+    batch_invariant: bool  # trains with the kernels of a rollout that is
+    media: str = ""  # the name of a row with images or videos, where there is one; unset before data is read
+
+    @classmethod
+    def at(cls, place: Place, media: str = "") -> EngineUse:
+        """The use of the engine in a section of a config.  Raises: ConfigError for an unknown engine or option."""
+        config, engine, cluster = place.whole, place.parent["engine"], place.whole["cluster"]
+        options = entry_at(ENGINES, place.of("name"), engine.name).resolve_options(engine.options, place.of("options"))
+        prefix = place.key.removesuffix("engine")
+        role, optim = prefix.removesuffix(".") or "actor", (place.parent.get("optim"), f"{prefix}optim")
+        processes = cluster.processes_of(role), cluster.processes_key(role)
+        rollout = config["rollout"].engine.options if role == "actor" and isinstance(config, TrainConfig) else {}
+        invariant = rollout.get("batch_invariant") is True
+        return cls(place.key, engine, options, config["model"], *optim, *processes, invariant, media)
+
+    def refused(self) -> Iterable[ConfigError]:
+        """The errors that `refuses` of the engine's class returns. A shipped engine that refuses something names the
+        function with its registration, in a module that loads no torch."""
+        entry = ENGINES[self.engine.name]
+        if entry.function is None and "refuses" not in entry.marks:
+            return ()
+        target = entry.marks.get("refuses", f"{entry.target}.refuses")
+        refuses: Callable[[EngineUse], Iterable[ConfigError]] = load_target(target)
+        return refuses(self)
+
+
+def other_kernels(use: EngineUse) -> Iterator[ConfigError]:
+    """Yields the error of an engine without the kernels of a rollout that is batch-invariant."""
+    if use.batch_invariant:
+        expected = "single with rollout.engine.options.batch_invariant=true, as others have other kernels"
+        yield ConfigError(f"{use.key}.name", use.engine.name, expected, "set it to single, or unset batch_invariant")
 
 
 def engine_rule(engine: EngineConfig, at: Place) -> Iterator[ConfigError]:
-    """Checks the settings of an engine: the rules of all engines, then those that the engine registered."""
-    cluster: ClusterConfig = at.whole["cluster"]
-    prefix = at.key.removesuffix("engine")
-    role = prefix.removesuffix(".") or "actor"
-    entry = entry_at(ENGINES, at.of("name"), engine.name)
-    use = EngineUse(
-        at.key,
-        engine,
-        entry.resolve_options(engine.options, at.of("options")),
-        at.whole["model"],
-        at.parent.get("optim"),
-        f"{prefix}optim",
-        cluster.processes_of(role),
-        cluster.processes_key(role),
-    )
+    """Checks the settings of an engine: the rules of all engines, then what the engine refuses."""
+    use = EngineUse.at(at)
     rounding = None if use.optim is None else use.optim.weight_rounding
     if rounding is not None and use.model.dtype == "float32":
         expected = "no value with model.dtype=float32 (auto is, on a machine that does not multiply bfloat16)"
         change = "set model.dtype=bfloat16, in which it keeps the weights"
         yield ConfigError(f"{use.optim_key}.weight_rounding", rounding, expected, change)
-    config, is_other = at.whole, role == "actor" and engine.name != "single"
-    if is_other and isinstance(config, TrainConfig) and config.rollout.engine.options.get("batch_invariant") is True:
-        expected = "single with rollout.engine.options.batch_invariant=true, as others have other kernels"
-        yield ConfigError(at.of("name"), engine.name, expected, "set it to single, or unset batch_invariant")
-    if "check" in entry.marks:
-        own: Callable[[EngineUse], Iterable[ConfigError]] = load_target(entry.marks["check"])
-        yield from own(use)
+    yield from use.refused()
 
 
 def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:

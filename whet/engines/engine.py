@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of training engines: begin, schedule and finish of an update. Each engine places weights and gradients."""
+"""The base of training engines: passes over a batch, then a step. Each engine places weights and gradients."""
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.batch import Batch
+from whet.config.engine_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, learning_rate, optimizers_of
-from whet.engines.protocol import Columns, Objective, Spread
+from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.load import TrainedModel, body_of
@@ -44,11 +45,12 @@ class Engine(ABC):
     """
 
     optimizer: Optimizer | None
+    row_ranks = 1  # consecutive ranks that read the same rows
 
     def __init__(
         self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        self.model, self.role = model, role
+        self.model, self.role, self.vision = model, role, vision_of(model)
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
         self.forward_settings = replace(role.forward, in_stretches=in_stretches)
@@ -60,6 +62,8 @@ class Engine(ABC):
         self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
+        self._name = ""  # of the last objective
+        self._loss: torch.Tensor | None = None  # of this rank's rows since the last step, where a token counted
         self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, its outputs
         if role.optim is None:
             model.requires_grad_(False)
@@ -68,6 +72,11 @@ class Engine(ABC):
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """Returns how a model is spread over processes: here each has a whole one."""
         return Spread()
+
+    @classmethod
+    def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
+        """Returns the errors of any engine but `single`."""
+        return other_kernels(use)
 
     def whole_module(self) -> PreTrainedModel | None:
         """The language model itself where it is whole on this rank: a rollout may sample from it."""
@@ -81,20 +90,20 @@ class Engine(ABC):
 
     @property
     def dp_rank(self) -> int:
-        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+        return 0 if self.process_group is None else dist.get_rank(self.process_group) // self.row_ranks
 
     @property
     def dp_size(self) -> int:
-        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group) // self.row_ranks
 
     @property
     def is_reporting(self) -> bool:
-        return True
+        return self.process_group is None or dist.get_rank(self.process_group) % self.row_ranks == 0
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
-        columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
+        columns: Columns = batch.columns()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         self.model.eval()
@@ -111,41 +120,29 @@ class Engine(ABC):
         self.model.train(training)
         return outputs
 
-    def update(self, batch: Batch, objective: Objective) -> Metrics:
-        """Takes one optimizer step on the mini-batch `batch`.
-
-        Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite
-        (`skipped_updates` of the run, `skipped_in_a_row`)."""
-        columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
-        counts, vision = self.begin(columns, objective), vision_of(self.model)
-        before = 0.0 if vision is None else vision.waited_seconds
-        metrics = Metrics()
+    def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
+        """Adds the gradient of the loss of `batch`, divided by `counts`, to those of earlier calls since the last step.
+        Does nothing where no token counts."""
+        if "loss_mask" in batch and isinstance(objective, Narrows):
+            batch = objective.narrowed(batch)
+        columns: Columns = batch.columns()
+        optimizer, metrics, self._name = self._require_optimizer(), Metrics(), objective.name
         if counts is None:
-            metrics.max(f"{objective.name}/empty_updates", 1)
+            counts = {name: self._sum(count, self.rows_group) for name, count in objective.counts(columns).items()}
+        if not any(bool(count > 0) for count in counts.values()):
             return metrics
+        if self._loss is None:
+            optimizer.zero_grad(set_to_none=True)
         rows = columns["response_mask"].any(1).nonzero()[:1, 0].tolist()
         self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
-        with self._weights_read():
+        ranks = 1 if self.process_group is None else self.process_group.size()
+        with self._weights_read(), nullcontext() if self.vision is None else self.vision.timed(metrics, ranks):
             loss = self.schedule(columns, objective, counts, metrics)
-        with span("optimizer"):
-            self.finish(objective.name, loss, metrics)
-        if vision is not None:
-            ranks = 1 if self.process_group is None else self.process_group.size()
-            metrics.seconds("perf/media_wait_seconds", (vision.waited_seconds - before) / ranks)
+        self._loss = loss if self._loss is None else self._loss + loss
         return metrics
 
-    def begin(self, columns: Columns, objective: Objective) -> Columns | None:
-        """Forgets the gradients of the update before.  Returns what losses are divided by, summed over all ranks; None
-        where no token counts."""
-        optimizer = self._require_optimizer()
-        counts = {name: self._sum(count, self.rows_group) for name, count in objective.counts(columns).items()}
-        if not any(bool(count > 0) for count in counts.values()):
-            return None
-        optimizer.zero_grad(set_to_none=True)
-        return counts
-
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
-        """Leaves the gradient of the mini-batch in the weights.  Returns the loss of this rank's rows.
+        """Adds the gradient of this rank's rows to those of the weights.  Returns the loss of the rows.
 
         Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
@@ -163,39 +160,52 @@ class Engine(ABC):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
             counted(number, len(passes))
-        self._sum_gradients()
         return total
 
-    def finish(self, name: str, loss: torch.Tensor, metrics: Metrics) -> None:
-        """Clips the gradient and takes the step, unless `loss` or gradient is not finite."""
-        optimizer = self._require_optimizer()
-        norm = self._clip()
-        is_finite = bool((self._sum(loss, self.process_group) + norm).isfinite())
-        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
-        self.skipped += not is_finite
-        # All ranks measure the same number, so that the mean over them is it.
-        metrics.mean(f"{name}/grad_norm", norm)
-        metrics.max(f"{name}/skipped_updates", self.skipped)
-        metrics.max(f"{name}/skipped_in_a_row", self.skipped_in_a_row)
-        if not is_finite:
-            optimizer.zero_grad(set_to_none=True)
-            return
-        assert self.role.optim is not None
-        rate = learning_rate(self.role.optim, self.steps_done, self.total_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        self.steps_done += 1
-        metrics.mean(f"{name}/lr", rate)
+    def step(self) -> Metrics:
+        """Sums gradients over the ranks, clips them, and takes the step.
+
+        Takes none where no token counted (metric `empty_updates`), or where loss or gradient is not finite
+        (`skipped_updates` of the run, `skipped_in_a_row`)."""
+        optimizer, metrics, name = self._require_optimizer(), Metrics(), self._name
+        loss, self._loss = self._loss, None
+        if loss is None:
+            metrics.max(f"{name}/empty_updates", 1)
+            return metrics
+        self._sum_gradients()
+        with span("optimizer"):
+            norm = self._clip()
+            is_finite = bool((self._sum(loss, self.process_group) + norm).isfinite())
+            self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+            self.skipped += not is_finite
+            # All ranks measure the same number, so that the mean over them is it.
+            metrics.mean(f"{name}/grad_norm", norm)
+            metrics.max(f"{name}/skipped_updates", self.skipped)
+            metrics.max(f"{name}/skipped_in_a_row", self.skipped_in_a_row)
+            if not is_finite:
+                optimizer.zero_grad(set_to_none=True)
+                return metrics
+            assert self.role.optim is not None
+            rate = learning_rate(self.role.optim, self.steps_done, self.total_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            self.steps_done += 1
+            metrics.mean(f"{name}/lr", rate)
+        return metrics
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
         order."""
-        yield from merged_weights(self.model)
+        return self._gathered(merged_weights(self.model))
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights of the adapter, as its folder names them; on every rank, in one order."""
-        yield from adapter_weights(self.model)
+        return self._gathered(adapter_weights(self.model))
+
+    def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Makes weights whole, one at a time."""
+        yield from weights
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
@@ -217,6 +227,7 @@ class Engine(ABC):
         """
 
     def offload(self, weights: bool = True) -> None:
+        self._loss = None
         self._move(HOST, weights=weights)
         devices.release(self.device)
 
@@ -242,13 +253,11 @@ class Engine(ABC):
         """Around passes between which no weight changes."""
         return nullcontext()
 
-    @abstractmethod
-    def _keep_gradients(self) -> None:
+    def _keep_gradients(self) -> None:  # noqa: B027  # autograd adds them up
         """Called after each backward pass."""
 
-    @abstractmethod
-    def _sum_gradients(self) -> None:
-        """Called after the last: from then on gradients are those of the whole mini-batch."""
+    def _sum_gradients(self) -> None:  # noqa: B027  # each pass may have done it
+        """Called before a step: from then on gradients are those of the whole mini-batch."""
 
     @abstractmethod
     def _clip(self) -> torch.Tensor:
@@ -274,12 +283,12 @@ class Engine(ABC):
             prompts=prompts,
             first_fit=settings.in_stretches,
         )
-        if (vision := vision_of(self.model)) is not None:
+        if self.vision is not None:
             fields = [columns[name] for name in (MEDIA, LATER_MEDIA) if name in columns]
             by_pass = [
                 dict.fromkeys(each for row in rows for field in fields for each in field[row]) for rows in passes
             ]
-            vision.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
+            self.vision.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
         return passes
 
     def _move(self, device: torch.device, *, weights: bool) -> None:

@@ -5,43 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from whet.config.schema import OptimConfig
 from whet.engines.compact_adamw import CompactAdamW
 
 
-class OptimSettings(Protocol):
-    """The part of the config that an optimizer reads; see `OptimConfig`."""
-
-    @property
-    def name(self) -> Literal["adamw", "muon"]: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def state_dtype(self) -> Literal["float32", "bfloat16", "int8"]: ...
-    @property
-    def weight_rounding(self) -> Literal["stochastic", "kahan"] | None: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def schedule(self) -> Literal["constant", "linear", "cosine"]: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def min_lr_ratio(self) -> float: ...
-
-
-def learning_rate(settings: OptimSettings, step: int, total_steps: int) -> float:
+def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step` (from 0) of `total_steps`.
 
     Linear from lr / warmup_steps up to lr over the warm-up, then constant, or linearly or along half a cosine down to
@@ -56,7 +30,7 @@ def learning_rate(settings: OptimSettings, step: int, total_steps: int) -> float
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 
 
-def optimizer_for(model: nn.Module, settings: OptimSettings, seed: int = 0) -> Optimizer:
+def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Optimizer:
     """Builds the configured optimizer over the trainable parameters; `seed` is that of stochastic rounding."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
@@ -78,7 +52,7 @@ def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
     return optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
 
 
-def adamw(parameters: Sequence[nn.Parameter], settings: OptimSettings, seed: int = 0) -> torch.optim.Optimizer:
+def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW; biases, norms and other vectors are not decayed."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.batch import Batch
+from whet.config.engine_checks import EngineUse
+from whet.errors import ConfigError
 from whet.metrics import Metrics
 
 # Tensors [B, ...], and arrays of B objects (media, digests, names), which pass through every split as they are.
@@ -59,8 +61,28 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class Narrows(Protocol):
+    """An objective that reads few model outputs of tokens outside `loss_mask`."""
+
+    def narrowed(self, batch: Batch) -> Batch:
+        """Returns a batch with `loss_mask` whose `response_mask` has the tokens that the loss reads, and no others."""
+        ...
+
+
 class TrainEngine(Protocol):
     """A model with an optimizer, or without one where it is only read."""
+
+    @classmethod
+    def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
+        """Returns how an engine with these options spreads a model over the processes of its role."""
+        ...
+
+    @classmethod
+    def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
+        """Returns an error for each setting that the engine cannot run with; called before there is an engine, when a
+        config is loaded and when its data is read."""
+        ...
 
     @property
     def dp_rank(self) -> int:
@@ -81,8 +103,15 @@ class TrainEngine(Protocol):
         """Model outputs [B, R] without gradient, in row order."""
         ...
 
-    def update(self, batch: Batch, objective: Objective) -> Metrics:
-        """Takes one optimizer step on the mini-batch `batch`."""
+    def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
+        """Adds the gradient of the loss of `batch` to those of earlier calls since the last step.
+
+        `counts` are the divisors of the whole mini-batch, of which `batch` is a part; None: `batch` is all of it, and
+        the engine sums `objective.counts` over the ranks."""
+        ...
+
+    def step(self) -> Metrics:
+        """Takes one optimizer step with the gradients that were added up, and forgets them."""
         ...
 
     def whole_module(self) -> PreTrainedModel | None:

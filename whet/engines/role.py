@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 
-from whet.config.schema import MICRO_BATCH_TOKENS
-from whet.engines.optim import OptimSettings
+from whet.config.schema import MICRO_BATCH_TOKENS, EngineConfig, OptimConfig
 from whet.models.freeze import freeze
 from whet.models.load import (
     TrainedModel,
@@ -26,30 +24,15 @@ from whet.models.outputs import ForwardSettings
 from whet.models.vision.base import keep_pixels
 
 
-class EngineSettings(Protocol):
-    """The part of the config that chooses an engine; see `EngineConfig`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-    @property
-    def packing(self) -> bool | None: ...
-    @property
-    def share_prompts(self) -> bool: ...
-    @property
-    def logits_chunk_tokens(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class RoleSettings:
     """A model that is trained, or only read. The settings travel to the process that builds its engine."""
 
     model_path: str
-    engine: EngineSettings
+    engine: EngineConfig
     dtype: Literal["float32", "bfloat16"]
     max_tokens_per_micro_batch: int | None = None  # unset: what suits the device
-    optim: OptimSettings | None = None  # unset: the model is only read
+    optim: OptimConfig | None = None  # unset: the model is only read
     grad_clip: float | None = None
     total_steps: int = 1  # optimizer steps of the run, for the schedule
     is_value_model: bool = False

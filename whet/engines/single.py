@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet import serialization
+from whet.config.engine_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.models.compiled_layers import compile_layers
 from whet.models.fixed import KEY, fix_tiles
 from whet.models.load import body_of, cast_weights
@@ -62,6 +64,11 @@ class SingleEngine(Engine):
             self.forward_settings = replace(self.forward_settings, in_stretches=True, tile=tile)
         self.optimizer = optimizer_for(self.model, role.optim, role.seed) if role.optim is not None else None
 
+    @classmethod
+    def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
+        """Returns no error: `single` also has the kernels of a rollout that is batch-invariant."""
+        return ()
+
     def whole_module(self) -> PreTrainedModel | None:
         """The language model itself; None of a value model."""
         return self.model if isinstance(self.model, PreTrainedModel) else None
@@ -100,8 +107,8 @@ class SingleEngine(Engine):
 
     def load(self, path: Path) -> dict[str, Any] | None:
         if path.is_dir():
-            change = "set engine.name=fsdp to go on from it"
-            raise EngineError(f"{path}", "was written by the engine fsdp", "", change)
+            change = "set engine.name to that of the run that wrote it"
+            raise EngineError(f"{path}", "is a folder", "a file, which this engine writes", change)
         state = serialization.load(path)
         self.load_state(state)
         start: dict[str, Any] | None = state.get("start")
@@ -117,9 +124,6 @@ class SingleEngine(Engine):
         if self.narrow is not None:
             self.narrow.forget()
         super().offload(weights)
-
-    def _keep_gradients(self) -> None:
-        """autograd adds them up where they are."""
 
     def _sum_gradients(self) -> None:
         """Over the ranks, in one flat message. A rank without rows sends zeros."""

@@ -13,13 +13,13 @@ from typing import Any
 from whet.config.schema import ExamplesConfig, RolloutConfig, TrainConfig
 from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
-from whet.engines.protocol import Objective, Spread
+from whet.engines.protocol import Objective, Spread, TrainEngine
 from whet.engines.role import RoleSettings
 from whet.models.attention import token_bytes
 from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
-from whet.registry import ENGINES, ROLLOUT_ENGINES
+from whet.registry import ENGINES, ROLLOUT_ENGINES, load_target
 from whet.rollout.planned import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
 from whet.rollout.protocol import SharesModule
 
@@ -337,9 +337,8 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
-    engine_class: Any = entry.load()
-    spread: Spread = engine_class.spread(setup.config.cluster.processes_of(name), options)
-    return spread
+    engine_class: type[TrainEngine] = load_target(entry.target)
+    return engine_class.spread(setup.config.cluster.processes_of(name), options)
 
 
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:

@@ -240,7 +240,7 @@ def _prompts(
         given = load_items(files, tokenizer, VAL, **own)
         held_out = checked(replace(given, items=given.items[: files.val_max_prompts]), config.reward, reward)
     check_media(config.rollout, tokenizer, [*loaded.items, *held_out])
-    workers.check_no_token_shares(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
+    workers.check_media(config, {f"row {prompt.index}": prompt.media for prompt in loaded.items})
     Domains.of_config(config.reward, has_function=reward is not None).check_used([*loaded.items, *held_out])
     return loaded, held_out
 

@@ -5,7 +5,7 @@ Most are one output of a role's model. Any other has a function, registered unde
     @register_provider("prompt_difficulty", reads=("accuracy",))
     def prompt_difficulty(batch, sources): ...
 It returns the column, or a function that waits for it (`sources.start`): then providers wait for their models side by
-side.
+side. Parameters after `*` are what it reads of the config, which `options_of` names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from whet.config.algorithm_checks import uses_critic
 from whet.config.compose import flatten
 from whet.config.schema import ActorConfig, TrainConfig
 from whet.controller.worker_group import WorkerGroup
-from whet.errors import ConfigError, RegistryError
+from whet.errors import ConfigError, EngineError, RegistryError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
@@ -34,21 +35,28 @@ from whet.rollout.sampling import uniforms
 from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]
-Provider = Callable[[Batch, "Sources"], Values]
+Provider = Callable[..., Values]  # of a batch and `Sources`
 PROVIDERS: dict[str, Provider] = {}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of a provider: the step's groups, in the order of the batch's `uid`, and what made them. A provider that
-    reads scores notes in `failures` the trajectories that it fails, by uid."""
+    """Sources of a provider: the roles, the step's groups, in the order of the batch's `uid`, and, in a run that
+    samples, what made them. A provider that reads scores notes in `failures` the trajectories that it fails, by uid."""
 
-    config: TrainConfig
     roles: Mapping[str, WorkerGroup]
-    rollouts: Rollouts
-    groups: Sequence[Group]
     step: int
+    groups: Sequence[Group] = ()
+    temperature: float = 1.0  # at which responses were sampled
+    made_by: Rollouts | None = None
     failures: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The rollouts of a run that samples.  Raises: EngineError in another."""
+        if self.made_by is None:
+            raise EngineError("rollouts", None, "a run that samples, as a column asks the policy")
+        return self.made_by
 
     def forward(self, role: str, batch: Batch, output: str) -> torch.Tensor:
         """The output of a role's model [B, R], at the temperature at which responses were sampled."""
@@ -56,7 +64,7 @@ class Sources:
 
     def start(self, role: str, batch: Batch, output: str) -> Callable[[], torch.Tensor]:
         """Begins `forward`.  Returns what waits for it."""
-        call = self.roles[role].start("forward", batch, (output,), self.config.rollout.temperature or 1.0)
+        call = self.roles[role].start("forward", batch, (output,), self.temperature)
         return lambda: call.result()[output]
 
 
@@ -95,6 +103,7 @@ class ColumnPlan:
     """The columns that providers give in every step, in order."""
 
     providers: tuple[Column, ...]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of providers, by column
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -109,7 +118,7 @@ class ColumnPlan:
     @property
     def judges(self) -> ColumnPlan:
         """The plan of the scores of the reward model, or of the policy as a judge, alone."""
-        return ColumnPlan(tuple(column for column in self.providers if column.name in SCORED_BY.values()))
+        return replace(self, providers=tuple(each for each in self.providers if each.name in SCORED_BY.values()))
 
     def add(self, batch: Batch, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> Batch:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
@@ -128,12 +137,18 @@ class ColumnPlan:
             begun: list[Values] = []
             for column in ready:
                 with metrics.time(f"time/{column.phase}"):
-                    begun.append(_begin(column, batch, sources))
+                    begun.append(self._begin(column, batch, sources))
             for column, values in zip(ready, begun, strict=True):
                 with metrics.time(f"time/{column.phase}"):
                     batch = batch.with_columns(**{column.name: values() if callable(values) else values})
             left = [column for column in left if column not in ready]
         return self._without_noted(batch, sources.failures, metrics)
+
+    def _begin(self, column: Column, batch: Batch, sources: Sources) -> Values:
+        if column.name in PROVIDERS:
+            return PROVIDERS[column.name](batch, sources, **self.options.get(column.name, {}))
+        assert column.output is not None
+        return sources.start(column.roles[0], batch, column.output)
 
     def _without_noted(self, batch: Batch, failures: Mapping[str, Failure], metrics: Metrics) -> Batch:
         """The batch, in which the trajectories that providers failed are masked."""
@@ -200,13 +215,6 @@ def _unscored(columns: Sequence[Column]) -> list[Column]:
     return [column for column in columns if column.name not in later]
 
 
-def _begin(column: Column, batch: Batch, sources: Sources) -> Values:
-    if column.name in PROVIDERS:
-        return PROVIDERS[column.name](batch, sources)
-    assert column.output is not None
-    return sources.start(column.roles[0], batch, column.output)
-
-
 def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
     """The functions that a config chooses, by its keys: when they read, and which columns."""
     algorithm, critic = config.algorithm, config.critic
@@ -244,7 +252,17 @@ def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
 
 def plan(config: TrainConfig) -> ColumnPlan:
     """The columns that the functions in use read, and who gives them.  Raises: ConfigError."""
-    return plan_columns(readers(config), config.reward.columns)
+    return replace(plan_columns(readers(config), config.reward.columns), options=options_of(config))
+
+
+def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """The parts of a config that providers read, as their keyword arguments, by column."""
+    return {
+        "old_log_probs": {"by": config.algorithm.correction.old_log_probs},
+        "draws": {"seed": config.trainer.seed},
+        "teacher_log_probs": {"teacher": config.teacher, "data": config.data, "environment": config.environment},
+        "judge_scores": {"rubric": config.reward_model.rubric, "data": config.data},
+    }
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
@@ -305,9 +323,9 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
 
 
 @register_provider("old_log_probs")
-def old_log_probs(batch: Batch, sources: Sources) -> Values:
+def old_log_probs(batch: Batch, sources: Sources, *, by: str) -> Values:
     """log pi of the policy before the update, by the trainer's kernels or, if so configured, the sampler's."""
-    if sources.config.algorithm.correction.old_log_probs == "rollout":
+    if by == "rollout":
         return batch["rollout_log_probs"].clone()
     return sources.start("actor", batch, "log_probs")
 
@@ -346,9 +364,8 @@ def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
 
 
 @register_provider("draws")
-def draws(batch: Batch, sources: Sources) -> torch.Tensor:
+def draws(batch: Batch, sources: Sources, *, seed: int) -> torch.Tensor:
     """A uniform number in [0, 1) for each token, the same whenever the response is.   [B, R]"""
-    seed = sources.config.trainer.seed
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])
     return uniforms(keys[:, None], torch.arange(batch["responses"].shape[1]))
 

@@ -2,7 +2,8 @@
 """`teacher_log_probs`: log-probs that a teacher gives the policy's own responses. The teacher is another model, or the
 policy itself with a hint in its prompt; responses keep their token ids.
 
-A hint source is registered under its name, takes the step's groups, and gives a hint, or None, for each trajectory.
+A hint source is registered under its name, takes the step's groups, and gives a hint, or None, for each trajectory. Its
+parameters before `*` are some of `groups`, `sources` and `chat`, the chat template.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
+from transformers import PreTrainedTokenizerBase
 
 from whet.batch import Batch
+from whet.config.schema import DataConfig, TeacherConfig
+from whet.config.tools import ToolsConfig
 from whet.data.prompts import PromptFormat, Template
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError, DataError
@@ -35,18 +39,21 @@ log = logging.getLogger(__name__)
 
 
 @register_provider("teacher_log_probs")
-def teacher_log_probs(batch: Batch, sources: Sources) -> Values:
+def teacher_log_probs(
+    batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
+) -> Values:
     """log pi of the teacher of each row's data source, or of the policy, for the same response to the hinted prompt.
 
     Raises: ConfigError for a row that has no teacher.
     """
-    settings = sources.config.teacher
-    asked = batch if settings.hint is None else with_hints(batch, sources)
-    if not settings.model_paths:
+    asked = batch
+    if teacher.hint is not None:
+        asked = with_hints(batch, sources, teacher, chat_of(sources.rollouts.tokenizer, data, environment))
+    if not teacher.model_paths:
         return sources.start("actor", asked, "log_probs")
-    routed = [source if source in settings.model_paths else "*" for source in batch["data_source"]]
-    if "*" in routed and "*" not in settings.model_paths:
-        expected = f"data sources with a teacher: {', '.join(settings.model_paths)}"
+    routed = [source if source in teacher.model_paths else "*" for source in batch["data_source"]]
+    if "*" in routed and "*" not in teacher.model_paths:
+        expected = f"data sources with a teacher: {', '.join(teacher.model_paths)}"
         found = f"no teacher for the data source {batch['data_source'][routed.index('*')]!r}"
         raise ConfigError("teacher.model_paths", found, expected, "add it, or one for all others as '*'")
     rows = {name: [row for row, each in enumerate(routed) if each == name] for name in dict.fromkeys(routed)}
@@ -66,10 +73,10 @@ def teacher_role(data_source: str) -> str:
     return f"teacher:{data_source}"
 
 
-def with_hints(batch: Batch, sources: Sources) -> Batch:
+def with_hints(batch: Batch, sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Batch:
     """The batch with its rows' prompts hinted; a row whose prompt was rewritten on the way keeps it."""
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
-    hints = [hint for group in hints_of(sources.groups, sources) for hint in group]
+    hints = [hint for group in hints_of(sources, teacher, chat) for hint in group]
     prompts = [own_prompt(row) for row in zip(batch["prompts"], batch["attention_mask"], strict=True)]
     owners = batch["trajectory_uid"].tolist()
     hintable = [
@@ -77,40 +84,38 @@ def with_hints(batch: Batch, sources: Sources) -> Batch:
         for row, owner in enumerate(owners)
         if hints[owner] and tuple(prompts[row]) == trajectories[owner].prompt.token_ids
     ]
-    encoded = encode_hinted([(trajectories[owners[row]].prompt, str(hints[owners[row]])) for row in hintable], sources)
+    hinted = [(trajectories[owners[row]].prompt, str(hints[owners[row]])) for row in hintable]
+    encoded = encode_hinted(hinted, teacher, chat)
     for row, ids in zip(hintable, encoded, strict=True):
         prompts[row] = ids
-    return with_prompts(batch, prompts, sources.rollouts.tokenizer.pad_token_id)
+    return with_prompts(batch, prompts, chat.tokenizer.pad_token_id)
 
 
-def hints_of(groups: Sequence[Group], sources: Sources) -> Hints:
+def hints_of(sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Hints:
     """The hints of the configured source."""
-    settings = sources.config.teacher
-    entry = HINTS[settings.hint or ""]
-    found: Hints = entry.load()(groups, sources, **entry.resolve_options(settings.hint_options, "teacher.hint_options"))
+    entry, supplied = HINTS[teacher.hint or ""], {"groups": sources.groups, "sources": sources, "chat": chat}
+    found: Hints = entry.make(supplied, entry.resolve_options(teacher.hint_options, "teacher.hint_options"))
     return found
 
 
-def encode_hinted(asked: Sequence[tuple[Prompt, str]], sources: Sources) -> list[list[int]]:
+def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, chat: PromptFormat) -> list[list[int]]:
     """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
-    config, tokenizer = sources.config, sources.rollouts.tokenizer
-    template = Template("teacher.hint_template", config.teacher.hint_template)
+    tokenizer, template = chat.tokenizer, Template("teacher.hint_template", teacher.hint_template)
     conversations = []
     for prompt, hint in asked:
         if prompt.media:
             change = "unset teacher.hint, or exclude such rows (data.filter)"
             raise DataError(f"row {prompt.index}", "has images or videos", "a prompt of text, for hints", change)
-        cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: config.teacher.max_hint_tokens]
+        cut = tokenizer(hint, add_special_tokens=False)["input_ids"][: teacher.max_hint_tokens]
         last = prompt.messages[-1]
         text = template.render({"content": last.content, "hint": tokenizer.decode(cut)})
         conversations.append([*prompt.messages[:-1], Message(last.role, text, last.fields)])
-    return _format(sources).encode(conversations) if conversations else []
+    return chat.encode(conversations) if conversations else []
 
 
-def _format(sources: Sources) -> PromptFormat:
-    """The chat template alone: the data's own template has been filled in before."""
-    data, tokenizer = sources.config.data, sources.rollouts.tokenizer
-    kwargs = with_tools(data, sources.config.environment).chat_template_kwargs
+def chat_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, environment: ToolsConfig) -> PromptFormat:
+    """A PromptFormat without `format_prompt`, which the messages already contain."""
+    kwargs = with_tools(data, environment).chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
 
@@ -140,13 +145,13 @@ def with_prompts(batch: Batch, prompts: Sequence[Sequence[int]], pad_token_id: A
 
 
 @register_hint("reference")
-def reference(groups: Sequence[Group], sources: Sources, *, field: str | None = None) -> Hints:
+def reference(groups: Sequence[Group], *, field: str | None = None) -> Hints:
     """The data's own solution: `extra_info` under `field`, else under `solution`, else the ground truth."""
     return [[_solution(group.prompt, field)] * len(group.trajectories) for group in groups]
 
 
 @register_hint("peer")
-def peer(groups: Sequence[Group], sources: Sources) -> Hints:
+def peer(groups: Sequence[Group]) -> Hints:
     """A correct response of the group other than the trajectory's own; None where there is none."""
 
     def of(group: Group, own: Trajectory) -> str | None:
@@ -160,6 +165,7 @@ def peer(groups: Sequence[Group], sources: Sources) -> Hints:
 def own(
     groups: Sequence[Group],
     sources: Sources,
+    chat: PromptFormat,
     *,
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
     max_tokens: Annotated[int, Ge(1)] = 64,
@@ -171,7 +177,7 @@ def own(
         last = group.prompt.messages[-1]
         messages = (*group.prompt.messages[:-1], replace(last, content=template.render({"content": last.content})))
         asking.append(replace(group.prompt, uid=f"{group.prompt.uid}:hint", messages=messages))
-    encoded = _format(sources).encode([prompt.messages for prompt in asking])
+    encoded = chat.encode([prompt.messages for prompt in asking])
     asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
     params = replace(sources.rollouts.params, max_new_tokens=max_tokens)
     sampled = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
@@ -181,7 +187,6 @@ def own(
 @register_hint("judge")
 def judge(
     groups: Sequence[Group],
-    sources: Sources,
     *,
     complete: str | None = None,
     endpoint: str | None = None,

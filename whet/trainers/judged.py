@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from whet.batch import Batch
+from whet.config.schema import DataConfig
 from whet.data.prompts import PromptFormat
 from whet.rewards.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
@@ -22,14 +23,14 @@ UNREADABLE = (
 
 
 @register_provider("judge_scores", shape="B", phase="reward_model")
-def judge_scores(batch: Batch, sources: Sources) -> torch.Tensor:
+def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> torch.Tensor:
     """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
     other rows and for trajectories that failed. One without a verdict that can be read is failed.   [B]"""
-    config, rollouts = sources.config, sources.rollouts
-    rubric = load_rubric(str(config.reward_model.rubric))
+    rollouts, asks = sources.rollouts, load_rubric(rubric)
     trajectories = [each for group in sources.groups for each in group.trajectories]
     judged = [each for each in trajectories if each.failure is None]
-    asking = _questions(judged, rubric, sources)
+    template = PromptFormat(rollouts.tokenizer, chat_template_kwargs=data.chat_template_kwargs)
+    asking = _questions(judged, asks, template)
     params = replace(rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     with rollouts.sampling():
         replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
@@ -39,17 +40,16 @@ def judge_scores(batch: Batch, sources: Sources) -> torch.Tensor:
         if reply.failure is not None:
             why = f"the policy gave no verdict, it failed in the {reply.failure.source}: {reply.failure.message}"
             sources.failures[each.uid] = replace(reply.failure, source="reward", message=why)
-        elif (value := rubric.read(said)) is None:
-            sources.failures[each.uid] = Failure("reward", UNREADABLE.format(rubric=rubric.name, said=said[-80:]))
+        elif (value := asks.read(said)) is None:
+            sources.failures[each.uid] = Failure("reward", UNREADABLE.format(rubric=asks.name, said=said[-80:]))
         else:
             given[each.uid] = value
     scores = torch.tensor([given.get(each.uid, 0.0) for each in trajectories])
     return torch.where(last_rows(batch).bool(), scores[batch["trajectory_uid"]], 0.0)
 
 
-def _questions(judged: Sequence[Trajectory], rubric: Rubric, sources: Sources) -> list[Prompt]:
+def _questions(judged: Sequence[Trajectory], rubric: Rubric, template: PromptFormat) -> list[Prompt]:
     """Prompts that ask the policy about each trajectory."""
-    data, tokenizer = sources.config.data, sources.rollouts.tokenizer
     conversations = []
     for trajectory in judged:
         prompt, truth = trajectory.prompt, trajectory.prompt.ground_truth
@@ -59,7 +59,6 @@ def _questions(judged: Sequence[Trajectory], rubric: Rubric, sources: Sources) -
             "ground_truth": "" if truth is None else str(truth),
         }
         conversations.append([Message(each["role"], each["content"]) for each in rubric.messages(texts)])
-    template = PromptFormat(tokenizer, chat_template_kwargs=data.chat_template_kwargs)
     encoded = template.encode(conversations) if conversations else []
     return [
         Prompt(f"{each.uid}:judge", each.prompt.index, tuple(messages), tuple(ids), each.prompt.data_source, None)

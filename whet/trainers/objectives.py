@@ -71,6 +71,13 @@ class Objective:
         """Returns this micro-batch's share of the mini-batch's number."""
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
+    def narrowed(self, batch: Batch) -> Batch:
+        """Masks rows without a trained token and, for a loss that takes no mask and so reads each token alone, every
+        rejected token."""
+        trained = batch["loss_mask"]
+        rows = batch["response_mask"] * trained.any(1, keepdim=True)
+        return batch.with_columns(response_mask=rows if "response_mask" in self.function.columns else trained)
+
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         """Aggregates a loss per token times `token_weights`; one that is aggregated already counts by its micro-batch's
         size.  Raises: RegistryError for such a loss with weights."""
@@ -88,16 +95,6 @@ class Objective:
             return loss.aggregated
         name = "num_tokens" if self.aggregation == "token-mean" else "num_sequences"
         return loss.aggregated * self.counts(batch)[name] / counts[name].clamp(min=1)
-
-
-def narrowed(batch: Batch, objective: object) -> Batch:
-    """Masks the tokens that a loss does not need: rows without a trained token and, for a loss that takes no mask and
-    so reads each token alone, every rejected token."""
-    if "loss_mask" not in batch or not isinstance(objective, Objective):
-        return batch
-    trained = batch["loss_mask"]
-    rows = batch["response_mask"] * trained.any(1, keepdim=True)
-    return batch.with_columns(response_mask=rows if "response_mask" in objective.function.columns else trained)
 
 
 def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> None:

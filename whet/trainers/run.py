@@ -86,7 +86,7 @@ class Run(Frame):
 
     def sources(self, groups: Sequence[Group], step: int) -> Sources:
         """The sources of column providers in one step."""
-        return Sources(self.config, self.roles, self.rollouts, by_player(groups), step)
+        return Sources(self.roles, step, by_player(groups), self.policy_objective.temperature, self.rollouts)
 
     def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Held-out groups with the score of the reward model or judge as the part `reward_model`; in a run without one
@@ -182,8 +182,7 @@ class Run(Frame):
     def _write_tokens(self, step: int, batch: Batch) -> None:
         outputs = {"old_log_probs": "log_probs", "entropy": "entropy"}
         if missing := {name: output for name, output in outputs.items() if name not in batch}:
-            temperature = self.config.rollout.temperature or 1.0
-            found = self.roles["actor"].forward(batch, tuple(missing.values()), temperature)
+            found = self.roles["actor"].forward(batch, tuple(missing.values()), self.policy_objective.temperature)
             batch = batch.with_columns(**{name: found[output] for name, output in missing.items()})
         path = self.run_dir / "tokens" / f"step_{step:06}.jsonl"
         path.parent.mkdir(exist_ok=True)

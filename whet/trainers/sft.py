@@ -37,7 +37,7 @@ from whet.trainers.objectives import ImitationObjective
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.schedule import Schedule
 from whet.trainers.stop import likely_steps
-from whet.trainers.workers import TrainWorker, check_no_token_shares, settings_trained, tokenizer_of
+from whet.trainers.workers import TrainWorker, check_media, settings_trained, tokenizer_of
 
 log = logging.getLogger(__name__)
 COLUMNS = (
@@ -188,7 +188,7 @@ def _train(
         ).items
     examples, shuffle = loaded.items, config.data.shuffle
     seen = [each.media if isinstance(each, SupervisedExample) else () for each in examples]  # pairs have only text
-    check_no_token_shares(config, {f"example {number}": media for number, media in enumerate(seen)})
+    check_media(config, {f"example {number}": media for number, media in enumerate(seen)})
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
     loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)

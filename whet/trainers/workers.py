@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.batch import Batch
 from whet.config.checks import check_context
+from whet.config.engine_checks import EngineUse
 from whet.config.schema import (
     ActorConfig,
     ExamplesConfig,
@@ -24,9 +24,10 @@ from whet.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from whet.config.section import Place
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
-from whet.engines.protocol import Objective, TrainEngine, TrainsAdapter
+from whet.engines.protocol import Columns, Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
 from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, WorkerError
 from whet.metrics import Metrics
@@ -38,7 +39,6 @@ from whet.planning.speed import training_flops
 from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
-from whet.trainers.objectives import narrowed
 from whet.types import Media
 from whet.weight_sync.buckets import send
 from whet.weight_sync.link import Broken, LinkClosedError, Outlet
@@ -89,7 +89,19 @@ class TrainWorker(EngineWorker):
         """Takes an optimizer step on the mini-batch `batch`."""
         if self._outline is not None:  # ranks that share rows are taken to share their work evenly
             self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
-        return self.engine.update(narrowed(batch, objective), objective)
+        metrics = self.engine.forward_backward(batch, objective)
+        metrics.merge(self.engine.step())
+        return metrics
+
+    @register(Dispatch.DP_COMPUTE)
+    def forward_backward(self, batch: Batch, objective: Objective, counts: Columns) -> Metrics:
+        """Adds up the gradients of parts of a mini-batch, for `step`; `counts` are those of the whole."""
+        return self.engine.forward_backward(batch, objective, counts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def step(self) -> Metrics:
+        """Takes an optimizer step with the gradients that were added up. All ranks return the same metrics."""
+        return self.engine.step()
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
@@ -261,16 +273,14 @@ def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def check_no_token_shares(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None:
-    """Checks that no engine splits rows over ranks by tokens where one has images; `media` are those of a
+def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None:
+    """Checks that the training engines compute rows with images or videos, where a row has some; `media` are those of a
     row, by its name.  Raises: ConfigError."""
-    names = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
     row = next((name for name, own in media.items() if own), None)
-    for name in names if row is not None else ():
-        engine: Any = attrgetter(name)(config)
-        if (size := engine.options.get("sequence_parallel_size", 1)) != 1:
-            key, change = f"{name}.options.sequence_parallel_size", "lower it, or exclude such rows (data.filter)"
-            raise ConfigError(key, size, f"1, as {row} has images or videos, which are not split by tokens", change)
+    keys = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
+    for key in keys if row is not None else ():
+        for error in EngineUse.at(Place(key, config), row or "").refused():
+            raise error
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:

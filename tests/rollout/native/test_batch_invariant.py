@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.workers.card_invariant import batch_of
+from tests.engines.engine_conformance import update
 from tests.models.interpreted import exact_products
 from tests.raising import raises
 from tests.rollout.standin import install
@@ -109,7 +110,7 @@ def test_the_trainer_has_the_log_probs_of_the_rollout(folder: Path, card: None, 
             own = other.forward(batch, LOG_PROBS, temperature)["log_probs"]
             assert torch.equal(own, batch["rollout_log_probs"]) and bool(own.any())
         before = [weight.clone() for weight in of.model.parameters()]
-        of.update(batch, replace(objective, temperature=temperature))
+        update(of, batch, replace(objective, temperature=temperature))
         assert any(not torch.equal(a, b) for a, b in zip(before, of.model.parameters(), strict=True))
         engine.load(((name, in_dtype(weight, torch.bfloat16)) for name, weight in of.named_weights()), version + 1)
 
@@ -123,8 +124,10 @@ def test_the_gradient_is_that_of_other_kernels(folder: Path, card: None) -> None
     found = []
     for is_fixed in (True, False):
         of = trainer(folder, batch_invariant=is_fixed, grad_clip=None)
-        of.update(
-            batch, PolicyObjective("ppo_clip", {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6, "clip_ratio_c": None})
+        update(
+            of,
+            batch,
+            PolicyObjective("ppo_clip", {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6, "clip_ratio_c": None}),
         )
         found.append(torch.cat([w.grad.flatten().float() for w in of.model.parameters() if w.grad is not None]))
     assert (found[0] - found[1]).norm() < 0.03 * found[1].norm()  # bfloat16

@@ -65,8 +65,8 @@ def load(
     Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read.
     """
     if not path.is_dir():
-        change = "set engine.name=single to go on from it"
-        raise EngineError(f"{path}", "was written by the engine single", "", change)
+        change = "set engine.name to that of the run that wrote it"
+        raise EngineError(f"{path}", "is a file", "a folder, which this engine writes", change)
     reader = HuggingFaceStorageReader(str(path))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     saved = {name.removeprefix("model."): each.size for name, each in found.items() if name.startswith("model.")}

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whet.config.algorithm_checks import nearest_divisors
-from whet.config.engine_checks import EngineUse
+from whet.config.engine_checks import EngineUse, other_kernels
 from whet.errors import ConfigError
 
 SIZES = ("tensor_parallel_size", "sequence_parallel_size", "shard_size")
 
 
-def check(use: EngineUse) -> Iterator[ConfigError]:
-    """Yields an error for each setting of the engine that fsdp cannot run with."""
+def refuses(use: EngineUse) -> Iterator[ConfigError]:
+    """Yields an error for each setting that fsdp cannot run with."""
+    yield from other_kernels(use)
     key, sizes = f"{use.key}.options", {name: use.options[name] for name in SIZES}
     tensor, sequence, _ = sizes.values()
     of_tensor = f"{key}.tensor_parallel_size={tensor}"
@@ -23,6 +24,10 @@ def check(use: EngineUse) -> Iterator[ConfigError]:
     if sequence > 1 and use.engine.packing is False:
         expected = f"1 with {use.key}.packing=false: it shares out packed rows"
         yield ConfigError(f"{key}.sequence_parallel_size", sequence, expected, f"unset {use.key}.packing")
+    if sequence > 1 and use.media:
+        expected = f"1, as {use.media} has images or videos, which are not split by tokens"
+        change = "lower it, or exclude such rows (data.filter)"
+        yield ConfigError(f"{key}.sequence_parallel_size", sequence, expected, change)
     yield from _sizes(use, sizes)
     if (path := use.model.lora.path) is not None:
         found = f"fsdp merges no adapter while it loads, and model.lora.path={path}"

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine
-from whet.engines.fsdp import checkpoint
+from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Spread
@@ -34,7 +34,7 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine("fsdp", check="whet.engines.fsdp.checks:check")
+@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses")
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
@@ -45,6 +45,8 @@ class FSDPEngine(Engine):
     tensor_parallel_size: ranks that share the model's heads and inner numbers, where transformers has a plan.
     compile: compiles the layers: a slower start, faster steps.
     """
+
+    refuses = staticmethod(checks.refuses)
 
     def __init__(
         self,
@@ -59,15 +61,9 @@ class FSDPEngine(Engine):
         tensor_parallel_size: Count = 1,
         compile: bool = False,  # noqa: A002  # the option's name
     ) -> None:
-        self.ranks = arrange(
-            process_group,
-            device.type,
-            shard_size=shard_size,
-            sequence_parallel_size=sequence_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-        )
+        self.ranks = arrange(process_group, device.type, shard_size, sequence_parallel_size, tensor_parallel_size)
         super().__init__(role.empty_model(device), role, self.ranks.group, device)
-        self.rows_group = self.ranks.rows_group
+        self.rows_group, self.row_ranks = self.ranks.rows_group, self.ranks.inner
         model, optim = self.model, role.optim
         forward = self.forward_settings = replace(self.forward_settings, is_sharded=True)
         if sequence_parallel_size > 1:
@@ -98,26 +94,6 @@ class FSDPEngine(Engine):
         tensor, sequence = options["tensor_parallel_size"], options["sequence_parallel_size"]
         shards = (options["shard_size"] or processes // tensor) * tensor
         return Spread(shards, options["cpu_offload"], row_ranks=tensor * sequence, token_shares=sequence)
-
-    @property
-    def dp_rank(self) -> int:
-        return self.ranks.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.ranks.dp_size
-
-    @property
-    def is_reporting(self) -> bool:
-        return self.ranks.is_reporting
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face names, gathered one at a time; on every rank, in one order."""
-        return self._gathered(super().named_weights())
-
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the adapter, as its folder names them, gathered one at a time; on every rank."""
-        return self._gathered(super().adapter_weights())
 
     @torch.no_grad()
     def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,9 +171,6 @@ class FSDPEngine(Engine):
             for weight in self._trained():
                 if weight.grad is not None and weight.grad.dtype != torch.float32:
                     weight.grad = weight.grad.float()
-
-    def _sum_gradients(self) -> None:
-        """torch summed them up after each pass."""
 
     @torch.no_grad()
     def _clip(self) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Whole(nn.Module):
 def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forward: bool, cpu_offload: bool) -> Whole:
     """Shards the parameters of the model over `ranks`, in place, and returns its forward pass."""
     body = body_of(model)
-    if not ADDS_ZEROS and ranks.dp_size > 1 and body.config.get_text_config() is not body.config:
+    if not ADDS_ZEROS and ranks.rows_group.size() > 1 and body.config.get_text_config() is not body.config:
         found = f"{type(body).__name__} has parts that rows without images do not reach, whose gradients ranks wait for"
         change = "install torch 2.13 or newer, or train on one rank"
         raise ConfigError(f"torch {torch.__version__}", found, "", change)
@@ -157,45 +157,21 @@ class Ranks:
     inner_group: dist.ProcessGroup
     rows_group: dist.ProcessGroup  # ranks with the same place among the inner ones: together they read every row once
 
-    @property
-    def dp_rank(self) -> int:
-        """Number of the rows' shard that this rank reads."""
-        return dist.get_rank(self.group) // self.inner
-
-    @property
-    def dp_size(self) -> int:
-        """Into how many shards rows are split."""
-        return dist.get_world_size(self.group) // self.inner
-
-    @property
-    def is_reporting(self) -> bool:
-        """True on the first of the inner ranks."""
-        return dist.get_rank(self.group) % self.inner == 0
-
 
 def arrange(
     group: dist.ProcessGroup | None,
     device_type: str,
-    *,
-    shard_size: int | None = None,
-    sequence_parallel_size: int = 1,
-    tensor_parallel_size: int = 1,
+    shard_size: int | None,
+    sequence_parallel: int,
+    tensor_parallel: int,
 ) -> Ranks:
-    """The arrangement of the ranks in `group` (None: of this process alone).  Raises: ConfigError."""
+    """The arrangement of the ranks in `group` (None: of this process alone), which the sizes divide."""
     group = group if group is not None else _alone(device_type)
     ranks = dist.get_process_group_ranks(group)
-    inner = sequence_parallel_size * tensor_parallel_size
-    if len(ranks) % inner:
-        change = f"try {', '.join(str(each) for each in divisors(len(ranks)))}"
-        expected = f"a divisor of the {len(ranks)} ranks of the role"
-        raise ConfigError("sequence_parallel_size x tensor_parallel_size", inner, expected, change)
-    holders = len(ranks) // tensor_parallel_size  # of different shards or replicas of them
+    inner = sequence_parallel * tensor_parallel
+    holders = len(ranks) // tensor_parallel  # of different shards or replicas of them
     shards = holders if shard_size is None else shard_size
-    if holders % shards:
-        change = f"try {', '.join(str(each) for each in divisors(holders))}"
-        expected = f"a divisor of the {holders} ranks that hold shards"
-        raise ConfigError("engine.options.shard_size", shards, expected, change)
-    sizes = {"replicate": holders // shards, "shard": shards, "tensor": tensor_parallel_size}
+    sizes = {"replicate": holders // shards, "shard": shards, "tensor": tensor_parallel}
     mesh = _mesh(group, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device_type)
     names = tuple(name for name in ("replicate", "shard") if sizes[name] > 1 or name == "shard")
     grid = torch.tensor(ranks).view(-1, inner)
@@ -203,7 +179,7 @@ def arrange(
         group=group,
         inner=inner,
         shard_mesh=mesh[names],
-        tensor_mesh=mesh["tensor"] if tensor_parallel_size > 1 else None,
+        tensor_mesh=mesh["tensor"] if tensor_parallel > 1 else None,
         inner_group=_line(group, grid.tolist()),
         rows_group=_line(group, grid.T.tolist()),
     )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import DataError, ModelError
+from whet.metrics import Metrics
 from whet.models.vision.cache import BoundedCache
 from whet.types import Media, MediaTokens
 
@@ -128,10 +130,12 @@ class Vision(ABC):
         """The outputs of the processor for a measured media, decoded where they are not cached. Raises: DataError."""
         return PIXELS.get(self._pixels_key(media), lambda: self._pixels(media))
 
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds in which this process waited for pixel values so far."""
-        return PIXELS.waited_seconds
+    @contextmanager
+    def timed(self, metrics: Metrics, ranks: int) -> Iterator[None]:
+        """Records the seconds in which the block waits for pixel values, divided by the ranks that wait beside it."""
+        before = PIXELS.waited_seconds
+        yield
+        metrics.seconds("perf/media_wait_seconds", (PIXELS.waited_seconds - before) / ranks)
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
         """Decodes and prepares media in threads, ahead of passes and in their order, each as often as passes read it;
