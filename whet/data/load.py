@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
-from whet.data.preferences import PreferencePair, build_pairs
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.row_filter import matching, within_window
 from whet.data.sources import DataRow, read_hub, read_rows
-from whet.data.supervised import SupervisedExample, build_examples
+from whet.data.supervised import PreferencePair, SupervisedExample, build_examples, build_pairs
 from whet.errors import DataError
 from whet.phases import phase
 from whet.registry import entry_of, load_target

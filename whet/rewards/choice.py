@@ -9,7 +9,7 @@ from typing import Literal
 from whet.options import Count, Share
 from whet.registry import register_reward
 from whet.rewards.result import after_thought, truth_error
-from whet.rewards.search_qa import extract_answer
+from whet.rewards.short_answers import extract_answer
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{[^{}]{0,200}\}){0,200})\}")
 _WRITTEN = re.compile(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A minimal tool: the environment computes the expression between <calc> and </calc> and replies with its value."""
+"""Environments that ship: of tasks with one turn, a prompt and a response; and a calculator, a minimal tool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Callable
 
-from whet.environments.protocol import Observation
+from whet.environments.protocol import ENDS, Observation
 from whet.registry import register_environment
 from whet.types import Message, Prompt
 
@@ -64,3 +64,15 @@ def _value(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(left), _value(right))
     raise ValueError(f"{type(node).__name__} is not arithmetic")
+
+
+@register_environment("single_turn", pure=True, max_turns=1, silent=True)
+class SingleTurn:
+    """An environment whose episode ends after the first turn. It is `silent`: as it says nothing, nobody runs it."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        pass
+
+    def step(self, answer: str) -> Observation:
+        """Returns the end of the episode."""
+        return ENDS
