@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes SFT examples from rows: token ids, and a loss mask that is 1 on the tokens that a policy would sample."""
+"""Makes SFT examples from rows: token ids, and a loss mask that is 1 on the tokens that a policy would sample; and
+preference pairs, the token ids of two responses to one prompt."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, r
 from whet.data.written import NO_END, end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
+from whet.options import is_number
 from whet.types import Media, Message
 
 logger = logging.getLogger(__name__)
@@ -216,7 +218,8 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
-logger = logging.getLogger(__name__)
+# -- preference pairs: two responses to one prompt, of which the first is the better
+
 _TEXT = "only text in preference pairs"
 
 
@@ -320,6 +323,6 @@ def _margin(row: Row, field: str) -> float:
     value = row.get(field)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise DataError(f"field {field!r}", f"is {value!r}", "a number", "correct it, or set data.margin_key")
     return float(value)

@@ -23,12 +23,12 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from whet.environments.protocol import (
     ENDS,
@@ -48,6 +48,7 @@ from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Message, Prompt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Outcome = Observation | Failure
 PROBE = Prompt("probe", 0, (Message("user", ""),), (0,), "probe", None)  # its episode makes the environment, no more
 _FORMS: dict[type, Form] = {}  # by class
@@ -58,7 +59,7 @@ class EnvironmentSpec:
     """The environment of a run: a registered name, a path or the class itself, with its options."""
 
     target: str | Callable[..., Environment]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     def load(self) -> Callable[[Prompt], Environment]:
         """Returns a function that makes the object of one episode.  Raises: RegistryError, any error of the import."""
@@ -121,7 +122,7 @@ class Running:
                 return Refusal("environment", str(error), error=sendable(ConfigError, error))
             return Failure("environment", describe(error))
 
-    def take(self, environment: Any) -> None:
+    def take(self, environment: Environment) -> None:
         """Goes on with an environment that was reset elsewhere."""
         self._environment = environment
 
@@ -172,11 +173,11 @@ class Running:
         return Observation(done=True)
 
 
-async def _converted(form: Form, result: Any) -> Any:
+async def _converted(form: Form, result: object) -> Observation:
     return form.converts(await awaited(result))
 
 
-def _form(environment: Any) -> Form:
+def _form(environment: object) -> Form:
     """The form of an environment, cached by class: isinstance of a protocol is slower than a step."""
     kind = type(environment)
     if kind not in _FORMS:
@@ -184,7 +185,7 @@ def _form(environment: Any) -> Form:
     return _FORMS[kind]
 
 
-def at_once(call: Coroutine[Any, Any, Outcome]) -> Outcome:
+def at_once(call: Coroutine[object, None, Outcome]) -> Outcome:
     """Runs a call that never waits, without an event loop: this costs only microseconds."""
     try:
         call.send(None)
@@ -305,13 +306,13 @@ class Form:
     """The form of a class, which is found once: its methods are called for every turn."""
 
     resets: Callable[..., Any] | None  # called with the environment, the prompt and the seed
-    reads: Callable[[Answer], Any]  # the argument of `step`
-    converts: Callable[[Any], Any]  # what `reset` and `step` return, to an Observation
+    reads: Callable[[Answer], object]  # the argument of `step`
+    converts: Callable[[Any], Observation]  # what `reset` and `step` return, to an Observation
     has_close: bool
     contexts: tuple[bool, bool]  # whether `reset` and `step` have the parameter `context`
 
     @classmethod
-    def of(cls, environment: Any) -> Form:
+    def of(cls, environment: object) -> Form:
         """The form of an environment's class."""
         names = tuple("context" in _parameters(getattr(environment, each, None)) for each in ("reset", "step"))
         contexts = (names[0], names[1])
@@ -330,23 +331,26 @@ class StepFunction:
     """An environment of which every step is a call of one function."""
 
     function: Callable[..., Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     def step(self, text: str) -> Any:
         """Calls the function."""
         return self.function(text, **self.options)
 
 
-def read_tuple(raw: Any) -> Observation:
+def read_tuple(raw: object) -> Observation:
     """Reads (text, info) of a gymnasium reset or (text, reward, terminated, truncated, info) of a step; numbers in
     `info["metrics"]` become fields. A text that is empty is no message.  Raises: TypeError."""
-    if not isinstance(raw, tuple) or len(raw) not in (2, 5):
-        raise TypeError(
-            f"the environment returned {type(raw).__name__}; expected (observation, info) from reset, and "
-            "(observation, reward, terminated, truncated, info) from step"
-        )
-    seen, info = raw[0], raw[-1]
-    reward, terminated, truncated = raw[1:4] if len(raw) == 5 else (0.0, False, False)
+    match raw:
+        case tuple((seen, info)):
+            reward, terminated, truncated = 0.0, False, False
+        case tuple((seen, reward, terminated, truncated, info)):
+            pass
+        case _:
+            raise TypeError(
+                f"the environment returned {type(raw).__name__}; expected (observation, info) from reset, and "
+                "(observation, reward, terminated, truncated, info) from step"
+            )
     metrics = info.get("metrics", {}) if isinstance(info, Mapping) else {}
     return Observation(
         done=bool(terminated),
@@ -357,12 +361,16 @@ def read_tuple(raw: Any) -> Observation:
     )
 
 
-def read_reply(raw: Any) -> Observation:
+def read_reply(raw: object) -> Observation:
     """Reads what a step function returned: an Observation, a reply, None for the end, or (reply or None, reward)."""
-    if isinstance(raw, Observation):
-        return raw
-    reply, reward = raw if isinstance(raw, tuple) and len(raw) == 2 else (raw, 0.0)
-    if reply is not None and not isinstance(reply, str):
+    match raw:
+        case Observation():
+            return raw
+        case tuple((reply, reward)):
+            pass
+        case reply:
+            reward = 0.0
+    if not isinstance(reply, str | None):
         raise TypeError(
             f"the step function returned {type(raw).__name__}; expected a reply as text, None for the end of the "
             "episode, (reply or None, reward), or an Observation"
@@ -370,23 +378,23 @@ def read_reply(raw: Any) -> Observation:
     return Observation(done=reply is None, messages=_messages(reply), reward=reward)
 
 
-def _messages(text: Any) -> tuple[Message, ...]:
+def _messages(text: object) -> tuple[Message, ...]:
     return () if text is None or (isinstance(text, str) and not text) else (Message("user", str(text)),)
 
 
-def same(value: Any) -> Any:
+def same(value: T) -> T:
     """Returns the value."""
     return value
 
 
-def _parameters(method: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters(method: Callable[..., object] | None) -> Mapping[str, inspect.Parameter]:
     try:
         return {} if method is None else inspect.signature(method).parameters
     except (TypeError, ValueError):  # a method written in C
         return {}
 
 
-def _is_gymnasium(reset: Callable[..., Any]) -> bool:
+def _is_gymnasium(reset: Callable[..., object]) -> bool:
     """Tells whether `reset(seed=0)` is a possible call, and nothing stands where the long form has its prompt."""
     try:
         signature = inspect.signature(reset)
@@ -399,7 +407,5 @@ def _is_gymnasium(reset: Callable[..., Any]) -> bool:
 
 async def awaited(result: Any) -> Any:
     """The result of a method that may be async."""
-    if not isinstance(result, Observation) and inspect.isawaitable(result):  # the second test is the slow one
-        awaitable: Awaitable[Any] = result
-        return await awaitable
-    return result
+    is_async = not isinstance(result, Observation) and inspect.isawaitable(result)  # the second test is the slow one
+    return await result if is_async else result

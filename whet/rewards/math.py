@@ -24,7 +24,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from whet.options import Share
 from whet.registry import register_reward
-from whet.rewards.math_compare import as_interval, differs, verify
+from whet.rewards.math_compare import Expression, as_interval, differs, verify
 from whet.rewards.math_read import (
     MAX_CHARS,
     NORMALISATIONS as NORMALISATIONS,
@@ -264,7 +264,7 @@ def vote(answer: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _parse(text: str) -> Any:
+def _parse(text: str) -> Expression | None:
     """The expression as math-verify parses it; None for one that it cannot parse, misreads, or might never finish."""
     text = normalise(text)
     depths = open_brackets(text)
@@ -300,7 +300,7 @@ class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
 latex2sympy2.PSParser = TwoStageParser  # the name that it looks up for each text
 
 
-def _is_feasible(expression: Any) -> bool:
+def _is_feasible(expression: Expression) -> bool:
     """True where the numbers have at most `MAX_DIGITS` digits and there is no sum, product, integral or limit."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
