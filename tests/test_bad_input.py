@@ -39,8 +39,8 @@ from whet.data.load import Loaded, load_items
 from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
-from whet.environments.gym import Gymnasium
 from whet.environments.protocol import Answer, Observation, Task
+from whet.environments.shipped import Gymnasium
 from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config

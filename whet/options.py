@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 
@@ -24,13 +24,13 @@ Count = Annotated[int, Gt(0)]
 Number = Annotated[int, Ge(0)]
 
 # By type of bound: its sign, its comparison, its limit.
-BOUNDS: dict[type[Any], tuple[str, Callable[[Any, Any], bool], Callable[[Any], Any]]] = {
+BOUNDS: dict[type, tuple[str, Callable[[Any, float], bool], Callable[[object], float]]] = {
     Gt: (">", operator.gt, operator.attrgetter("gt")),
     Ge: (">=", operator.ge, operator.attrgetter("ge")),
     Lt: ("<", operator.lt, operator.attrgetter("lt")),
     Le: ("<=", operator.le, operator.attrgetter("le")),
 }
-WORDS: dict[Any, str] = {
+WORDS: dict[object, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -42,7 +42,7 @@ WORDS: dict[Any, str] = {
 }
 
 
-def read(annotation: Any, names: Mapping[str, Any] | None = None) -> Any:
+def read(annotation: object, names: Mapping[str, object] | None = None) -> Any:
     """Evaluates an annotation that may be text; Any if it has a name that is not in `names`. Without `names` it belongs
     to a shipped function, which is read from its source and uses the names of this module."""
     if not isinstance(annotation, str):
@@ -53,7 +53,7 @@ def read(annotation: Any, names: Mapping[str, Any] | None = None) -> Any:
         return Any
 
 
-def bounds_of(annotation: Any) -> Iterator[Any]:
+def bounds_of(annotation: object) -> Iterator[object]:
     """Yields the bounds in an annotation."""
     for argument in get_args(annotation):
         if isinstance(argument, GroupedMetadata):
@@ -64,7 +64,7 @@ def bounds_of(annotation: Any) -> Iterator[Any]:
             yield from bounds_of(argument)
 
 
-def fits(value: Any, annotation: Any) -> bool:
+def fits(value: object, annotation: object) -> bool:
     """Tells whether the annotation accepts a value."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
@@ -79,13 +79,17 @@ def fits(value: Any, annotation: Any) -> bool:
     if origin in (list, Sequence):
         return isinstance(value, list | tuple) and all(fits(each, arguments[0]) for each in value)
     if annotation in (int, float):
-        kinds = int if annotation is int else int | float
-        return isinstance(value, kinds) and not isinstance(value, bool) and value == value
+        return is_number(value) and value == value and (annotation is float or isinstance(value, int))
     kind = origin or annotation
     return not isinstance(kind, type) or isinstance(value, kind)
 
 
-def words(annotation: Any, bounds: Sequence[Any] = (), inner: Callable[[Any], str] | None = None) -> str:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tells whether a value is a number, finite or not; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def words(annotation: Any, bounds: Sequence[object] = (), inner: Callable[[Any], str] | None = None) -> str:
     """Describes an annotation in words: "a whole number > 0 or null"; `inner` describes nested annotations."""
     inner = inner or words
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -107,6 +111,6 @@ def words(annotation: Any, bounds: Sequence[Any] = (), inner: Callable[[Any], st
     return f"{kind} {' and '.join(ranges)}".rstrip()
 
 
-def _holds(bound: Any, value: Any) -> bool:
+def _holds(bound: object, value: object) -> bool:
     _, compare, limit_of = BOUNDS[type(bound)]
     return compare(value, limit_of(bound))

@@ -14,7 +14,7 @@ import os
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -38,7 +38,7 @@ _TYPES = {cls.__name__: cls for cls in (Media, MediaTokens, Message, Prompt, Tur
 _TAG = "$type"
 
 
-def dumps(value: Any) -> tuple[memoryview, list[pickle.PickleBuffer]]:
+def dumps(value: object) -> tuple[memoryview, list[pickle.PickleBuffer]]:
     """Returns the pickle of `value`, and the bytes of its tensors as views of their memory.
 
     `pickle.loads` restores the tensors on the CPU, without gradients, on the memory of the buffers (if that is
@@ -53,7 +53,7 @@ def dumps(value: Any) -> tuple[memoryview, list[pickle.PickleBuffer]]:
 class OutOfBand:
     """Wraps a value for any pickle: bytes of its tensors become protocol 5 buffers; loading gives the value itself."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ class OutOfBand:
         return _loads, (bytes(stream), buffers if has_buffers else [bytearray(buffer.raw()) for buffer in buffers])
 
 
-def save(path: str | os.PathLike[str], value: Any) -> None:
+def save(path: str | os.PathLike[str], value: object) -> None:
     """Writes `value` to a file atomically.
 
     Raises: DataError, with the position in `value`, for an object of an unsupported type.
@@ -96,16 +96,19 @@ def load(path: str | os.PathLike[str]) -> Any:
     raise DataError(f"{path}: file version", version, str(_VERSION), "read it with another whet")
 
 
-def fits(saved: Any, own: Any) -> bool:
+def fits(saved: object, own: object) -> bool:
     """Tells whether a saved value has the kind of one's own, so that what is restored fails at once or not at all:
     numbers for numbers, texts for texts, and so on in dicts and lists. Anything fits None."""
-    if own is None:
-        return True
-    if isinstance(own, Mapping):
-        return isinstance(saved, Mapping) and all(fits(saved[name], own[name]) for name in own.keys() & saved.keys())
-    if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and all(map(fits, saved, own))
-    return isinstance(saved, int | float if isinstance(own, int | float) else type(own))
+    match own:
+        case None:
+            return True
+        case Mapping():
+            return isinstance(saved, Mapping) and all(fits(saved[x], own[x]) for x in own.keys() & saved.keys())
+        case list() | tuple():
+            return isinstance(saved, list | tuple) and all(map(fits, saved, own))
+        case int() | float():
+            return isinstance(saved, int | float)
+    return isinstance(saved, type(own))
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -121,7 +124,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if type(value) is not torch.Tensor:
             return NotImplemented  # the object's own pickling
         return _tensor_on, (pickle.PickleBuffer(_octets(value).data), value.dtype, tuple(value.shape))
@@ -194,19 +197,20 @@ class _Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: object, where: str) -> Any:
         """Converts `value` to JSON; `where` is its position in the whole, such as `objects.uid[3]`."""
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, list):
-            return self._items(value, where)
-        if isinstance(value, dict) and _TAG not in value and all(isinstance(key, str) for key in value):
-            return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-            return self.encode(value.item(), where)
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case list():
+                return self._items(value, where)
+            case dict() if _TAG not in value and all(isinstance(key, str) for key in value):
+                return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
+            case np.generic() if value.dtype.kind in "biuf":
+                return self.encode(value.item(), where)
         return self._tagged(value, where)
 
-    def _tagged(self, value: Any, where: str) -> dict[str, Any]:
+    def _tagged(self, value: object, where: str) -> dict[str, object]:
         match value:
             case tuple():
                 return {_TAG: "tuple", "items": self._items(value, where)}
@@ -226,10 +230,10 @@ class _Encoder:
         change = "convert it to plain objects (str, numbers, list, dict, ...), tensors and arrays, or remove it"
         raise DataError(where.lstrip("."), found, expected, change)
 
-    def _items(self, values: Any, where: str) -> list[Any]:
+    def _items(self, values: Iterable[object], where: str) -> list[object]:
         return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(values)]
 
-    def _name(self, value: Any, tensor: torch.Tensor, where: str) -> str:
+    def _name(self, value: object, tensor: torch.Tensor, where: str) -> str:
         """The name under which `tensor`, the content of `value`, is stored; one name for each object."""
         name = self._names.setdefault(id(value), f"{len(self._names)}:{where.lstrip('.')}")
         self.tensors.setdefault(name, tensor)
@@ -241,27 +245,26 @@ def _bytes_as_tensor(octets: bytes) -> torch.Tensor:
 
 
 def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value.get(_TAG):
-        case None:
-            return {key: _decode(item, tensors) for key, item in value.items()}
-        case "tuple":
-            return tuple(_decode(value["items"], tensors))
-        case "dict":
-            return dict(_decode(value["items"], tensors))
-        case "tensor":
-            return tensors[value["name"]]
-        case "bytes":
-            return tensors[value["name"]].numpy().tobytes()
-        case "array":
-            return tensors[value["name"]].numpy()
-        case "objects":
-            array = np.empty(len(value["items"]), dtype=object)
-            for number, item in enumerate(value["items"]):
+    match value:
+        case list():
+            return [_decode(item, tensors) for item in value]
+        case {"$type": "tuple", "items": items}:
+            return tuple(_decode(items, tensors))
+        case {"$type": "dict", "items": items}:
+            return dict(_decode(items, tensors))
+        case {"$type": "tensor", "name": name}:
+            return tensors[name]
+        case {"$type": "bytes", "name": name}:
+            return tensors[name].numpy().tobytes()
+        case {"$type": "array", "name": name}:
+            return tensors[name].numpy()
+        case {"$type": "objects", "items": items, "shape": shape}:
+            array = np.empty(len(items), dtype=object)
+            for number, item in enumerate(items):
                 array[number] = _decode(item, tensors)
-            return array.reshape(value["shape"])
-        case name:
+            return array.reshape(shape)
+        case {"$type": name}:
             return _TYPES[name](**_decode(value["fields"], tensors))
+        case dict():
+            return {key: _decode(item, tensors) for key, item in value.items()}
+    return value

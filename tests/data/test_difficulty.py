@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.raising import raises
-from whet.data.row_filter import within_window
+from whet.data.load import within_window
 from whet.errors import DataError
 from whet.types import Prompt
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.raising import raises
-from whet.data.row_filter import matching
+from whet.data.load import matching
 from whet.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [

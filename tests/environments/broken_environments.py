@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from whet.data.media import image
-from whet.environments.forms import Context
 from whet.environments.protocol import Answer, Observation
+from whet.environments.running import Context
 from whet.types import Media, Message, Prompt
 
 FAULTS: dict[str, str] = {}  # the name of the check by that of the class

@@ -9,10 +9,10 @@ import pytest
 
 from tests.raising import check_fields, raises
 from whet.environments.check import Plan, check
-from whet.environments.gym import Gymnasium
 from whet.environments.host import open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Running, at_once
+from whet.environments.shipped import Gymnasium
 from whet.errors import ConfigError
 from whet.types import Failure, Message, Prompt
 

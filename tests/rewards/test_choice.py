@@ -6,7 +6,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.rewards.choice import compute_score, crossthinkqa, extract_letter
+from whet.rewards.short_answers import crossthinkqa, extract_letter, multiple_choice
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_the_last_lone_letter_by_option(text, letter):
 
 @pytest.mark.parametrize("truth", ["B", "b", " (B) ", "B. Paris", "B) Paris", "**B**"])
 def test_the_forms_of_a_ground_truth(truth):
-    assert compute_score("The answer is B", truth) == {"reward": 1.0, "pred": "B"}
-    assert compute_score("The answer is A", truth) == {"reward": 0.0, "pred": "A"}
-    assert compute_score("B", truth) == {"reward": 1.0, "pred": "B"}
-    assert compute_score("So B", truth) == {"reward": 0.0, "pred": None}
-    assert compute_score("So B", truth, lone=True) == {"reward": 1.0, "pred": "B"}
+    assert multiple_choice("The answer is B", truth) == {"reward": 1.0, "pred": "B"}
+    assert multiple_choice("The answer is A", truth) == {"reward": 0.0, "pred": "A"}
+    assert multiple_choice("B", truth) == {"reward": 1.0, "pred": "B"}
+    assert multiple_choice("So B", truth) == {"reward": 0.0, "pred": None}
+    assert multiple_choice("So B", truth, lone=True) == {"reward": 1.0, "pred": "B"}
 
 
 @pytest.mark.parametrize("truth", ["Paris", "", "2", None, "A, B"])
@@ -101,7 +101,7 @@ def test_a_ground_truth_without_a_letter_is_an_error(truth):
     with raises(
         DataError, "ground_truth", found=None if truth is None else repr(truth), expected=re.compile(r"B, \(B\)")
     ):
-        compute_score("The answer is B", truth)
+        multiple_choice("The answer is B", truth)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from whet.registry import REWARDS
-from whet.rewards.math_forms import geo3k, math_dapo
+from whet.rewards.math import geo3k, math_dapo
 
 
 @pytest.mark.parametrize("name", ["math_dapo", "aime"])

@@ -14,8 +14,8 @@ from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from tests.rewards.math_variants import ROWS
 from whet.registry import REWARDS
 from whet.rewards.math import compute_score, extract_answer, vote
+from whet.rewards.math_read import split_unit
 from whet.rewards.math_tex import clean
-from whet.rewards.math_units import split_unit
 
 
 def wrong_verdicts(rows: list[tuple[str, str, int]], response: str = r"So \boxed{%s}") -> list[tuple[str, str, int]]:

@@ -21,7 +21,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import TrainWorker
-from whet.weight_sync.link import Outlet
+from whet.weight_sync.buckets import Outlet
 from whet.weight_sync.routes import Site
 
 

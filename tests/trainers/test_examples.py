@@ -21,7 +21,7 @@ from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.environments.protocol import Answer
 from whet.environments.tools.parsers import Call, parse
-from whet.environments.tools.schema import schema_of
+from whet.environments.tools.sources import schema_of
 from whet.models.load import load_policy
 from whet.registry import load_target
 from whet.trainers.build import train

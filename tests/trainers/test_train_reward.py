@@ -19,7 +19,7 @@ from tests.raising import raises
 from whet import serialization
 from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, TrainConfig, load_config
-from whet.data.preferences import PreferencePair
+from whet.data.supervised import PreferencePair
 from whet.errors import ConfigError, ModelError
 from whet.models.load import load_reward_model
 from whet.trainers.build import train

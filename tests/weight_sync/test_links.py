@@ -16,11 +16,9 @@ import torch.distributed as dist
 
 from tests.raising import raises
 from whet.errors import DeadlineError, WeightSyncError
-from whet.weight_sync import collective
-from whet.weight_sync.buckets import HEADER_BYTES, Digest, receive, send
-from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet
-from whet.weight_sync.link import SLOTS, Inlet, LinkClosedError, Outlet
-from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from whet.weight_sync import links
+from whet.weight_sync.buckets import HEADER_BYTES, SLOTS, Digest, Inlet, LinkClosedError, Outlet, receive, send
+from whet.weight_sync.links import CollectiveInlet, CollectiveOutlet, SharedMemoryInlet, SharedMemoryOutlet
 
 BUCKET = HEADER_BYTES + 2**14
 LINKS = ("memory", "broadcast")
@@ -98,7 +96,7 @@ class Nccl:
 
 def test_between_accelerators_nccl_carries_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks ask for the same collectives in the same order, as NCCL wants it; it was not run on two cards."""
-    monkeypatch.setattr(collective, "spans", lambda device: True)
+    monkeypatch.setattr(links, "spans", lambda device: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(Nccl, "made", [])
     outlet, inlets = link("broadcast", 2)
@@ -117,7 +115,7 @@ def test_between_accelerators_nccl_carries_the_same_calls(monkeypatch: pytest.Mo
 
 
 def test_accelerators_of_nvidia_are_spanned_by_nccl() -> None:
-    assert collective.spans(torch.device("cuda")) and not collective.spans(torch.device("cpu"))
+    assert links.spans(torch.device("cuda")) and not links.spans(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", LINKS)

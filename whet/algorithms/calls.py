@@ -5,7 +5,7 @@ Where the context of a trajectory was rewritten, a new row begins: functions rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -47,11 +47,11 @@ class Bound:
             self.entry.check(self.options, f"{self.entry.kind} {self.entry.name!r}: ")
 
     @classmethod
-    def of(cls, registry: Registry, name: str, options: Mapping[str, Any], where: str) -> Bound:
+    def of(cls, registry: Registry, name: str, options: Mapping[str, object], where: str) -> Bound:
         """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
         return cls(registry[name], registry[name].resolve_options(options, where))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Bound], tuple[Entry, Mapping[str, object]]]:
         return Bound, (self.entry, self.options)
 
     @cached_property
@@ -75,7 +75,7 @@ class Bound:
         names = self.entry.parameters
         return [(name, None if name in SUPPLIED else FOREIGN_COLUMNS.get(name, name)) for name in names]
 
-    def __call__(self, columns: Mapping[str, Tensor], supplied: Mapping[str, Any] | None = None) -> Any:
+    def __call__(self, columns: Mapping[str, Tensor], supplied: Mapping[str, object] | None = None) -> Any:
         """Calls the function.  Returns its result."""
         given, mask = supplied or {}, columns.get("response_mask")
         named = {**self.entry.options, **{name: given[name] for name in self.entry.options if name in given}}
@@ -91,7 +91,7 @@ class Bound:
             raise self._missing(next(name for name, value in named.items() if value is REQUIRED), columns, given)
         return self.function(*arguments, **named)
 
-    def _missing(self, name: str, columns: Mapping[str, Any], supplied: Mapping[str, Any]) -> RegistryError:
+    def _missing(self, name: str, columns: Iterable[str], supplied: Iterable[str]) -> RegistryError:
         key = f"{self.entry.kind} {self.entry.name!r}"
         if name in self.entry.columns:
             found = f"reads column {name!r}, which the batch lacks"
@@ -101,7 +101,7 @@ class Bound:
         return RegistryError(key, found, expected, "set an option with that name")
 
 
-def _argument(parameter: str, name: str, column: Any, mask: Tensor | None) -> Any:
+def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) -> object:
     """A column as the function reads it."""
     if mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS and column.is_floating_point():
         column = zero_outside(column, mask)
@@ -110,7 +110,10 @@ def _argument(parameter: str, name: str, column: Any, mask: Tensor | None) -> An
 
 
 def call(
-    entry: Entry, columns: Mapping[str, Any], options: Mapping[str, Any], supplied: Mapping[str, Any] | None = None
+    entry: Entry,
+    columns: Mapping[str, Tensor],
+    options: Mapping[str, object],
+    supplied: Mapping[str, object] | None = None,
 ) -> Any:
     """Binds a function and calls it once: see `Bound`."""
     return Bound(entry, options)(columns, supplied)
@@ -140,7 +143,7 @@ class PolicyLoss:
 def estimate(
     estimator: Bound,
     columns: Mapping[str, Tensor],
-    supplied: Mapping[str, Any] | None = None,
+    supplied: Mapping[str, object] | None = None,
     *,
     with_returns: bool = False,
 ) -> Estimate:
@@ -188,7 +191,7 @@ def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[
 
 
 def policy_loss(
-    function: Bound, columns: Mapping[str, Tensor], supplied: Mapping[str, Any] | None = None
+    function: Bound, columns: Mapping[str, Tensor], supplied: Mapping[str, object] | None = None
 ) -> PolicyLoss:
     """Computes the loss of a policy or of a value function; its reports become diagnostics or metrics by their shape.
     Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
@@ -215,23 +218,23 @@ def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None
     return TrajectoryLayout(uid, columns["response_mask"])
 
 
-def _parts(entry: Entry, result: Any) -> tuple[Any, Any, Mapping[str, Any]]:
+def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping[str, object]]:
     """Splits a result, advantages alone or a tuple with returns or metrics or both.  Returns all three."""
     advantages, *rest = result if isinstance(result, tuple) else (result,)
-    returns, metrics = None, None
-    for part in rest:
-        if isinstance(part, Tensor) and returns is None and metrics is None:
-            returns = part
-        elif isinstance(part, Mapping) and metrics is None:
-            metrics = part
-        else:
-            expected = "advantages, (advantages, returns) or (advantages, dict of metrics)"
-            raise _unusable(entry, result, expected)
-    return advantages, returns, metrics or {}
+    match rest:
+        case []:
+            return advantages, None, {}
+        case [Tensor() as returns]:
+            return advantages, returns, {}
+        case [Mapping() as metrics]:
+            return advantages, None, metrics
+        case [Tensor() as returns, Mapping() as metrics]:
+            return advantages, returns, metrics
+    raise _unusable(entry, result, "advantages, (advantages, returns) or (advantages, dict of metrics)")
 
 
 def _column(
-    entry: Entry, name: str, value: Any, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
+    entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
     """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is that of what the estimator read."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
@@ -259,7 +262,7 @@ def _check_finite(entry: Entry, name: str, column: Tensor) -> None:
         )
 
 
-def _scalars(entry: Entry, metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+def _scalars(entry: Entry, metrics: Mapping[str, object]) -> dict[str, Tensor]:
     scalars = {}
     for name, value in metrics.items():
         if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
@@ -272,11 +275,11 @@ def _named(entry: Entry) -> str:
     return f"{entry.kind} {entry.name!r}"
 
 
-def _unusable(entry: Entry, result: Any, expected: str, part: str = "result") -> RegistryError:
+def _unusable(entry: Entry, result: object, expected: str, part: str = "result") -> RegistryError:
     return RegistryError(f"{_named(entry)}: {part}", _describe(result), expected, "correct the function")
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Value losses: per token [B, R], with per-token diagnostics (reported as `critic/<name>`)."""
+"""Losses of models that score: value losses per token [B, R], with per-token diagnostics (reported as `critic/<name>`),
+and losses of preferences between two responses to one prompt."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from whet.options import Positive
@@ -36,3 +38,13 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     sampled = mask != 0
     left = (returns - values)[sampled].var()
     return 1.0 - left / (returns[sampled].var() + 1e-5)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coef: float = 0.0) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, of scores of pairs.   [n] -> [n]
+
+    Bradley & Terry 1952, as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155; margin: Touvron et al. 2023 (Llama
+    2), https://arxiv.org/abs/2307.09288; center_coef: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
+    """
+    loss = -F.logsigmoid(chosen - rejected - margin)
+    return loss + center_coef * (chosen + rejected).square() if center_coef else loss

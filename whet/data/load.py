@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
-from whet.data.preferences import PreferencePair, build_pairs
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
-from whet.data.row_filter import matching, within_window
 from whet.data.sources import DataRow, read_hub, read_rows
-from whet.data.supervised import SupervisedExample, build_examples
-from whet.errors import DataError
+from whet.data.supervised import PreferencePair, SupervisedExample, build_examples, build_pairs
+from whet.errors import ConfigError, DataError, did_you_mean
+from whet.options import is_number
 from whet.phases import phase
 from whet.registry import entry_of, load_target
 from whet.types import Prompt
@@ -173,28 +173,33 @@ def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
             if name not in entry.options and name not in entry.parameters:
                 known = ", ".join([*entry.parameters, *entry.options]) or "none"
                 raise DataError(f"option {name!r}", "is not one of its options", known, "correct or remove it")
-    try:
+    with users_code("", "rows or prompts"):
         return function(**{**options, **{name: supplied[name] for name in names if name not in source.options}})
-    except Exception as error:  # other people's code
-        raise DataError("", f"raised {type(error).__name__}: {error}", "rows or prompts") from error
 
 
 def listed(items: Any) -> list[Any]:
     """Lists the items of an iterable, or of a data set with `__len__` and `__getitem__`.  Raises: DataError."""
-    try:
+    with users_code("", "rows or prompts"):
         if not hasattr(items, "__iter__") and hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             return [items[index] for index in range(len(items))]
         if isinstance(items, str | bytes | Mapping) or not hasattr(items, "__iter__"):
             change = "name a file in data.train_files or data.val_files" if isinstance(items, str) else ""
             raise DataError("type", type(items).__name__, "a sequence or an iterable of rows or prompts", change)
         items = list(islice(items, MAX_ITEMS + 1))
-    except DataError:
-        raise
-    except Exception as error:  # other people's code
-        raise DataError("", f"raised {type(error).__name__}: {error}", "rows or prompts") from error
     if len(items) > MAX_ITEMS:
         raise DataError("number of rows", f"more than {MAX_ITEMS:,}", "a data set that ends")
     return items
+
+
+@contextmanager
+def users_code(key: str, expected: str = "", change: str = "") -> Iterator[None]:
+    """Turns what a user's code raises into a DataError; a DataError stays."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # other people's code
+        raise DataError(key, f"raised {type(error).__name__}: {error}", expected, change) from error
 
 
 @contextmanager
@@ -206,3 +211,99 @@ def _named(source: Source | None, argument: str) -> Iterator[None]:
         if source is not None and error.key.startswith(source.path):
             raise
         raise error.at(argument if source is None else source.name) from error
+
+
+# -- the filter: `data.filter` has a value, a list of values, `{min: , max: }` or `{not: }` for a field, and
+# -- `data.difficulty_window` excludes prompts that are too easy or too hard
+
+Test = Callable[[Any, int], bool]  # of a field's value and the row number
+BOUNDS = ("min", "max")
+
+
+def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[int]:
+    """The numbers of the rows that meet all conditions. A field may be nested: `extra_info.level`.
+
+    A missing field is null: it equals only null, and lies within no bounds.
+    Raises: ConfigError for an invalid condition; DataError for a field that no row has, and if no row is left.
+    """
+    left = list(range(len(rows)))
+    for field, condition in where.items():
+        test = _test(field, condition)
+        if rows and not any(field in _names(row) for row in rows):
+            names = sorted({name for row in rows for name in _names(row)})
+            hint = did_you_mean(field, names, f"name one of {', '.join(names)}", quoted=False, most=3)
+            raise DataError(f"data.filter.{field}", "no row has this field", "", hint)
+        met = [number for number in left if test(_value(rows[number], field), number)]
+        if left and not met:
+            found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
+            problem = f"none of {len(left)} rows has {field} {_show(condition)}"
+            values = ", ".join(value for value, _ in found)
+            raise DataError(f"data.filter.{field}", problem, f"a value that some rows have, most often {values}")
+        left = met
+    return left
+
+
+def _test(field: str, condition: object) -> Test:
+    match condition:
+        case {"not": unwanted, **more} if not more:
+            denied = _test(field, unwanted)
+            return lambda value, number: not denied(value, number)
+        case Mapping() if condition and {*condition} <= {*BOUNDS} and all(map(is_number, condition.values())):
+            low, high = condition.get("min", float("-inf")), condition.get("max", float("inf"))
+            return lambda value, number: value is not None and low <= _number(field, value, number) <= high
+        case Mapping():
+            expected = "a value, a list of values, {min: number, max: number} (either may be left out) or {not: ...}"
+            raise ConfigError(f"data.filter.{field}", dict(condition), expected)
+        case [*conditions]:
+            tests = [_test(field, each) for each in conditions]
+            return lambda value, number: any(test(value, number) for test in tests)
+    return lambda value, number: bool(value == condition and isinstance(value, bool) == isinstance(condition, bool))
+
+
+def _value(row: Mapping[str, Any], field: str) -> Any:
+    outer, dot, inner = field.partition(".")
+    if field in row or not dot:
+        return row.get(field)
+    return _value(row[outer], inner) if isinstance(row.get(outer), Mapping) else None
+
+
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the fields of a row, also those in fields: `extra_info`, `extra_info.level`."""
+    for outer, value in row.items():
+        yield outer
+        yield from (f"{outer}.{inner}" for inner in _names(value if isinstance(value, Mapping) else {}))
+
+
+def _number(field: str, value: object, number: int) -> float:
+    if not is_number(value):
+        expected = f"a number, as data.filter.{field} has bounds"
+        raise DataError(f"row {number}: field {field!r}", f"is {value!r}", expected)
+    return float(value)
+
+
+def _show(condition: object) -> str:
+    return f"= {condition!r}" if not isinstance(condition, Mapping) else f"within {dict(condition)}"
+
+
+def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) -> tuple[Prompt, ...]:
+    """The prompts with low < `extra_info[key]` < high, for instance the accuracy from an earlier `whet eval`.
+
+    He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.  Raises: DataError for a row without such a number,
+    and if no prompt is left.
+    """
+    kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
+    if not kept:
+        problem = f"none of {len(prompts)} prompts has {low} < {key} < {high}"
+        raise DataError("data.difficulty_window", problem, "", "widen it, or unset data.difficulty_key")
+    if len(kept) < len(prompts):
+        log.info("%d of %d prompts are outside %g < %s < %g", len(prompts) - len(kept), len(prompts), low, key, high)
+    return kept
+
+
+def difficulty(prompt: Prompt, key: str, option: str) -> float:
+    """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
+    value = prompt.extra_info.get(key)
+    if not is_number(value):
+        found = f"is {value!r}; the row has {', '.join(prompt.extra_info) or 'no further fields'}"
+        raise DataError(f"row {prompt.index}: {option}={key}", found, "a number")
+    return float(value)

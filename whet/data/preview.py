@@ -17,9 +17,8 @@ from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, load_items
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
 from whet.data.pixels import png
-from whet.data.preferences import PreferencePair
 from whet.data.samplers import make_loader, order_of
-from whet.data.supervised import SupervisedExample
+from whet.data.supervised import PreferencePair, SupervisedExample
 from whet.errors import DataError
 from whet.types import Media, Prompt
 

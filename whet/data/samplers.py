@@ -18,7 +18,7 @@ import numpy as np
 
 from whet.config.mix import MixShare, mean_shares, shares_at
 from whet.config.schema import DataConfig
-from whet.data.load import Loaded
+from whet.data.load import Loaded, difficulty, users_code
 from whet.data.loader import (
     Order,
     PromptLoader,
@@ -32,7 +32,6 @@ from whet.data.loader import (
     mixture,
     shuffled,
 )
-from whet.data.row_filter import difficulty
 from whet.errors import DataError
 from whet.options import NonNegative, Positive, Share
 from whet.registry import SAMPLERS, Entry, register_sampler
@@ -111,12 +110,8 @@ def _own_order(count: int, seed: int, kind: int | str, shuffle: bool, epoch: int
 
 
 def _call(entry: Entry, name: str, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    try:
+    with users_code(name, change="correct the sampler"):
         return entry.make(supplied, options)
-    except DataError:
-        raise
-    except Exception as error:  # other people's code
-        raise DataError(name, f"raised {type(error).__name__}: {error}", "", "correct the sampler") from error
 
 
 def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:

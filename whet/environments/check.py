@@ -21,7 +21,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from whet.environments.protocol import Answer, Closes, Observation, Result, unpaid
+from whet.environments.protocol import Answer, Closes, Environment, Observation, Result, unpaid
 from whet.environments.running import EnvironmentSpec, Running
 from whet.errors import describe
 from whet.files import shipped_yaml
@@ -39,7 +39,8 @@ START_SECONDS = 120.0  # to load the environment
 MAX_MEDIA_BYTES = 16 * 2**20  # of the images and videos of an observation
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Found = dict[str, Any]  # what a probe returns
-Probe = Callable[..., Coroutine[Any, Any, Found]]  # gets a function that makes the environment, and the plan
+Make = Callable[[Prompt], Environment]  # makes the environment of an episode
+Probe = Callable[..., Coroutine[object, None, Found]]  # gets a function that makes the environment, and the plan
 Parts = dict[str, str]  # what an observation says, by the names of its fields
 WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
@@ -80,7 +81,7 @@ class Offers(Protocol):
         ...
 
 
-def check(environment: str, options: Mapping[str, Any], plan: Plan) -> Iterator[Finding]:
+def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterator[Finding]:
     """Yields the results, in a fixed order, each as soon as it is known.
 
     Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
@@ -106,7 +107,7 @@ class _Children:
     def __exit__(self, *exception: object) -> None:
         self._children.close()
 
-    def ask(self, probe: Probe, *arguments: Any, child: Callee | None = None, seconds: float | None = None) -> Found:
+    def ask(self, probe: Probe, *arguments: object, child: Callee | None = None, seconds: float | None = None) -> Found:
         """The result of a probe; `ended` in it is why the process ended without one."""
         used, seconds = child or self._children.start(), seconds or self._seconds
         self._children.call(used, None, pickle.dumps((probe, arguments)), seconds)
@@ -229,7 +230,7 @@ def prepare(argument: bytes) -> Serve:
     return lambda caller: asyncio.run(_serve(caller, make, plan))
 
 
-async def _serve(caller: Caller, make: Callable[[Prompt], Any], plan: Plan) -> None:
+async def _serve(caller: Caller, make: Make, plan: Plan) -> None:
     while True:
         number, content = caller.receive()
         probe, arguments = pickle.loads(content)
@@ -241,7 +242,7 @@ async def _serve(caller: Caller, make: Callable[[Prompt], Any], plan: Plan) -> N
 class _Played:
     """An episode while it is played."""
 
-    make: Callable[[Prompt], Any]
+    make: Make
     plan: Plan
     seed: int
     transcript: list[Parts] = field(default_factory=list)
@@ -258,7 +259,7 @@ class _Played:
         self.prompt = replace(self.plan.prompt, extra_info=copy.deepcopy(dict(self.plan.prompt.extra_info)))
         self.running = Running(self._made)
 
-    def _made(self, prompt: Prompt) -> Any:
+    def _made(self, prompt: Prompt) -> Environment:
         self.environment = self.make(prompt)
         return self.environment
 
@@ -323,15 +324,18 @@ def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
     return {name: repr(_plain(value)) for name, value in parts.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """The value without an order of keys or sets; other objects as texts without their addresses."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
-    if isinstance(value, set | frozenset):
-        return sorted(map(_plain, value), key=repr)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, str | int | float | None) else ADDRESS.sub("", repr(value))
+    match value:
+        case Mapping():
+            return {str(name): _plain(each) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
+        case set() | frozenset():
+            return sorted(map(_plain, value), key=repr)
+        case list() | tuple():
+            return [*map(_plain, value)]
+        case str() | int() | float() | None:
+            return value
+    return ADDRESS.sub("", repr(value))
 
 
 def _size(media: Media) -> int:
@@ -340,11 +344,11 @@ def _size(media: Media) -> int:
     return sum(len(each) if isinstance(each, bytes) else Path(each).stat().st_size for each in sources)
 
 
-async def _load(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+async def _load(make: Make, plan: Plan) -> Found:
     return {}
 
 
-async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int]) -> Found:
+async def _play(make: Make, plan: Plan, seeds: Sequence[int]) -> Found:
     """Plays episodes of several seeds in turn; those after the first begin first."""
     start, played = time.perf_counter(), [_Played(make, plan, seed) for seed in seeds]
     for each in reversed(played):
@@ -364,7 +368,7 @@ async def _play(make: Callable[[Prompt], Any], plan: Plan, seeds: Sequence[int])
     }
 
 
-async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+async def _after_the_end(make: Make, plan: Plan) -> Found:
     played = _Played(make, plan, plan.seed)
     await played.begin()
     for _ in range(plan.max_turns):
@@ -382,7 +386,7 @@ async def _after_the_end(make: Callable[[Prompt], Any], plan: Plan) -> Found:
     return {"is_ok": True, "what": "raises" if isinstance(outcome, Failure) else "stays at the end"}
 
 
-async def _restores(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+async def _restores(make: Make, plan: Plan) -> Found:
     """Copies an environment after a turn, and plays the copy after the original."""
     played, copied = (_Played(make, plan, plan.seed) for _ in range(2))
     await played.begin()
@@ -404,7 +408,7 @@ async def _restores(make: Callable[[Prompt], Any], plan: Plan) -> Found:
     return {"is_ok": False, "what": _difference(played.transcript, copied.transcript, "of a copy differs")}
 
 
-async def _close(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+async def _close(make: Make, plan: Plan) -> Found:
     """Closes an environment twice, after a turn and after its constructor."""
     for num_turns in (1, 0):
         played = _Played(make, plan, plan.seed)
@@ -426,7 +430,7 @@ async def _close(make: Callable[[Prompt], Any], plan: Plan) -> Found:
     return {"is_ok": True, "what": "may be called twice"}
 
 
-async def _answer(make: Callable[[Prompt], Any], plan: Plan, text: str) -> Found:
+async def _answer(make: Make, plan: Plan, text: str) -> Found:
     """Gives an answer twice, if the first does not end the episode."""
     played = _Played(make, plan, plan.seed)
     await played.begin()
@@ -437,7 +441,7 @@ async def _answer(make: Callable[[Prompt], Any], plan: Plan, text: str) -> Found
     return {"fault": next((f"{name}: {what}" for name, what in played.faults.items()), "")}
 
 
-async def _speed(make: Callable[[Prompt], Any], plan: Plan) -> Found:
+async def _speed(make: Make, plan: Plan) -> Found:
     start, steps, seed = time.perf_counter(), 0, plan.seed
     while time.perf_counter() - start < SPEED_SECONDS:
         played = _Played(make, plan, seed)

@@ -25,8 +25,7 @@ from typing import Any
 
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import PROBE, EnvironmentSpec, Outcome, Refusal, Running, at_once
-from whet.environments.tools.environment import ToolSpec
-from whet.environments.tools.toolbox import Toolbox
+from whet.environments.tools.toolbox import Toolbox, ToolSpec
 from whet.errors import ConfigError, describe
 from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.user_code import pickle_code

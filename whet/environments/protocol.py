@@ -8,7 +8,7 @@
         async def close(self): ...
 
 On the right is the short form: the constructor gets the prompt, and `step` gets the text of the turn without special
-tokens. Methods of either form may be `async`. Options are keyword-only. `whet.environments.forms` has other forms.
+tokens. Methods of either form may be `async`. Options are keyword-only. `whet.environments.running` has other forms.
 """
 
 from __future__ import annotations

@@ -1,29 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running environments: one method for both forms, and the main function of environment processes."""
+"""Running environments: one method for all forms, and the main function of environment processes.
+
+The forms in which people write environments are each called by `reset`, `step` and `close` of the long form:
+
+| form | reset | step |
+|---|---|---|
+| long | `reset(prompt, seed)` returns an Observation | `step(answer)` gets an Answer, returns an Observation |
+| short | | `step(text)` returns an Observation |
+| gymnasium, GEM | `reset(seed=)` returns (text, info) | `step(text)` returns (text, reward, ended, truncated, info) |
+| function | | is the step: gets the text; returns a reply, None for the end, or (reply, reward) |
+
+Methods may be async. A `reset` or `step` with one more parameter, `context`, can run tasks of sub-agents.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
-from whet.environments.forms import Context, Form, StepFunction, awaited, same
-from whet.environments.protocol import ENDS, GOES_ON, Answer, Environment, Observation, read_observation
+from whet.environments.protocol import (
+    ENDS,
+    GOES_ON,
+    Answer,
+    Closes,
+    Environment,
+    Observation,
+    Resets,
+    Result,
+    Task,
+    read_observation,
+)
 from whet.errors import ConfigError, EnvError, SandboxError, ToolError, describe
 from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Message, Prompt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Outcome = Observation | Failure
 PROBE = Prompt("probe", 0, (Message("user", ""),), (0,), "probe", None)  # its episode makes the environment, no more
 _FORMS: dict[type, Form] = {}  # by class
@@ -34,7 +59,7 @@ class EnvironmentSpec:
     """The environment of a run: a registered name, a path or the class itself, with its options."""
 
     target: str | Callable[..., Environment]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     def load(self) -> Callable[[Prompt], Environment]:
         """Returns a function that makes the object of one episode.  Raises: RegistryError, any error of the import."""
@@ -97,7 +122,7 @@ class Running:
                 return Refusal("environment", str(error), error=sendable(ConfigError, error))
             return Failure("environment", describe(error))
 
-    def take(self, environment: Any) -> None:
+    def take(self, environment: Environment) -> None:
         """Goes on with an environment that was reset elsewhere."""
         self._environment = environment
 
@@ -148,11 +173,11 @@ class Running:
         return Observation(done=True)
 
 
-async def _converted(form: Form, result: Any) -> Any:
+async def _converted(form: Form, result: object) -> Observation:
     return form.converts(await awaited(result))
 
 
-def _form(environment: Any) -> Form:
+def _form(environment: object) -> Form:
     """The form of an environment, cached by class: isinstance of a protocol is slower than a step."""
     kind = type(environment)
     if kind not in _FORMS:
@@ -160,7 +185,7 @@ def _form(environment: Any) -> Form:
     return _FORMS[kind]
 
 
-def at_once(call: Coroutine[Any, Any, Outcome]) -> Outcome:
+def at_once(call: Coroutine[object, None, Outcome]) -> Outcome:
     """Runs a call that never waits, without an event loop: this costs only microseconds."""
     try:
         call.send(None)
@@ -233,3 +258,154 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+_text = attrgetter("text")  # of an Answer
+
+
+class Context:
+    """Runs tasks of sub-agents for one episode."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Task, asyncio.Future[Result]]] = []
+        self._running: list[asyncio.Future[Result]] = []  # of the tasks in the last observation
+        self._is_asked = asyncio.Event()
+
+    async def run(self, task: str | Sequence[Message], agent: str, **given: Any) -> Result:
+        """Runs an episode of `agent`, one of `environment.agents`: `task` is its conversation, or the user's message in
+        it; `given` may have ground_truth and extra_info. Tasks that are awaited together run side by side."""
+        messages = (Message("user", task),) if isinstance(task, str) else tuple(task)
+        future = asyncio.get_running_loop().create_future()
+        self._asked.append((Task(agent, messages, **given), future))
+        self._is_asked.set()
+        return await future
+
+    async def until_asked(self, call: asyncio.Future[Any]) -> Any:
+        """The result of a call, or an Observation with the tasks that it waits for."""
+        asked = asyncio.ensure_future(self._is_asked.wait())
+        try:
+            await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        if call.done():
+            return call.result()
+        tasks, self._asked = self._asked, []
+        self._is_asked.clear()
+        self._running = [future for _, future in tasks]
+        return Observation(done=False, tasks=tuple(task for task, _ in tasks))
+
+    def give(self, results: Sequence[Result]) -> None:
+        """Gives the results of the tasks in the last observation."""
+        for future, result in zip(self._running, results, strict=True):
+            if not future.done():
+                future.set_result(result)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a class, which is found once: its methods are called for every turn."""
+
+    resets: Callable[..., Any] | None  # called with the environment, the prompt and the seed
+    reads: Callable[[Answer], object]  # the argument of `step`
+    converts: Callable[[Any], Observation]  # what `reset` and `step` return, to an Observation
+    has_close: bool
+    contexts: tuple[bool, bool]  # whether `reset` and `step` have the parameter `context`
+
+    @classmethod
+    def of(cls, environment: object) -> Form:
+        """The form of an environment's class."""
+        names = tuple("context" in _parameters(getattr(environment, each, None)) for each in ("reset", "step"))
+        contexts = (names[0], names[1])
+        has_close = isinstance(environment, Closes)
+        if not isinstance(environment, Resets):
+            return cls(None, _text, read_reply if isinstance(environment, StepFunction) else same, has_close, contexts)
+        if _is_gymnasium(environment.reset):
+            return cls(
+                lambda made, _, seed, **more: made.reset(seed=seed, **more), _text, read_tuple, has_close, contexts
+            )
+        return cls(lambda made, *given, **more: made.reset(*given, **more), same, same, has_close, contexts)
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """An environment of which every step is a call of one function."""
+
+    function: Callable[..., Any]
+    options: Mapping[str, object]
+
+    def step(self, text: str) -> Any:
+        """Calls the function."""
+        return self.function(text, **self.options)
+
+
+def read_tuple(raw: object) -> Observation:
+    """Reads (text, info) of a gymnasium reset or (text, reward, terminated, truncated, info) of a step; numbers in
+    `info["metrics"]` become fields. A text that is empty is no message.  Raises: TypeError."""
+    match raw:
+        case tuple((seen, info)):
+            reward, terminated, truncated = 0.0, False, False
+        case tuple((seen, reward, terminated, truncated, info)):
+            pass
+        case _:
+            raise TypeError(
+                f"the environment returned {type(raw).__name__}; expected (observation, info) from reset, and "
+                "(observation, reward, terminated, truncated, info) from step"
+            )
+    metrics = info.get("metrics", {}) if isinstance(info, Mapping) else {}
+    return Observation(
+        done=bool(terminated),
+        truncated=bool(truncated) and not terminated,
+        messages=_messages(seen),
+        reward=reward,
+        fields=metrics,
+    )
+
+
+def read_reply(raw: object) -> Observation:
+    """Reads what a step function returned: an Observation, a reply, None for the end, or (reply or None, reward)."""
+    match raw:
+        case Observation():
+            return raw
+        case tuple((reply, reward)):
+            pass
+        case reply:
+            reward = 0.0
+    if not isinstance(reply, str | None):
+        raise TypeError(
+            f"the step function returned {type(raw).__name__}; expected a reply as text, None for the end of the "
+            "episode, (reply or None, reward), or an Observation"
+        )
+    return Observation(done=reply is None, messages=_messages(reply), reward=reward)
+
+
+def _messages(text: object) -> tuple[Message, ...]:
+    return () if text is None or (isinstance(text, str) and not text) else (Message("user", str(text)),)
+
+
+def same(value: T) -> T:
+    """Returns the value."""
+    return value
+
+
+def _parameters(method: Callable[..., object] | None) -> Mapping[str, inspect.Parameter]:
+    try:
+        return {} if method is None else inspect.signature(method).parameters
+    except (TypeError, ValueError):  # a method written in C
+        return {}
+
+
+def _is_gymnasium(reset: Callable[..., object]) -> bool:
+    """Tells whether `reset(seed=0)` is a possible call, and nothing stands where the long form has its prompt."""
+    try:
+        signature = inspect.signature(reset)
+        signature.bind(seed=0)
+    except (TypeError, ValueError):
+        return False
+    before = itertools.takewhile(lambda each: each.name != "seed", signature.parameters.values())
+    return {each.name for each in before if each.kind is each.POSITIONAL_OR_KEYWORD} <= {"options"}
+
+
+async def awaited(result: Any) -> Any:
+    """The result of a method that may be async."""
+    is_async = not isinstance(result, Observation) and inspect.isawaitable(result)  # the second test is the slow one
+    return await result if is_async else result

@@ -28,8 +28,7 @@ from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
-from whet.rewards.pool import scorer_of
-from whet.rewards.truths import checked
+from whet.rewards.pool import checked, scorer_of
 from whet.rollout.build import build_collector, check_media, check_sampling, load_model, rollout_engine, sampling_params
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.restarted import Restarted

@@ -8,11 +8,11 @@ import builtins
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from whet.errors import DataError, SandboxError
 from whet.options import Count, Positive, Share
@@ -49,6 +49,8 @@ main()
 """
 _PYTEST = re.compile(r"^def test_|^import pytest|^class (?:Test|\w+\(.*TestCase\))", re.MULTILINE)
 _SHOWN = 200  # characters of a message
+N = TypeVar("N", bound=ast.AST)
+Fields = Mapping[str, Any]  # of a row, or of a ground truth
 _NULLS = ("", "null", "none", "nan", "nat", "<na>")
 
 FENCED_AS = {"py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "js": "javascript", "sh": "bash"}
@@ -71,8 +73,8 @@ class Suite:
 @register_reward("code", checked_by="whet.rewards.code:check_options", rows_checked_by="whet.rewards.code:check_row")
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: object,
+    extra_info: Fields | None = None,
     *,
     score: Literal["binary", "fraction", "fraction4"] = "binary",
     language: str | None = None,
@@ -81,10 +83,10 @@ def compute_score(
     most_tests: Count | None = None,
     sandbox: str = "bubblewrap",
     python: str | None = None,
-    languages: Mapping[str, Mapping[str, Any]] | None = None,
+    languages: Mapping[str, Mapping[str, object]] | None = None,
     paths: Sequence[str] = (),
     tolerance: Share = 0.0,
-) -> dict[str, Any]:
+) -> dict[str, float | str]:
     """The share of tests that the last fenced block of code passes: 1 where it passes all (`binary`), the share, or its
     fourth power (`fraction4`).
 
@@ -132,9 +134,9 @@ def check_options(
     sandbox: str = "bubblewrap",
     language: str | None = None,
     python: str | None = None,
-    languages: Mapping[str, Any] | None = None,
+    languages: Mapping[str, object] | None = None,
     paths: Sequence[str] = (),
-    **_: Any,
+    **_: object,
 ) -> None:
     """Raises: SandboxError where the sandbox is not there, or has no such language."""
     from whet.sandbox.open import open_sandbox
@@ -144,7 +146,7 @@ def check_options(
         raise SandboxError.joined([_without(language, box)])
 
 
-def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
+def check_row(truth: object, extra_info: Fields, data_source: str) -> None:
     """Raises: ValueError for a ground truth that has no tests."""
     read_tests(truth, extra_info)
 
@@ -154,7 +156,7 @@ def _without(language: str, box: Sandbox) -> DataError:
     return DataError("language", language, expected, "add it in languages")
 
 
-def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> tuple[str, str]:
+def extract_code(text: str, language: str | None, known: Container[str]) -> tuple[str, str]:
     """Returns (language, source) of the last fenced block in a known language, or in `language`; if there is none, of
     the last block that names no language; the text after `</think>` counts. Without any fence the whole text is the
     source. A fence in a list is indented: its lines lose the indentation of the fence, as in CommonMark."""
@@ -170,7 +172,7 @@ def extract_code(text: str, language: str | None, known: Mapping[str, Any]) -> t
     return next(((default, block) for tag, block in reversed(found) if not tag), (default, "" if found else text))
 
 
-def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
+def read_tests(truth: Any, extra: Fields) -> Suite:
     """Returns the tests of a ground truth.  Raises: ValueError."""
     if isinstance(truth, str):
         try:
@@ -182,16 +184,17 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
     if isinstance(truth, str):
         truth = {"test": truth}
     extra, truth = _given(extra), _given(truth)
-    if isinstance(truth, Mapping):
-        tests = _tests_of_mapping(truth, extra)
-    elif isinstance(truth, Sequence) and truth and all(isinstance(each, str) for each in truth):
-        tests = Suite("code", [*truth])
-    elif isinstance(truth, Sequence) and truth and all(isinstance(each, Mapping) and "input" in each for each in truth):
-        pairs = {"inputs": [each["input"] for each in truth], "outputs": [each.get("output") for each in truth]}
-        tests = _tests_of_mapping({**pairs, "testtype": truth[0].get("testtype")}, extra)
-    else:
-        change = "correct the row, or set data.answer_key to the field that has them"
-        raise truth_error(truth, "a dict, a list or text with tests", change)
+    match truth:
+        case Mapping():
+            tests = _tests_of_mapping(truth, extra)
+        case [str(), *others] if all(isinstance(each, str) for each in others):
+            tests = Suite("code", truth)
+        case [{"input": _}, *others] if all(isinstance(each, Mapping) and "input" in each for each in others):
+            pairs = {"inputs": [each["input"] for each in truth], "outputs": [each.get("output") for each in truth]}
+            tests = _tests_of_mapping({**pairs, "testtype": truth[0].get("testtype")}, extra)
+        case _:
+            change = "correct the row, or set data.answer_key to the field that has them"
+            raise truth_error(truth, "a dict, a list or text with tests", change)
     if not tests.cases:
         raise truth_error(truth, "one test or more", "leave the row out")
     if tests.kind in ("code", "pytest") and not _asserts(tests):
@@ -204,7 +207,7 @@ def read_tests(truth: Any, extra: Mapping[str, Any]) -> Suite:
     return replace(tests, prompt=prompt, defines=name, setup=f"{_helpers(prompt, name)}\n{tests.setup}")
 
 
-def _is_null(value: Any) -> bool:
+def _is_null(value: object) -> bool:
     """Tells whether a field is one that arrow, pandas or JSON wrote for an unused column: None, NaN, or such a text."""
     return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
@@ -225,18 +228,13 @@ def _asserts(tests: Suite) -> bool:
     body = tree.body
     if tests.kind == "code":
         body = [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
-        used = {each.id for node in body for each in ast.walk(node) if isinstance(each, ast.Name)}
-        used |= {"check"} if tests.entry else set()
+        used = {each.id for each in nodes_of(body, ast.Name)} | ({"check"} if tests.entry else set())
         body = [each for each in body if not isinstance(each, ast.FunctionDef | ast.ClassDef) or each.name in used]
-    nodes = [each for node in body for each in ast.walk(node)]
-    called = [ast.unparse(each.func) for each in nodes if isinstance(each, ast.Call)]
-    conditions = [each.test for each in nodes if isinstance(each, ast.Assert) and not isinstance(each.test, ast.Tuple)]
-    asserted = [part for each in conditions for part in ast.walk(each)]
-    return (
-        any(isinstance(each, ast.Raise) for each in nodes)
-        or any(isinstance(each, ast.Name | ast.Call) for each in asserted)
-        or any(re.search(r"(?i)assert|raises|warns|fail|exit|testmod", each) for each in called)
-    )
+    called = [ast.unparse(each.func) for each in nodes_of(body, ast.Call)]
+    conditions = [each.test for each in nodes_of(body, ast.Assert) if not isinstance(each.test, ast.Tuple)]
+    is_constant = not nodes_of(conditions, ast.Name) and not nodes_of(conditions, ast.Call)
+    says_so = any(re.search(r"(?i)assert|raises|warns|fail|exit|testmod", each) for each in called)
+    return not is_constant or says_so or bool(nodes_of(body, ast.Raise))
 
 
 def _helpers(prompt: str, name: str) -> str:
@@ -314,22 +312,23 @@ def _names(tests: Suite) -> tuple[list[str], list[str], str]:
     `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name;
     `assert abs(f(2)) < 1` is none of `abs`."""
     code = "\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else ""
-    nodes = [*ast.walk(tree)] if (tree := parsed(code)) else []
-    imported = {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
-    names = [each for each in nodes if isinstance(each, ast.Name)]
+    trees = [tree] if (tree := parsed(code)) else []
+    imported = {(each.asname or each.name).partition(".")[0] for each in nodes_of(trees, ast.alias)}
+    names = nodes_of(trees, ast.Name)
     bound = imported | {each.id for each in names if not isinstance(each.ctx, ast.Load)}
-    bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}
-    through = {each.value.id for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)}
-    modules = {*_MODULES.split()} & through
-    asserted = [each.test for each in nodes if isinstance(each, ast.Assert)]
-    tested = [each.left if isinstance(each, ast.Compare) else each for each in asserted]
-    found = [node for each in tested for node in ast.walk(each)] or nodes
-    called = [each.func.id for each in found if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
+    bound |= {each.name for each in nodes_of(trees, ast.FunctionDef)} | {
+        each.name for each in nodes_of(trees, ast.ClassDef)
+    }
+    modules = {*_MODULES.split()} & {
+        each.value.id for each in nodes_of(trees, ast.Attribute) if isinstance(each.value, ast.Name)
+    }
+    asserted = [each.test for each in nodes_of(trees, ast.Assert)]
+    called = called_names([each.left if isinstance(each, ast.Compare) else each for each in asserted] or trees)
     others = {each.id for each in names} - bound - modules - {*vars(builtins)}
     return sorted(imported), sorted(modules), tests.defines or "".join(called[-1:] if not others else [])
 
 
-def _tests_of_mapping(truth: Mapping[str, Any], extra: Mapping[str, Any]) -> Suite:
+def _tests_of_mapping(truth: Fields, extra: Fields) -> Suite:
     entry = str(truth.get("fn_name") or truth.get("entry_point") or extra.get("entry_point") or "").replace("()", "")
     imports = str(truth.get("import_prefix") or "")
     setup = "\n".join([imports, str(truth.get("test_setup_code") or ""), *_statements(truth.get("test_imports"))])
@@ -364,7 +363,7 @@ def _statements(value: Any) -> list[str]:
     return [str(each) for each in (value if is_list else [value]) if not _is_null(each)]
 
 
-def _function(extra: Mapping[str, Any]) -> str:
+def _function(extra: Fields) -> str:
     """The name of the function of LiveCodeBench's functional tests, which is beside them.  Raises: ValueError."""
     more = _value(extra.get("metadata"))
     for fields in (extra, more if isinstance(more, Mapping) else {}):
@@ -388,7 +387,7 @@ def _value(text: Any) -> Any:
     return text
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
 
@@ -411,6 +410,16 @@ def parsed(code: str) -> ast.Module | None:
         return ast.parse(code)
     except (SyntaxError, ValueError):
         return None
+
+
+def nodes_of(trees: Iterable[ast.AST], kind: type[N]) -> list[N]:
+    """The nodes of a kind in trees."""
+    return [each for tree in trees for each in ast.walk(tree) if isinstance(each, kind)]
+
+
+def called_names(trees: Iterable[ast.AST]) -> list[str]:
+    """The names of what trees call by a name alone."""
+    return [each.func.id for each in nodes_of(trees, ast.Call) if isinstance(each.func, ast.Name)]
 
 
 def _last(ran: Ran) -> str:

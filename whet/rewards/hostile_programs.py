@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from whet.files import shipped_yaml
-from whet.rewards.code import Suite, parsed, read_tests
+from whet.rewards.code import Suite, called_names, parsed, read_tests
 
 WRONG = -987654321  # returned where a function is tested
 PROGRAMS = shipped_yaml("rewards/probes.yaml")["programs"]
 
 
-def _tests(truth: Any, extra: Mapping[str, Any]) -> Suite | None:
+def _tests(truth: object, extra: Mapping[str, object]) -> Suite | None:
     """The tests in a ground truth, or None where it is something else."""
     try:
         tests = read_tests(truth, extra)
@@ -26,7 +24,7 @@ def _tests(truth: Any, extra: Mapping[str, Any]) -> Suite | None:
     return tests if is_code else None
 
 
-def programs(truth: Any, extra: Mapping[str, Any]) -> Iterator[str]:
+def programs(truth: object, extra: Mapping[str, object]) -> Iterator[str]:
     """Yields responses, where a ground truth has tests: a program that leaves before the tests, one that equals
     everything, replaces builtins, replaces the tests, reads them, and nearly writes what is expected."""
     tests = _tests(truth, extra)
@@ -50,11 +48,8 @@ def _defined(tests: Suite, value: str) -> str:
     name, _, method = (tests.entry or tests.defines).partition(".")
     if method:
         return f"\nclass {name}:\n    def {method}(self, *a, **k): return {value}\n"
-    names = [name] if name else _called("\n".join(tests.cases))
+    names = [name]
+    if not name:
+        tree = parsed("\n".join(tests.cases))
+        names = sorted({*called_names([tree] if tree else [])} - {*vars(builtins)})
     return "\n" + "".join(f"def {each}(*a, **k): return {value}\n" for each in names)
-
-
-def _called(code: str) -> list[str]:
-    nodes = [*ast.walk(tree)] if (tree := parsed(code)) else []
-    calls = {each.func.id for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)}
-    return sorted(calls - {*vars(builtins)})

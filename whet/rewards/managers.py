@@ -96,8 +96,8 @@ def score_shipped(
         "prompt_str": "",
     }
     entry = REWARDS[name]
-    raw = entry.load()(**{key: fields[key] for key in fields if key in {*entry.parameters, *entry.options}})
-    found = read_result(raw, correct_threshold=1.0, num_response_tokens=0)
+    given = {key: value for key, value in fields.items() if key in {*entry.parameters, *entry.options}}
+    found = read_result(entry.load()(**given), correct_threshold=1.0, num_response_tokens=0)
     if isinstance(found, Failure):
         raise RewardError(f"reward function {name}", found.message, "a number")
     return found.reward

@@ -1,30 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Competition mathematics: the answer is an expression, correct if mathematically equal to the ground truth.
 
-Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3."""
+Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. Other rewards pay
+the verdict of `math` as +1 and -1, or in a sum with the format, or that of math-verify alone."""
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
+import math_verify.grader
 import math_verify.parser
 import sympy
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.math_normalization import NormalizationConfig, extract_boxed_content
-from math_verify import LatexExtractionConfig, parse
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+from whet.options import Share
 from whet.registry import register_reward
-from whet.rewards.math_compare import as_interval, differs, verify
-from whet.rewards.math_read import MAX_CHARS, NORMALISATIONS as NORMALISATIONS, key_of, normalise, number, read, renamed
+from whet.rewards.math_compare import Expression, as_interval, differs, verify
+from whet.rewards.math_read import (
+    MAX_CHARS,
+    NORMALISATIONS as NORMALISATIONS,
+    key_of,
+    normalise,
+    number,
+    read,
+    renamed,
+    unit_after,
+)
 from whet.rewards.math_tex import WORDS
-from whet.rewards.math_units import unit_after
 from whet.rewards.result import after_thought, is_repeated
+from whet.rewards.shaping import has_format
 
 # math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
 # deadline math-verify warns on first use, unless this flag says that it already warned.
@@ -67,6 +80,54 @@ def compute_score(
     truth = str(ground_truth) if truth is None else truth
     answer = extract_answer(solution_str, truth, prompt_str)
     return {"reward": float(answer is not None and is_equal(answer, truth)), "pred": answer and vote(answer)}
+
+
+@register_reward("math_verify")
+def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
+    """1 where math-verify by itself, called as verl's `math_verify` calls it, finds the answer in a response equal to
+    the ground truth, else 0: the boxed truth read as LaTeX, the response as an expression or LaTeX, six places.
+
+    `math` is stricter, and reads more notations. `pred` is that of `math`.
+    """
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None  # it needs signals
+    math_verify.grader.TIMEOUT_WARNING_SHOWN = True  # without a deadline it would say so
+    truth = parse(rf"\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
+    found = parse(solution_str, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=seconds)
+    correct = bool(truth) and math_verify.verify(truth, found, float_rounding=6, timeout_seconds=seconds)
+    answer = extract_answer(solution_str)
+    return {"reward": float(correct), "pred": answer and vote(answer)}
+
+
+@register_reward("math_dapo", aliases=("aime",))
+def math_dapo(
+    solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
+) -> dict[str, float | str | None]:
+    """1 where `math` finds the answer correct, else -1; the accuracy stays 1 and 0. `pred` is that of `math`.
+
+    DAPO (arXiv:2503.14476) adds a penalty for length, which is `algorithm.overlong`.
+    """
+    found = compute_score(solution_str, ground_truth, prompt_str)
+    correct = float(found["reward"] == 1.0)
+    return {"reward": 2 * correct - 1, "acc": correct, "pred": found["pred"]}
+
+
+@register_reward("geo3k", aliases={"r1v": {"format_weight": 0.5, "style": "answer"}})
+def geo3k(
+    solution_str: str,
+    ground_truth: str | int | float,
+    prompt_str: str = "",
+    *,
+    format_weight: Share = 0.1,
+    style: Literal["answer", "boxed"] = "boxed",
+) -> dict[str, float | str | None]:
+    """(1 - format_weight) * accuracy + format_weight * format: the accuracy of `math`, the format of `format`.
+
+    The parts are `format`, and `pred` of `math`. `geo3k` wants a `\\boxed{}` after the thought, `r1v` an `<answer>`.
+    """
+    found = compute_score(solution_str, ground_truth, prompt_str)
+    correct, shaped = float(found["reward"] == 1.0), float(has_format(solution_str, style))
+    reward = (1 - format_weight) * correct + format_weight * shaped
+    return {"reward": reward, "accuracy": correct, "format": shaped, "pred": found["pred"]}
 
 
 def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
@@ -203,7 +264,7 @@ def vote(answer: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _parse(text: str) -> Any:
+def _parse(text: str) -> Expression | None:
     """The expression as math-verify parses it; None for one that it cannot parse, misreads, or might never finish."""
     text = normalise(text)
     depths = open_brackets(text)
@@ -239,7 +300,7 @@ class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
 latex2sympy2.PSParser = TwoStageParser  # the name that it looks up for each text
 
 
-def _is_feasible(expression: Any) -> bool:
+def _is_feasible(expression: Expression) -> bool:
     """True where the numbers have at most `MAX_DIGITS` digits and there is no sum, product, integral or limit."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):

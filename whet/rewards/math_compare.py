@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from decimal import Context, Decimal
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 from sympy.core.function import AppliedUndef
 
+Expression: TypeAlias = sympy.Basic | sympy.MatrixBase
 _spec = importlib.util.find_spec("math_verify.grader")
 assert _spec is not None and _spec.loader is not None
 _grader: Any = importlib.util.module_from_spec(_spec)
@@ -39,13 +40,13 @@ _STRICT = ("<", ">", "\\lt", "\\gt")
 _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor|\\vee)\s?")
 
 
-def verify(truth: Any, answer: Any) -> bool:
+def verify(truth: Expression, answer: Expression) -> bool:
     """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` and `identical` in the place
     of its own comparisons. An `i` is the imaginary unit, and equal names are one symbol, in both."""
     return bool(_grader.verify(*_united(truth, answer), timeout_seconds=None))
 
 
-def _united(*expressions: Any) -> list[Any]:
+def _united(*expressions: Expression) -> list[Expression]:
     symbols = {each for expression in expressions for each in expression.free_symbols}
     names = {each.name for each in symbols}
     if len(names) == len(symbols) and "i" not in names:
@@ -57,7 +58,7 @@ def _united(*expressions: Any) -> list[Any]:
     return [each.xreplace(one) for each in expressions]
 
 
-def identical(one: Any, other: Any) -> bool:
+def identical(one: Expression, other: Expression) -> bool:
     """Returns whether two expressions have the same value at every one of `POINTS` where both are real (any value where
     an imaginary unit is in them); where too few points say so, whether their difference simplifies to 0."""
     is_plain = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
@@ -78,7 +79,7 @@ def identical(one: Any, other: Any) -> bool:
     return told > 2 or bool(_simplified(one, other))
 
 
-def numbers_equal(one: Any, other: Any, *_: object) -> bool:
+def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
     """Returns whether two expressions or matrices are equal without simplification. Constants are equal where 100
     digits show no difference; a decimal also equals a number without a finite decimal that `_stands_for` allows."""
     if isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(other, sympy.MatrixBase | sympy.MatrixExpr):
@@ -107,7 +108,7 @@ def numbers_equal(one: Any, other: Any, *_: object) -> bool:
         return False
 
 
-def solutions(*equation: Any) -> Any:
+def solutions(*equation: Expression) -> Any:
     """The solutions of an equation for its symbols. Without one, as of `AB = BA`, whose letters commute for the parser,
     it is equal to no other by its solutions.  Raises: ValueError then, which the grader reads so."""
     found = sympy.solve(*equation)
@@ -120,16 +121,16 @@ _simplified = _grader.sympy_symbolic_eq
 _grader.sympy_numeric_eq, _grader.sympy_symbolic_eq, _grader.solve = numbers_equal, identical, solutions
 
 
-def _is(expression: Any, kind: type) -> bool:
+def _is(expression: Expression, kind: type) -> bool:
     return bool(_grader.is_atomic_or_pct_atomic(expression, kind))
 
 
-def _exact(expression: Any) -> Any:
+def _exact(expression: Expression) -> Expression:
     """The expression with fractions for its decimals."""
     return expression.xreplace({each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)})
 
 
-def _stands_for(decimal: Any, value: Any) -> bool:
+def _stands_for(decimal: Expression, value: Expression) -> bool:
     """Tells whether `decimal` is `value`, rounded or cut off at 6 to 12 digits and 6 places or more, and `value` has no
     finite decimal, as 1/3 and pi."""
     if value.is_Rational and not re.sub("[25]", "", "".join(map(str, sympy.factorint(value.q)))):

@@ -24,7 +24,7 @@ OFFERED = dict(line.split() for line in _LINES)
 
 
 class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         whole = f"{self.__name__}.{name}"
         if whole in OFFERED:
             return load_target(OFFERED[whole])
@@ -54,7 +54,7 @@ def register(name: str) -> Callable[[C], C]:
 class AbstractRewardManager:
     """The base of verl's managers."""
 
-    def _extract_reward_from_rm_scores(self, data: Any, return_dict: bool = False) -> Any:
+    def _extract_reward_from_rm_scores(self, data: object, return_dict: bool = False) -> None:
         return None  # scores of a reward model are no column of the batch that a manager gets
 
 
@@ -63,13 +63,13 @@ class RewardManagerBase:
 
     _class_initialized = False
 
-    def __init__(self, config: Any, tokenizer: Any, compute_score: Any) -> None:
+    def __init__(self, config: object, tokenizer: object, compute_score: Callable[..., object]) -> None:
         self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score
         self.loop = asyncio.get_event_loop()
         self.init_class(config, tokenizer)
 
     @classmethod
-    def init_class(cls, config: Any, tokenizer: Any) -> None:
+    def init_class(cls, config: object, tokenizer: object) -> None:
         """Called with each instance; a class that prepares something once asks `_class_initialized`."""
         cls._class_initialized = True
 
@@ -77,12 +77,12 @@ class RewardManagerBase:
 class FunctionRewardManager(ABC):
     """The base of EasyR1's managers: `reward_fn` is the function that the config names."""
 
-    def __init__(self, config: Any, tokenizer: Any) -> None:
+    def __init__(self, config: Any, tokenizer: object) -> None:
         self.config, self.tokenizer = config, tokenizer
         function = load_target(f"{config.reward_function}:{config.reward_function_name}")
         options = dict(config.get("reward_function_kwargs") or {})
-        self.reward_fn: Callable[[Any], Any] = lambda given: function(given, **options)
+        self.reward_fn: Callable[[object], object] = lambda given: function(given, **options)
 
     @abstractmethod
-    def compute_reward(self, data: Any) -> Any:
+    def compute_reward(self, data: object) -> object:
         """Scores [B, R], on the last token of each response, and a dict with the other numbers of each."""

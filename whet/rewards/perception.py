@@ -14,7 +14,7 @@ from whet.options import Number, Share
 from whet.registry import register_reward
 from whet.rewards.gsm8k import last_number
 from whet.rewards.result import after_thought, number_text, truth_error
-from whet.rewards.search_qa import extract_answer
+from whet.rewards.short_answers import extract_answer
 
 _ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
 _LIST = re.compile(r"\[\s*[{\]]")

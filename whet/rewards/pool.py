@@ -11,19 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.config.schema import DomainConfig, EvalConfig, ModelConfig, RewardConfig, TrainConfig
 from whet.domains import OTHERS, Domains
-from whet.errors import ConfigError, describe
+from whet.errors import ConfigError, DataError, WhetError, describe
 from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
-from whet.registry import REWARDS
+from whet.registry import REWARDS, Entry
 from whet.rewards.adapter import RewardFunction, split_calls
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import NOT_SCORED, closed_error, failure
 from whet.rewards.worker import WorkerSpec
-from whet.types import Failure, Outcome, Outcomes, RewardItem, RewardResult, Scorer
+from whet.types import Failure, Outcome, Outcomes, Prompt, RewardItem, RewardResult, Scorer
+
+if TYPE_CHECKING:
+    from whet.data.load import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -307,6 +310,35 @@ def val_scorer_of(config: TrainConfig) -> Scorer | None:
         changes = {"function": name, "kwargs": options, "domains": {}, "manager": None}
         return build_scorer(config.reward.model_copy(update=changes), model=config.model)
     return None
+
+
+def checked(
+    loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
+) -> tuple[Prompt, ...]:
+    """The prompts, each in its domain. Unless `function` scores them, the registered functions of `config` check the
+    ground truths that they will read; a file's function is loaded in its own process alone.
+
+    Raises: DataError naming file and row."""
+    prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
+    entries: dict[str, list[Entry]] = {}
+    for prompt in prompts if function is None else ():
+        if (domain := prompt.domain) not in entries:
+            own = config.domains.get(domain)
+            named = own.function if own is not None else config.function or []
+            names = [named] if isinstance(named, str) else named
+            entries[domain] = [REWARDS[name] for name in names if name and ":" not in name]
+        for entry in entries[domain]:
+            try:
+                entry.check_row(prompt.ground_truth, prompt.extra_info, prompt.data_source)
+            except (ValueError, WhetError, ImportError) as error:
+                first, place = 0, iter(loaded.parts)
+                while (part := next(place)).num_rows <= prompt.index - first:
+                    first += part.num_rows
+                where = f"{part.name}, row {prompt.index - first}: reward {entry.name}"
+                if isinstance(error, WhetError):
+                    raise DataError.joined([error]).at(where) from error
+                raise DataError(where, describe(error), "a row that it can read") from error
+    return prompts
 
 
 def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> bool:

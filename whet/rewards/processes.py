@@ -16,13 +16,14 @@ import reprlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from whet.errors import RewardError, describe
 from whet.processes.children import Callee, Children, Ended, Event
-from whet.processes.memory import memory_below
 from whet.rewards.adapter import split_calls
 from whet.rewards.result import closed_error, failure
 from whet.rewards.worker import Scored, Started
@@ -352,3 +353,30 @@ class ProcessScorer:
         if not self._takes_batch.done():
             self._takes_batch.set_exception(ended)
         self._children.close([worker for worker in self._ready if not worker.calls])
+
+
+def memory_below(pid: int, limit_bytes: float) -> int:
+    """Bytes of memory of the processes below `pid`: the sum of what is resident in each.
+
+    Where that of several is over the limit, pages that they share count once, which takes longer to read."""
+    pids = [*_below(pid)]
+    resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
+    if resident <= limit_bytes or len(pids) == 1:
+        return resident
+    return sum(_kilobytes(each, "smaps_rollup", "Pss:") or _kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
+
+
+def _below(pid: int) -> Iterator[int]:
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                yield child
+                yield from _below(child)
+
+
+def _kilobytes(pid: int, file: str, name: str) -> int:
+    """A number of a process; 0 where it has ended, or is of another user."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    return 0

@@ -48,15 +48,15 @@ def split_rows(raw: object, count: int) -> list[Any]:
     """Splits the result of a function that scores all items into one result for each: a sequence or tensor by position,
     a dict of columns by row (a single number is a part of every row).  Raises: RewardError where rows are missing."""
     if isinstance(raw, Mapping):
-        found = {name: _entries(value) for name, value in raw.items()}
+        found = {name: entries(value) for name, value in raw.items()}
         columns = {name: _split_column(str(name), each, count) for name, each in found.items() if each is not None}
         numbers = {name: value for name, value in raw.items() if name not in columns and as_number(value) is not None}
         if uncolumned := [name for name in REWARD_KEYS if name in numbers]:
             raise RewardError(uncolumned[0], f"one number for {count} responses", "a number for each response")
         return [{**numbers, **{name: column[row] for name, column in columns.items()}} for row in range(count)]
-    if (entries := _entries(raw)) is None:
+    if (listed := entries(raw)) is None:
         raise RewardError(RESULT, f"{_show(raw)} for {count} responses", "a list of one result per response")
-    return _split_column(RESULT, entries, count)
+    return _split_column(RESULT, listed, count)
 
 
 def as_number(value: object) -> float | None:
@@ -130,13 +130,13 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
     """The total reward, and the rewards of the tokens where `value` is a list of them (it may cover the padding)."""
-    if as_number(value) is not None or (entries := _entries(value)) is None:
+    if as_number(value) is not None or (listed := entries(value)) is None:
         return finite(what, value), None
-    return _read_tokens(what, entries, num_response_tokens)
+    return _read_tokens(what, listed, num_response_tokens)
 
 
-def _read_tokens(what: str, entries: list[object], num_response_tokens: int) -> tuple[float, tuple[float, ...]]:
-    row = [finite(f"{what}, token {position}", each) for position, each in enumerate(entries)]
+def _read_tokens(what: str, listed: list[object], num_response_tokens: int) -> tuple[float, tuple[float, ...]]:
+    row = [finite(f"{what}, token {position}", each) for position, each in enumerate(listed)]
     if len(row) < num_response_tokens or not num_response_tokens:
         raise RewardError(what, f"{len(row)} numbers", f"one number, or {num_response_tokens}, one per token")
     late = next((position for position in range(num_response_tokens, len(row)) if row[position] != 0), None)
@@ -157,7 +157,7 @@ def finite(what: str, value: object) -> float:
     return number
 
 
-def _entries(value: object) -> list[object] | None:
+def entries(value: object) -> list[object] | None:
     """The entries of a sequence or tensor; None where it is neither."""
     found = value.tolist() if isinstance(value, _Array) else value
     return list(found) if isinstance(found, Sequence) and not isinstance(found, (str, bytes)) else None

@@ -26,7 +26,7 @@ from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
 from whet.rewards.peers import stand_ins
 from whet.rewards.result import failure
-from whet.types import Failure, Outcome
+from whet.types import Failure, Outcome, RewardItem
 
 BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another call held the event loop
 
@@ -36,7 +36,7 @@ class WorkerSpec:
     """A score function, by name or as an object, with its options."""
 
     function: str | Callable[..., Any]
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, object]
     correct_threshold: float
     timeout_seconds: float = 30.0  # for one item; read only where several are scored at a time
     concurrency: int = 1
@@ -112,21 +112,18 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     while True:
         number, content = caller.receive()
         start = time.perf_counter()
-        outcomes = _outcomes(function, content)
+        items = _items(content)
+        outcomes = items if isinstance(items, Failure) else function.score(items)
         caller.send(number, pickle.dumps(Scored(outcomes, time.perf_counter() - start)))
 
 
-def _outcomes(function: RewardFunction, content: bytes) -> list[Outcome] | Outcome:
+def _items(content: bytes) -> list[RewardItem] | Failure:
+    """The items of a call; the outcome of all of them where this process cannot import the class of an object."""
     try:
-        items = pickle.loads(content)
-    except Exception as error:  # an object whose class this process cannot import
-        return unreadable(error)
-    return function.score(items)
-
-
-def unreadable(error: Exception) -> Failure:
-    """The outcome of an item whose class this process cannot import, or whose pickle raises."""
-    return failure(f"the item cannot be read in the reward process: {describe(error)}")
+        items: list[RewardItem] = pickle.loads(content)
+    except Exception as error:  # the pickle of a user's object may raise anything
+        return failure(f"the item cannot be read in the reward process: {describe(error)}")
+    return items
 
 
 def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float) -> None:
@@ -147,17 +144,15 @@ def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float
 async def _score_in_time(function: RewardFunction, content: bytes, seconds: float) -> Outcome | None:
     """Scores one item and cancels it at its deadline. None: it is late, but the event loop was blocked at the deadline,
     so the delay may be that of another item."""
-    loop = asyncio.get_running_loop()
-    try:
-        (item,) = pickle.loads(content)
-    except Exception as error:  # an object whose class this process cannot import
-        return unreadable(error)
+    loop, items = asyncio.get_running_loop(), _items(content)
+    if isinstance(items, Failure):
+        return items
     deadline = loop.time() + seconds
     cancelled_at = loop.time()
     try:
         async with asyncio.timeout_at(deadline) as scope:
             try:
-                outcome = await function.score_one(item)
+                outcome = await function.score_one(*items)
             except asyncio.CancelledError:
                 cancelled_at = loop.time()
                 raise

@@ -33,8 +33,7 @@ from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, cache_room, sized
 from whet.registry import FILTERS, VALUE_LOSSES, load_target
-from whet.rewards.pool import build_scorer as build_scorer, is_scored, scorer_of as scorer_of, val_scorer_of
-from whet.rewards.truths import checked
+from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rollout.background import Background
 from whet.rollout.build import (
     build_collector,

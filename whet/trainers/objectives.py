@@ -13,8 +13,8 @@ import torch
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.calls import Bound, PolicyLoss, policy_loss
 from whet.algorithms.kl import kl_columns, kl_penalty
-from whet.algorithms.preference import bradley_terry
 from whet.algorithms.statistics import log_ratio, masked_mean
+from whet.algorithms.value_loss import bradley_terry
 from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation

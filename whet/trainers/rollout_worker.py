@@ -28,8 +28,7 @@ from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, 
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
-from whet.weight_sync.buckets import Digest, receive
-from whet.weight_sync.link import Broken, Inlet, LinkClosedError
+from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again

@@ -36,8 +36,7 @@ from whet.config.compose import flatten
 from whet.config.load import rename
 from whet.config.render import to_yaml
 from whet.config.schema import RewardTrainingConfig, RunConfig, Section, SFTConfig, TrainConfig
-from whet.data.preferences import PreferencePair
-from whet.data.supervised import SupervisedExample
+from whet.data.supervised import PreferencePair, SupervisedExample
 from whet.errors import ConfigError
 from whet.registry import PACKAGE
 from whet.tracking.runs import CONFIG, INPUTS

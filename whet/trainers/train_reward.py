@@ -12,7 +12,7 @@ import torch
 
 from whet.batch import Batch
 from whet.config.schema import RewardTrainingConfig
-from whet.data.preferences import PreferencePair
+from whet.data.supervised import PreferencePair
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics

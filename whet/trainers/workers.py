@@ -40,8 +40,7 @@ from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
 from whet.types import Media
-from whet.weight_sync.buckets import send
-from whet.weight_sync.link import Broken, LinkClosedError, Outlet
+from whet.weight_sync.buckets import Broken, LinkClosedError, Outlet, send
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 

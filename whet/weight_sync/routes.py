@@ -15,9 +15,8 @@ import torch
 
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import DeadlineError, LostWorkerError, WeightSyncError
-from whet.weight_sync.collective import CollectiveInlet, CollectiveOutlet, spans
-from whet.weight_sync.link import Broken, Inlet, LinkClosedError, Outlet
-from whet.weight_sync.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from whet.weight_sync.buckets import Broken, Inlet, LinkClosedError, Outlet
+from whet.weight_sync.links import CollectiveInlet, CollectiveOutlet, SharedMemoryInlet, SharedMemoryOutlet, spans
 
 Way = Literal["memory", "broadcast"]
 Loss = LostWorkerError | DeadlineError

@@ -12,7 +12,7 @@ from PIL import Image
 from tests.raising import raises
 from whet.data.drawn.geometry import KINDS, Point, Sheet, questions
 from whet.errors import DataError
-from whet.rewards.math_forms import geo3k
+from whet.rewards.math import geo3k
 
 
 class Recorded(Sheet):

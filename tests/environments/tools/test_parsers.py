@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from whet.environments.tools.parsers import CONTROL, FORMS, Call, parse, parser_of, parts_of
-from whet.environments.tools.schema import checked, schema_of
+from whet.environments.tools.sources import checked, schema_of
 from whet.registry import TOOL_PARSERS
 
 SCHEMAS: dict[str, dict[str, Any]] = {

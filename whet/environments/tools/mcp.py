@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.data.media import image, images
-from whet.environments.tools.schema import ToolSchema
-from whet.environments.tools.sources import BadCallError, Part, Session, ToolSource
+from whet.environments.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource
 from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
 from whet.processes.background import in_loop
 from whet.registry import load_target

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.files import shipped_yaml
@@ -46,7 +46,7 @@ class Call:
     """A call of a tool, or what was meant as one and has an error."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None  # for the model to read
     text: str = ""  # as the model wrote it
 
@@ -68,13 +68,14 @@ def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
     """Parses a turn with a registered parser, or with one named by a path. JSON of a call that the parser left as text
     is a call with an error.  Raises: RegistryError."""
     expected = f"expected {FORMS.get(parser, 'the format that you were told')}"
-    parts = [
-        each
-        for part in parts_of(parser, text, schemas)
-        for each in ([part] if isinstance(part, Call) else _outside(part, schemas, expected))
-    ]
-    content = "".join(part for part in parts if isinstance(part, str))
-    return Parsed(CONTROL.sub("", content).strip(), tuple(part for part in parts if isinstance(part, Call)))
+    content, calls = "", list[Call]()
+    for part in parts_of(parser, text, schemas):
+        for each in [part] if isinstance(part, Call) else _outside(part, schemas, expected):
+            if isinstance(each, Call):
+                calls.append(each)
+            else:
+                content += each
+    return Parsed(CONTROL.sub("", content).strip(), tuple(calls))
 
 
 def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
@@ -84,7 +85,7 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
     load = TOOL_PARSERS[parser].load()
 
     def read(text: str) -> Iterator[str | Call]:
-        return (_of_json(part) for part in load(text, schemas))
+        return (_of_json(part) if isinstance(part, Call) else part for part in load(text, schemas))
 
     if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
         yield from read(text)
@@ -102,14 +103,13 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
         yield from read(text[position:])
 
 
-def _of_json(part: str | Call) -> str | Call:
-    """The part, with an error where it is a call with an argument that JSON does not have, such as NaN."""
+def _of_json(call: Call) -> Call:
+    """The call, with an error where it has an argument that JSON does not have, such as NaN."""
     try:
-        json.dumps(dict(part.arguments) if isinstance(part, Call) else None, allow_nan=False)
+        json.dumps(dict(call.arguments), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        assert isinstance(part, Call)
-        return Call(part.name, error=f"an argument is no value of JSON ({error}); expected JSON", text=part.text)
-    return part
+        return Call(call.name, error=f"an argument is no value of JSON ({error}); expected JSON", text=call.text)
+    return call
 
 
 def parser_of(template: str) -> str | None:
@@ -137,7 +137,7 @@ def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
     start = position = 0
     while found := re.compile(r"(?:<\|python_tag\|>|(?:^|(?<=\n)|;)[^\S\n]*(?=\{))").search(text, position):
         value, end = _decoded(text, found.end())
-        if not _is_object_of_call(value) or not (_ARGUMENTS & {*value} or value["name"] in schemas):
+        if (name := _name_of(value)) is None or not (_ARGUMENTS & {*value} or name in schemas):
             if not found[0].startswith("<|"):
                 position = found.end() + 1
                 continue
@@ -165,14 +165,14 @@ def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
         value, end = _decoded(rest, found.end())
         stop = rest.find(tag, max(end, 1))
         part, rest = (rest, "") if stop < 0 else (rest[:stop], rest[stop:])
-        is_all = not _more(part[end:])
-        if found[1] and isinstance(value, dict) and is_all:
-            yield Call(found[1], value, text=part)
-        elif not found[1] and isinstance(value, list) and value and is_all:
-            yield from _calls_of(value, part, "arguments")
-        else:
-            expected = "a JSON list of calls, or name[ARGS] and the arguments as one JSON object, nothing after it"
-            yield Call(found[1] or "", error=f"expected {tag} and {expected}", text=part)
+        match found[1], value, _more(part[end:]):
+            case str(name), dict(), False:
+                yield Call(name, value, text=part)
+            case None, [_, *_], False:
+                yield from _calls_of(value, part, "arguments")
+            case name, _, _:
+                expected = "a JSON list of calls, or name[ARGS] and the arguments as one JSON object, nothing after it"
+                yield Call(name or "", error=f"expected {tag} and {expected}", text=part)
 
 
 @register_tool_parser("phi", begin=("<|tool_call|>",), end=("<|/tool_call|>",))
@@ -211,11 +211,11 @@ def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
             if part:
                 yield part
             continue
-        arguments = _decoded(CONTROL.sub("", body).strip(), 0, whole=True)[0]
-        if not tag or not isinstance(arguments, dict):
-            yield Call(to[1], error="expected <|message|> and the arguments as one JSON object", text=part)
-        else:
-            yield Call(to[1], arguments, text=part)
+        match _decoded(CONTROL.sub("", body).strip(), 0, whole=True)[0]:
+            case dict(arguments) if tag:
+                yield Call(to[1], arguments, text=part)
+            case _:
+                yield Call(to[1], error="expected <|message|> and the arguments as one JSON object", text=part)
 
 
 @register_tool_parser("python_tag", begin=("<|python_tag|>",))
@@ -288,9 +288,10 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
 
 def _name_in(value: Any) -> str | None:
     """The tool that an object names, and has arguments for, in any of the usual forms."""
-    if not isinstance(value, dict) or not _ARGUMENTS & {*value}:
-        return None
-    return next((value[key] for key in ("name", "function") if isinstance(value.get(key), str)), None)
+    match value:
+        case {"name": str(name)} | {"function": str(name)} if _ARGUMENTS & {*value}:
+            return name
+    return None
 
 
 def _json_call(text: str, body: str, key: str) -> Call:
@@ -303,20 +304,20 @@ def _json_call(text: str, body: str, key: str) -> Call:
     return _call_of(value, text, key)
 
 
-def _calls_of(values: Sequence[Any], text: str, key: str) -> list[Call]:
+def _calls_of(values: Sequence[object], text: str, key: str) -> list[Call]:
     """The calls of a list; the text of all is that of the first."""
     return [_call_of(each, text if number == 0 else "", key) for number, each in enumerate(values)]
 
 
 def _call_of(value: Any, text: str, key: str) -> Call:
-    if not _is_object_of_call(value):
+    if (name := _name_of(value)) is None:
         return Call("", error=f"the JSON has no name of a tool; {_expected(key)}", text=text)
-    arguments: Any = next((value[each] for each in (key, "arguments", "parameters") if each in value), {})
+    arguments: object = next((value[each] for each in (key, "arguments", "parameters") if each in value), {})
     if isinstance(arguments, str):  # the OpenAI form has JSON inside of JSON
         arguments = _decoded(arguments, 0, whole=True)[0]
     if not isinstance(arguments, dict):
-        return Call(value["name"], error=f"{key} is no JSON object; {_expected(key)}", text=text)
-    return Call(value["name"], arguments, text=text)
+        return Call(name, error=f"{key} is no JSON object; {_expected(key)}", text=text)
+    return Call(name, arguments, text=text)
 
 
 def _expected(key: str) -> str:
@@ -328,8 +329,11 @@ def _more(text: str) -> bool:
     return bool(CONTROL.sub("", text).strip())
 
 
-def _is_object_of_call(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
+def _name_of(value: object) -> str | None:
+    match value:
+        case {"name": str(name)}:
+            return name
+    return None
 
 
 def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
@@ -359,26 +363,30 @@ def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
     return Call(name, values, text=part)
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = ()) -> set[str]:
+def _kinds(schema: object, root: Mapping[str, object], seen: tuple[str, ...] = ()) -> set[str]:
     """The types that a schema names, by itself, by its values, in its parts or by references into `root`."""
     if not isinstance(schema, Mapping):  # true is a schema too
         return set()
-    own, reference, values = schema.get("type"), schema.get("$ref"), schema.get("enum", [])
-    found = {each for each in (own if isinstance(own, list) else [own]) if isinstance(each, str)}
-    if not found:
-        values = [*values, *([schema["const"]] if "const" in schema else ())] if isinstance(values, list) else []
+    named = _list(schema.get("type")) or [schema.get("type")]
+    found = {each for each in named if isinstance(each, str)}
+    if not found and isinstance(schema.get("enum", []), list):
+        values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
         found = {_JSON_TYPES.get(type(value), "null") for value in values}
-    lists = (schema.get(name) for name in ("anyOf", "oneOf", "allOf"))
-    parts = [each for parts in lists if isinstance(parts, list) for each in parts]
-    if isinstance(reference, str) and reference.startswith("#") and reference not in seen:
-        place: Any = root
-        for name in reference.split("/")[1:]:
-            place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-        parts, seen = [*parts, place], (*seen, reference)
+    parts = [each for name in ("anyOf", "oneOf", "allOf") for each in _list(schema.get(name))]
+    match schema:
+        case {"$ref": str(reference)} if reference.startswith("#") and reference not in seen:
+            place: Any = root
+            for name in reference.split("/")[1:]:
+                place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+            parts, seen = [*parts, place], (*seen, reference)
     return found.union(*(_kinds(each, root, seen) for each in parts))
 
 
-def _typed(value: str, kinds: set[str]) -> Any:
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _typed(value: str, kinds: set[str]) -> object:
     """A value of XML as a schema of these types has it: text, or JSON where that is no text."""
     value = value.removeprefix("\n").removesuffix("\n")
     if not kinds or kinds == {"string"}:
@@ -392,15 +400,13 @@ def _typed(value: str, kinds: set[str]) -> Any:
 
 
 def _python_calls(text: str, code: str, schemas: Schemas) -> Iterator[Call]:
-    if _is_object_of_call(_decoded(code, 0)[0]):
+    if _name_of(_decoded(code, 0)[0]) is not None:
         yield _json_call(text, code, "parameters")
         return
-    tree = _python(code)
-    calls = [_python_call(node.value, schemas) if isinstance(node, ast.Expr) else None for node in tree]
-    names = [call for call in calls if call is not None]
-    if calls and len(names) == len(calls):
-        for number, call in enumerate(names):
-            yield Call(call.name, call.arguments, call.error, text if number == 0 else "")
+    calls = [_python_call(node, schemas) for node in _python(code)]
+    known = [call for call in calls if call is not None]
+    if calls and len(known) == len(calls):
+        yield from (replace(call, text="" if number else text) for number, call in enumerate(known))
         return
     tool = next((name for name in INTERPRETERS if name in schemas), None)
     if tool is None:
@@ -411,32 +417,30 @@ def _python_calls(text: str, code: str, schemas: Schemas) -> Iterator[Call]:
     yield Call(tool, {parameters[0]: code}, text=text)
 
 
-def _python(code: str) -> Sequence[ast.stmt]:
+def _python(code: str) -> Sequence[ast.AST]:
     try:
         tree = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    only = tree[0].value if len(tree) == 1 and isinstance(tree[0], ast.Expr) else None
-    if isinstance(only, ast.List) and only.elts:  # [f(x=1), g(y=2)]
-        return [ast.Expr(each) for each in only.elts]
-    return tree
+    match tree:
+        case [ast.Expr(value=ast.List(elts=[_, *_] as calls))]:  # [f(x=1), g(y=2)]
+            return calls
+    return [node.value if isinstance(node, ast.Expr) else node for node in tree]
 
 
-def _python_call(node: ast.expr, schemas: Schemas) -> Call | None:
+def _python_call(node: ast.AST, schemas: Schemas) -> Call | None:
     """The call of a known tool, or of `name.call`; None for other code."""
-    if not isinstance(node, ast.Call):
-        return None
-    match node.func:
-        case ast.Name(id=name) if name in schemas and name not in INTERPRETERS:
+    match node:
+        case ast.Call(func=ast.Name(id=name)) if name in schemas and name not in INTERPRETERS:
             pass
-        case ast.Attribute(value=ast.Name(id=name), attr="call"):
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="call")):
             pass
         case _:
             return None
     known = list(schemas.get(name, {}).get("properties", {}))
     pairs = [*zip(known, node.args, strict=False), *((each.arg or "**", each.value) for each in node.keywords)]
     try:
-        arguments: dict[str, Any] = {key: ast.literal_eval(value) for key, value in pairs}
+        arguments: dict[str, object] = {key: ast.literal_eval(value) for key, value in pairs}
     except (ValueError, TypeError, RecursionError, MemoryError, SyntaxError):
         return Call(name, error="the arguments are not literal values; expected name(key=value)")
     if len(node.args) > len(known) or len(arguments) != len(pairs) or "**" in arguments:

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from whet.environments.calculator import calculate
+from whet.environments.shipped import calculate
 from whet.errors import ConfigError
 from whet.options import Count
 from whet.registry import register_tool

@@ -24,7 +24,7 @@ import yaml
 
 from whet.errors import ConfigError, did_you_mean
 from whet.files import shipped_yaml
-from whet.options import Finite, fits
+from whet.options import Finite, fits, is_number
 from whet.rewards.result import after_thought
 
 # The first character of a control token of Qwen, Llama, DeepSeek, Gemma or Mistral.
@@ -153,10 +153,10 @@ def _json_fields(rubric: Rubric, text: str) -> float | None:
     return None
 
 
-def _field(rubric: Rubric, value: Any) -> float | None:
+def _field(rubric: Rubric, value: object) -> float | None:
     if isinstance(value, bool):
         return float(value)
-    return _share(rubric, value) if isinstance(value, int | float) else None
+    return _share(rubric, value) if is_number(value) else None
 
 
 def _share(rubric: Rubric, value: float) -> float | None:

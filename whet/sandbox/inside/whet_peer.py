@@ -29,6 +29,7 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
@@ -59,7 +60,7 @@ class Copier(pickle.Pickler):
         super().__init__(file, protocol=4)
         self.peer = peer
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> tuple[str, int] | None:
         """The name of an object that is not copied."""
         kind = type(obj)
         if kind is Remote:
@@ -90,12 +91,12 @@ class Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self.peer = peer
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """A plain type, or what makes one: of a class in Python a message could set attributes."""
         kind = GLOBALS[module, name]
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: tuple[str, int]) -> object:
         """An object of the other process, or one of this process that comes back."""
         kind, number = pid
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
@@ -124,12 +125,12 @@ class Peer:
 
     def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
         self.connection, self.trusted = connection, trusted
-        self.objects: dict[int, Any] = {}
+        self.objects: dict[int, object] = {}
         self.printed = Printed()
         self.deadline = float("inf")
         self.errors: dict[str, type] = {}
 
-    def ask(self, name: str, *values: Any, **more: Any) -> Any:
+    def ask(self, name: str, *values: object, **more: object) -> Any:
         """Asks the other process to do something, and serves what it asks meanwhile."""
         self.send("do", name, values, more)
         while True:
@@ -145,7 +146,7 @@ class Peer:
                 _fill(values[place], new)
             return value
 
-    def serve(self, name: str, values: tuple[Any, ...], more: dict[str, Any]) -> None:
+    def serve(self, name: str, values: tuple[Any, ...], more: dict[str, object]) -> None:
         """Does what the other process asks."""
         try:
             before = [self.pack(each) if isinstance(each, MUTABLE) else None for each in values]
@@ -162,7 +163,7 @@ class Peer:
             names = [kind.__name__ for kind in type(error).__mro__]
             self.send("raise", names, [f"{each}"[:SHOWN] for each in error.args], self.printed.take())
 
-    def _do(self, name: str, values: tuple[Any, ...], more: dict[str, Any]) -> Any:
+    def _do(self, name: str, values: tuple[Any, ...], more: dict[str, object]) -> object:
         target = values[0]
         if not self.trusted and not _is_offered(name, target, values):
             raise AttributeError(f"{name} of an object of the tests")
@@ -170,7 +171,7 @@ class Peer:
             return target(*values[1:], **more)
         return OPERATIONS[name](*values)
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         """Sends a message."""
         data = self.pack(message)
         try:
@@ -178,7 +179,7 @@ class Peer:
         except OSError as error:
             raise LostError("it ended") from error
 
-    def pack(self, value: Any) -> bytes:
+    def pack(self, value: object) -> bytes:
         """The bytes of a message."""
         file = io.BytesIO()
         Copier(file, self).dump(value)
@@ -207,7 +208,7 @@ class Peer:
         return bytes(data)
 
     def _error(self, names: list[str], arguments: list[str]) -> BaseException:
-        known: list[Any] = [self.errors.get(name) or getattr(builtins, name, None) for name in names]
+        known = [self.errors.get(name) or getattr(builtins, name, None) for name in names]
         try:
             return next(each for each in known if isinstance(each, type) and issubclass(each, Exception))(*arguments)
         except Exception:
@@ -221,7 +222,7 @@ class Remote:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         return self._peer.ask("call", self, *arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -229,10 +230,10 @@ class Remote:
             raise AttributeError(name)
         return self._peer.ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._peer.ask("setattr", self, name, value)
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: object) -> bool:
         return self is other or (type(other) is Remote and self._peer.ask("eq", self, other) is True)
 
     def __hash__(self) -> int:
@@ -242,17 +243,17 @@ class Remote:
         return any(wanted == each for each in iter(self._peer.ask("iter", self)))  # the code hears of no wanted value
 
 
-def _forward(name: str) -> Any:
+def _forward(name: str) -> Callable[..., object]:
     return lambda self, *values: self._peer.ask(name, self, *values)
 
 
-def _among_remotes(name: str) -> Any:
+def _among_remotes(name: str) -> Callable[[Remote, object], object]:
     """An operation of two objects of the code. With a value of the tests the code would learn what is expected, and
     decide how it compares."""
     return lambda self, other: self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
 
 
-UNARY: dict[str, Any] = {
+UNARY: dict[str, Callable[..., object]] = {
     "len": len, "iter": iter, "next": next, "bool": bool, "str": str, "repr": repr, "int": int, "float": float,
     "abs": abs, "neg": operator.neg, "reversed": reversed, "getitem": operator.getitem, "setitem": operator.setitem,
     "delitem": operator.delitem,
@@ -267,7 +268,7 @@ for _name in (*UNARY, *BINARY):
     setattr(Remote, f"__{_name.rstrip('_')}__", _among_remotes(_name) if _name in BINARY else _forward(_name))
 
 
-def _is_offered(name: str, target: Any, values: tuple[Any, ...]) -> bool:
+def _is_offered(name: str, target: object, values: tuple[object, ...]) -> bool:
     """Tells whether the candidate may use an object of the tests so: call it, go through it, read what a class of the
     tests makes public."""
     if name in ("call", "iter", "next", "len", "bool", "getitem", "str", "repr"):
@@ -275,7 +276,7 @@ def _is_offered(name: str, target: Any, values: tuple[Any, ...]) -> bool:
     return name == "getattr" and type(target).__module__ == TESTS and not str(values[1]).startswith("_")
 
 
-def _is_numpy_number(obj: Any) -> bool:
+def _is_numpy_number(obj: object) -> bool:
     return type(obj).__module__ == "numpy" and getattr(obj, "shape", None) == () and hasattr(obj, "item")
 
 
@@ -314,7 +315,7 @@ def be_candidate(code: list[str], connection: socket.socket) -> None:
     """Runs imports and the code as a module, tells the names of the code, and serves calls."""
     peer = Peer(connection, trusted=True)
     sys.stdout = io.TextIOWrapper(peer.printed, "utf-8", "replace", write_through=True)
-    module, before = types.ModuleType(MODULE), dict[str, Any]()
+    module, before = types.ModuleType(MODULE), dict[str, object]()
     sys.modules[MODULE] = module
     try:
         for part in code:

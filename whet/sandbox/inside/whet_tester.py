@@ -47,10 +47,10 @@ class Tester:
         # What a candidate tells may be made up: it keeps no `__builtins__` of its own.
         self.names = {name: value for name, value in {**names, **peer.errors}.items() if not name.startswith("__")}
 
-    def run(self) -> list[list[Any]]:
+    def run(self) -> list[tuple[bool, str]]:
         """Returns whether each test passed, and why not."""
         run = getattr(self, f"run_{self.tests['kind']}")
-        results = []
+        results = list[tuple[bool, str]]()
         for each in self.tests["cases"]:
             try:
                 if self.peer is None:
@@ -58,12 +58,12 @@ class Tester:
                 assert self.peer is not None
                 self.peer.deadline = time.monotonic() + self.tests["seconds"]
                 run(each)
-                results.append([True, ""])
+                results.append((True, ""))
             except LostError as error:
                 self.peer = None
-                results.append([False, f"{error}"])
+                results.append((False, f"{error}"))
             except BaseException as error:
-                results.append([False, f"{type(error).__name__}: {error}"[:SHOWN]])
+                results.append((False, f"{type(error).__name__}: {error}"[:SHOWN]))
         return results
 
     def run_code(self, case: str) -> None:
@@ -140,7 +140,7 @@ def _error_class(name: str, bases: list[str]) -> type:
     return type(name, (found,), {})
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: Any) -> object:
     """The value with tuples as lists, as JSON has them."""
     if type(value) in (list, tuple):
         return [_listed(each) for each in value]

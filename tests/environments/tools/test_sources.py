@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.raising import raises
-from whet.environments.tools.schema import checked, read_docstring, schema_of
+from whet.environments.tools.sources import checked, read_docstring, schema_of
 from whet.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from whet.environments.forms import _is_gymnasium
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation, Result, Task
+from whet.environments.running import _is_gymnasium
 from whet.types import Failure, Message, Prompt
 
 WORLDS = '''
