@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from whet.config.section import Choice, Section, key
+from whet.config.section import Choice, Section, Values, key
 from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, REJECTIONS, WEIGHTS
 
 
@@ -30,7 +30,7 @@ class GroupFilterConfig(Section):
     """The groups to train on."""
 
     name: Annotated[str | None, Choice(FILTERS, "options")] = key(None, "registered filter, such as dapo; unset: none")
-    options: dict[str, Any] = key({}, "options of the filter")
+    options: Values = key({}, "options of the filter")
     metric: str = key("accuracy", "metric that the filter reads: accuracy, reward, or the name of a reward part")
 
 
@@ -60,11 +60,11 @@ class CorrectionConfig(Section):
     weight: Annotated[str | None, Choice(WEIGHTS, "weight_options")] = key(
         None, "registered weight of each token in the loss: importance, ...; unset: none"
     )
-    weight_options: dict[str, Any] = key({}, "options of the weight")
+    weight_options: Values = key({}, "options of the weight")
     rejection: Annotated[str | None, Choice(REJECTIONS, "rejection_options")] = key(
         None, "registered rule that excludes tokens from training; unset: none"
     )
-    rejection_options: dict[str, Any] = key({}, "options of the rejection")
+    rejection_options: Values = key({}, "options of the rejection")
 
 
 Over = Literal["none", "group", "batch"]
@@ -98,11 +98,11 @@ class AlgorithmConfig(Section):
     adv_estimator: Annotated[str, Choice(ADV_ESTIMATORS, "adv_options")] = key(
         "grpo", "registered advantage estimator, module:function or file.py:function"
     )
-    adv_options: dict[str, Any] = key({}, "options of the estimator")
+    adv_options: Values = key({}, "options of the estimator")
     policy_loss: Annotated[str, Choice(POLICY_LOSSES, "loss_options")] = key(
         "ppo_clip", "registered policy loss, module:function or file.py:function"
     )
-    loss_options: dict[str, Any] = key({}, "options of the loss")
+    loss_options: Values = key({}, "options of the loss")
     loss_agg_mode: Annotated[str | None, Choice(AGGREGATIONS, is_checked=False)] = key(
         None,
         "registered aggregation of token losses, module:function or file.py:function; unset: that of the loss or the "

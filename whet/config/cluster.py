@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -47,13 +47,13 @@ class ClusterConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_process_a_device(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("processes", 1) != 1 or values.get("placement"):
-            return values
-        nodes, gpus = values.get("nnodes", 1), values.get("n_gpus_per_node", 0)
-        if not (type(nodes) is int and type(gpus) is int) or nodes * max(gpus, 1) <= 1:
-            return values
-        return {**values, "processes": nodes * max(gpus, 1)}
+    def _one_process_a_device(cls, values: object) -> object:
+        match values:
+            case dict() if values.get("processes", 1) == 1 and not values.get("placement"):
+                nodes, gpus = values.get("nnodes", 1), values.get("n_gpus_per_node", 0)
+                if type(nodes) is int and type(gpus) is int and nodes * max(gpus, 1) > 1:
+                    return {**values, "processes": nodes * max(gpus, 1)}
+        return values
 
     @property
     def pools(self) -> dict[str, PoolConfig]:

@@ -20,7 +20,8 @@ import yaml
 
 from whet.config.foreign import foreign_config, foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
-from whet.config.schema import COMMANDS, Section
+from whet.config.schema import COMMANDS
+from whet.config.section import Section, Values
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
 
@@ -37,8 +38,8 @@ MAX_VALUES = 100_000  # with every alias (*name) expanded
 
 
 def compose(
-    schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
+    schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, object]
+) -> tuple[Values, dict[str, str]]:
     """Returns all values of the schema after recipe and overrides, unknown keys included; and by dotted key the source
     of each that is not a default.  Raises: ConfigError."""
     path = find_recipe(recipe, schema.command) if recipe is not None else None
@@ -222,7 +223,7 @@ def _for_hydra(override: Override, folder: Path) -> str:
     return text if chooses or override.is_delete() else f"++{text.lstrip('+')}"
 
 
-def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str, object]) -> Values:
     """Merges defaults, composed tree and arguments (last wins), and resolves interpolations."""
     from omegaconf import OmegaConf
 
@@ -236,18 +237,24 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
     return {str(key): value for key, value in values.items()}
 
 
-def _refers(tree: Any) -> bool:
+def _refers(tree: object) -> bool:
     """Tells whether a value in the tree refers to another, or is missing."""
-    if isinstance(tree, dict | list):
-        return any(map(_refers, tree.values() if isinstance(tree, dict) else tree))
-    return isinstance(tree, str) and ("${" in tree or tree == "???")
+    match tree:
+        case dict():
+            return any(map(_refers, tree.values()))
+        case list():
+            return any(map(_refers, tree))
+        case str():
+            return "${" in tree or tree == "???"
+    return False
 
 
-def _merged(below: Any, above: Any) -> Any:
+def _merged(below: object, above: object) -> object:
     """Puts a tree over another: mappings are merged, any other value replaces what is below it."""
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+    match below, above:
+        case dict(), dict():
+            return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+    return above
 
 
 def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
@@ -276,9 +283,9 @@ def _node_lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]
             yield key, name.start_mark.line + 1
 
 
-def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(arguments: Mapping[str, object]) -> Values:
     """Converts arguments to plain YAML values: paths to text, tuples to lists.  Raises: ConfigError."""
-    plain: dict[str, Any] = {}
+    plain: Values = {}
     for name, value in arguments.items():
         try:
             plain[str(name)] = json.loads(json.dumps(value, default=_as_plain))
@@ -288,7 +295,7 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _as_plain(value: Any) -> Any:
+def _as_plain(value: Any) -> object:
     """A path as text, a number of numpy or torch as one of Python."""
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
@@ -347,8 +354,13 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = math.inf
-    values = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    match node:
+        case yaml.MappingNode():
+            parts = [part for pair in node.value for part in pair]
+        case yaml.SequenceNode():
+            parts = node.value
+        case _:
+            parts = []
     place = f"{name}:{node.start_mark.line + 1}"
     if depth > MAX_DEPTH:
         raise _too_deep(place)

@@ -12,7 +12,7 @@ from typing import Any
 from whet.config import convert_units
 from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import problems
-from whet.config.convert_cluster import place
+from whet.config.convert_units import Key, place
 from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
 from whet.config.foreign_python import calculated
@@ -218,7 +218,7 @@ class Conversion:
             if value and not self._by_another(row, key, value):
                 self.result.check.append(f"{shown}: only {pattern} has a counterpart" + _remark(row))
         elif row.unit is not None:
-            for target, each in getattr(convert_units, row.unit)(self, key, value, row, ours):
+            for target, each in getattr(convert_units, row.unit)(self, Key(key, value, row, ours)):
                 self.write(target, each, origin)
         elif row.kind == "parallel" and not is_silent:
             self.result.parallel.append(f"{shown}: {row.remark}")

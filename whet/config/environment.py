@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from whet.config.section import Choice, key
+from whet.config.section import Choice, Values, key
 from whet.config.tools import ToolsConfig
 from whet.registry import ENVIRONMENTS
 
@@ -20,7 +20,7 @@ class StageConfig(ToolsConfig):
     name: Annotated[str, Choice(ENVIRONMENTS, "options")] = key(
         "single_turn", "registered environment, or path/file.py:function"
     )
-    options: dict[str, Any] = key({}, "options of the environment")
+    options: Values = key({}, "options of the environment")
     max_turns: PositiveInt = key(8, "most turns of an episode")
     max_turn_tokens: PositiveInt | None = key(None, "most tokens of a turn; unset: the tokens left for the response")
     max_episode_tokens: PositiveInt | None = key(

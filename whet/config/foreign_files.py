@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -24,6 +23,7 @@ from whet.config.foreign import tables
 from whet.config.foreign_python import Budget, TooMuch, arguments_of_calls, attributes_of_configs
 from whet.config.foreign_shell import Launch, Shell, Undecided, is_argument, start_of
 from whet.config.foreign_shell_words import OTHER, UNKNOWN, is_known, unset_variables
+from whet.config.section import Values
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
 
@@ -48,15 +48,15 @@ _ACCELERATE = re.compile(r"--config_file[ =](\S+)")
 class Written:
     """Values that a file or command sets, by dotted key, and what could not be read."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
-    loops: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # values of a loop's later turns
+    loops: dict[str, list[Values]] = field(default_factory=dict)  # values of a loop's later turns
     # By what a branch depends on: the values that it may have, and the values of the keys with each.
-    branches: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    branches: dict[str, dict[str, Values]] = field(default_factory=dict)
     program: str = field(default="", compare=False)  # the words before the arguments, or the classes of a Python script
     trainer: str = field(default="", compare=False)  # the table that is for it
 
-    def every(self) -> list[dict[str, Any]]:
+    def every(self) -> list[Values]:
         """The values of the recipe, of all turns and of all branches."""
         found = [*chain(*self.loops.values()), *chain(*(ways.values() for ways in self.branches.values()))]
         return [self.values, *(each for each in found if each is not self.values)]
@@ -114,14 +114,19 @@ def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str])
     return written
 
 
-def scalar(value: Any) -> Any:
+def scalar(value: object) -> object:
     """The value of a text as Hydra and YAML 1.2 read it: numbers, true, null, lists, mappings."""
-    if isinstance(value, dict):
-        return {key: scalar(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [scalar(each) for each in value]
-    if not isinstance(value, str):
-        return value
+    match value:
+        case dict():
+            return {key: scalar(each) for key, each in value.items()}
+        case list():
+            return [scalar(each) for each in value]
+        case str():
+            return _scalar(value)
+    return value
+
+
+def _scalar(value: str) -> object:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(value)
@@ -132,7 +137,7 @@ def scalar(value: Any) -> Any:
     return WORDS.get(value if value == "None" else value.lower(), plain)
 
 
-def _base(values: dict[str, Any]) -> str | None:
+def _base(values: Values) -> str | None:
     """Takes out the keys that name a file of further keys: `config`, or Hydra's `config_path` and `config_name`."""
     folder, name, base = (values.pop(key, None) for key in ("config_path", "config_name", "config"))
     return str(Path(str(folder or ""), str(name).removesuffix(".yaml") + ".yaml")) if name else base and str(base)
@@ -152,13 +157,13 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
     written.unread.append(f"{base} is not here: its keys are missing; {instead} stand in their place")
 
 
-def _published(name: str, system: str) -> Mapping[str, Any]:
+def _published(name: str, system: str) -> Mapping[str, object]:
     """The keys of a published file, by the end of its path."""
     files = {file: keys for table in tables() if table.system.lower() == system for file, keys in table.files.items()}
     return next((keys for file, keys in files.items() if f"/{os.path.normpath(name)}".endswith(f"/{file}")), {})
 
 
-def _below(written: Written, values: Mapping[str, Any]) -> None:
+def _below(written: Written, values: Mapping[str, object]) -> None:
     """Adds values where the command sets none, in every turn of its loops and in every branch."""
     for each in written.every():
         own = each.copy()
@@ -179,7 +184,7 @@ def _of_yaml(file: Path, depth: int = 0) -> Written:
     found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__} instead of keys with values")
-    values, unread, entries = dict[str, Any](), list[str](), found.get("defaults") or []
+    values, unread, entries = Values(), list[str](), found.get("defaults") or []
     for entry in entries if isinstance(entries, list) else [entries]:
         below, note = _default(entry, file.parent, depth)
         values |= below
@@ -188,7 +193,7 @@ def _of_yaml(file: Path, depth: int = 0) -> Written:
     values |= {str(key): value for key, value in own if value != "???"}  # Hydra's mark of a value that is missing
     if depth:
         return Written(values, unread)
-    resolved, budget = dict[str, Any](), Budget()
+    resolved, budget = Values(), Budget()
     for key, value in values.items():
         each = _resolved(value, values, key, budget)
         below = dict(flatten({key: each})) if isinstance(each, dict) and each else {key: each}
@@ -196,7 +201,7 @@ def _of_yaml(file: Path, depth: int = 0) -> Written:
     return Written(resolved, unread)
 
 
-def _default(entry: Any, folder: Path, depth: int) -> tuple[dict[str, Any], list[str]]:
+def _default(entry: object, folder: Path, depth: int) -> tuple[Values, list[str]]:
     """The keys of a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME; a note where it is not here."""
     group, name = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
     if name in ("_self_", None) or str(group).startswith(("override", "/hydra", "hydra/")):
@@ -211,7 +216,7 @@ def _default(entry: Any, folder: Path, depth: int) -> tuple[dict[str, Any], list
     return {f"{place}.{key}" if place else key: value for key, value in below.values.items()}, below.unread
 
 
-def _resolved(value: Any, values: Mapping[str, Any], key: str, budget: Budget, depth: int = 8) -> Any:
+def _resolved(value: object, values: Mapping[str, object], key: str, budget: Budget, depth: int = 8) -> object:
     """Replaces `${key}` by the value of that key, or the keys below it, where the file has it, and
     `${oc.select:key,default}` by the default where it has not. Variables of the environment may be secrets:
     `${oc.env:NAME,default}` is its default."""
@@ -220,7 +225,7 @@ def _resolved(value: Any, values: Mapping[str, Any], key: str, budget: Budget, d
     if not isinstance(value, str) or "${" not in value or not depth:
         return value
 
-    def of(found: re.Match[str]) -> Any:
+    def of(found: re.Match[str]) -> object:
         budget.step()
         name = found[1].lstrip(".")
         if dots := len(found[1]) - len(name):  # beside this key, or in sections around it
@@ -254,7 +259,7 @@ def _of_python(text: str, system: str, path: str = "") -> Written:
     return Written({**written.values, **_renamed(later)}, [*written.unread, *not_read], program=program)
 
 
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(values: Mapping[str, object]) -> Values:
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-_ARITHMETIC: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+from whet.config.section import Values
+
+N = TypeVar("N", bound=ast.AST)
+Operator = Callable[[Any, Any], object]
+Assignment = ast.Assign | ast.AugAssign | ast.AnnAssign
+_ARITHMETIC: dict[type[ast.operator], Operator] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
 _ARITHMETIC |= {ast.Pow: operator.pow}
-_COMPARISONS: dict[type[ast.cmpop], Any] = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt}
+_COMPARISONS: dict[type[ast.cmpop], Operator] = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt}
 _COMPARISONS |= {ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 _MAKERS = ("Config", ".parse_args_and_config", ".parse_args_into_dataclasses")  # of configs
 _FUNCTIONS = ("reward_funcs", "tools", "environment_factory")  # arguments that name functions and classes
@@ -23,12 +28,12 @@ DEFAULTS = {"LoraConfig": {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora
 _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove", "clear")
 
 
-def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[dict[str, Any], list[str], str]:
+def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[Values, list[str], str]:
     """Returns the values of arguments by name, those that are neither literals nor constants of the script, and the
     names of the configs and trainers. Functions that the script at `path` defines are PATH:NAME."""
-    values, unread, called, names = dict[str, Any](), list[str](), list[str](), constants(tree)
+    values, unread, called, names = Values(), list[str](), list[str](), constants(tree)
     own = {each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    for call in _calls(tree):
+    for call in _nodes(tree, ast.Call):
         name = ast.unparse(call.func).rpartition(".")[2]
         if not name.endswith(("Config", "Trainer")):
             continue
@@ -48,18 +53,17 @@ def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[dict[str, Any]
     return values, unread, " ".join(sorted(called, key=lambda name: not name.endswith("Trainer")))
 
 
-def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
+def attributes_of_configs(tree: ast.Module) -> tuple[Values, list[str]]:
     """Returns the constants that a script assigns to attributes of its configs, by name, and assignments not read: of
     what is no constant, in a branch or a loop, of several names at once."""
-    values, unread, configs, names = dict[str, Any](), list[str](), _configs(tree), constants(tree)
-    branches = [block for block in ast.walk(tree) if isinstance(block, _BRANCHES)]
-    guarded = [block for block in branches if not ast.unparse(block).startswith("if __name__ ==")]
+    values, unread, configs, names = Values(), list[str](), _configs(tree), constants(tree)
+    guarded = [block for block in _nodes(tree, *_BRANCHES) if not ast.unparse(block).startswith("if __name__ ==")]
     undecided = {each for block in guarded for each in ast.walk(block)}
-    assignments = [each for each in ast.walk(tree) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    assignments: Iterator[Assignment] = _nodes(tree, ast.Assign, ast.AugAssign, ast.AnnAssign)
     for node in sorted(assignments, key=lambda node: node.lineno):
         targets = _targets(node)
-        for stored in (each for target in targets for each in ast.walk(target)):
-            if not (isinstance(stored, ast.Attribute) and ast.unparse(stored.value) in configs):
+        for stored in (each for target in targets for each in _nodes(target, ast.Attribute)):
+            if ast.unparse(stored.value) not in configs:
                 continue
             if node in undecided or isinstance(node, ast.AugAssign) or stored not in targets or node.value is None:
                 unread.append(f"{ast.unparse(node)} is not read: set {stored.attr} by hand")
@@ -68,7 +72,7 @@ def attributes_of_configs(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
     return values, unread
 
 
-def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unread: list[str]) -> dict[str, Any]:
+def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unread: list[str]) -> Values:
     """The value of an argument, or of those of a mapping behind **; a line of `unread` where it is not known."""
     try:
         return {name: literal(node, names)} if name else {**literal(node, names)}
@@ -77,22 +81,23 @@ def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unre
         return {}
 
 
-def _calls(tree: ast.Module) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+def _nodes(tree: ast.AST, *kinds: type[N]) -> Iterator[N]:
+    return (node for node in ast.walk(tree) if isinstance(node, kinds))
 
 
-def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
+def _targets(node: Assignment) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def _configs(tree: ast.Module) -> set[str]:
     """Names of configs: given to a trainer as `args`, made by a ...Config(...), or parsed from the command line."""
-    trainers = [call for call in _calls(tree) if ast.unparse(call.func).endswith("Trainer")]
+    trainers = [call for call in _nodes(tree, ast.Call) if ast.unparse(call.func).endswith("Trainer")]
     found = {ast.unparse(each.value) for call in trainers for each in call.keywords if each.arg == "args"}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
-            targets = _targets(node) if ast.unparse(node.value.func).endswith(_MAKERS) else []
-            found |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    assignments: Iterator[Assignment] = _nodes(tree, ast.Assign, ast.AnnAssign)
+    for node in assignments:
+        match node.value:
+            case ast.Call(made) if ast.unparse(made).endswith(_MAKERS):
+                found |= {each.id for target in _targets(node) for each in _nodes(target, ast.Name)}
     return found
 
 
@@ -142,9 +147,9 @@ def literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget | None
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> Any:
     budget.step()
     read = partial(_literal, names=names, budget=budget)
-    if isinstance(node, (ast.Name, ast.Attribute)) and (written := ast.unparse(node)) in names:
-        return _literal(names[written], {name: value for name, value in names.items() if name != written}, budget)
     match node:
+        case ast.Name() | ast.Attribute() if (written := ast.unparse(node)) in names:
+            return _literal(names[written], {name: value for name, value in names.items() if name != written}, budget)
         case ast.Call(func=ast.Name("dict"), args=[]):
             keys: list[ast.expr | None] = [ast.Constant(each.arg) if each.arg else None for each in node.keywords]
             return read(ast.Dict(keys, [each.value for each in node.keywords]))
@@ -160,9 +165,9 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> A
             return [read(each) for each in node.elts]
         case ast.BinOp() if type(node.op) in _ARITHMETIC:
             return _combined(_ARITHMETIC[type(node.op)], read(node.left), read(node.right), budget)
-        case ast.BoolOp():
+        case ast.BoolOp(op):
             values = [read(each) for each in node.values]
-            return all(values) if isinstance(node.op, ast.And) else any(values)
+            return all(values) if type(op) is ast.And else any(values)
         case ast.IfExp():
             return read(node.body if read(node.test) else node.orelse)
         case ast.Call(func=ast.Name("int" | "float" | "str" as kind), args=[value], keywords=[]):
@@ -185,16 +190,17 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> A
     return ast.literal_eval(node)
 
 
-def _combined(function: Any, left: Any, right: Any, budget: Budget) -> Any:
+def _combined(function: Operator, left: Any, right: Any, budget: Budget) -> object:
     """The result of an operator on two numbers, or a sum of two texts or lists.  Raises: ValueError beyond a limit."""
-    numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+    numbers = all(isinstance(each, (int, float)) for each in (left, right))
     if (not numbers and function is not operator.add) or (function is operator.pow and abs(right) > budget.MAX_BITS):
         raise ValueError("no arithmetic of numbers")
     found = function(left, right)
-    if isinstance(found, int) and found.bit_length() > budget.MAX_BITS:
-        raise ValueError("a number of too many digits")
-    if isinstance(found, (str, list)):
-        budget.text(" " * min(len(found), budget.MAX_TEXT + 1))
+    match found:
+        case int() if found.bit_length() > budget.MAX_BITS:
+            raise ValueError("a number of too many digits")
+        case str() | list():
+            budget.text(" " * min(len(found), budget.MAX_TEXT + 1))
     return found
 
 
@@ -203,13 +209,16 @@ def constants(tree: ast.Module) -> dict[str, ast.expr]:
     `parser.add_argument` declares, as `args.NAME`."""
     stored, found = Counter[str](), dict[str, ast.expr]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
-        is_changed = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)) or isinstance(node, ast.arg)
-        if is_changed or (isinstance(node, ast.Attribute) and node.attr in _CHANGES):
-            owner = node.value if isinstance(node, (ast.Subscript, ast.Attribute)) else node
-            stored[getattr(owner, "id", getattr(owner, "arg", ""))] += 1
-    flags = [call for call in _calls(tree) if ast.unparse(call.func).endswith(".add_argument") and call.args]
+        match node:
+            case ast.Assign(targets=[ast.Name(name), *_]):
+                found[name] = node.value
+            case ast.arg(name) | ast.Name(name, ast.Store() | ast.Del()):
+                stored[name] += 1
+            case ast.Subscript(ast.Name(name), ctx=ast.Store() | ast.Del()):
+                stored[name] += 1
+            case ast.Attribute(ast.Name(name), changed, ctx) if changed in _CHANGES or type(ctx) is not ast.Load:
+                stored[name] += 1
+    flags = [call for call in _nodes(tree, ast.Call) if ast.unparse(call.func).endswith(".add_argument") and call.args]
     return {name: value for name, value in found.items() if stored[name] == 1} | {
         f"args.{ast.unparse(call.args[-1]).strip(_QUOTES).replace('-', '_')}": each.value
         for call in flags

@@ -17,7 +17,7 @@ from whet.config.algorithm import (
 from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.environment import EnvironmentConfig as EnvironmentConfig, StageConfig as StageConfig
 from whet.config.managers import LIMIT_NAMES, LIMITS, MANAGER, MANAGERS, TOKENS_PER_REQUEST, Manager
-from whet.config.section import Choice, Section as Section, key
+from whet.config.section import Choice, Section as Section, Values, key
 from whet.config.trainer import SamplingConfig as SamplingConfig, TrainerConfig as TrainerConfig
 from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
@@ -77,17 +77,17 @@ TEMPLATE_KWARGS = (
 class RowsConfig(Section):
     """The data sets."""
 
-    train_files: list[str | dict[str, Any]] = key([], FILES)
-    val_files: list[str | dict[str, Any]] = key([], "validation data, in the same forms as train_files")
+    train_files: list[str | Values] = key([], FILES)
+    val_files: list[str | Values] = key([], "validation data, in the same forms as train_files")
     weights: list[PositiveFloat] | None = key(None, DATA_WEIGHTS)
-    filter: dict[str, Any] = key({}, DATA_FILTER)
+    filter: Values = key({}, DATA_FILTER)
     apply_chat_template: bool = key(True, "false: the model reads the texts of the rows without a chat template")
-    chat_template_kwargs: dict[str, Any] = key({}, TEMPLATE_KWARGS)
+    chat_template_kwargs: Values = key({}, TEMPLATE_KWARGS)
     shuffle: bool = key(True, "draw rows in a new random order every epoch, which the seed determines")
     hub_deadline_seconds: PositiveFloat = key(1800.0, "longest time to fetch a data set from the hub, in seconds")
 
     @property
-    def template_options(self) -> dict[str, Any] | None:
+    def template_options(self) -> Values | None:
         """The arguments of the chat template; None without a template."""
         return self.chat_template_kwargs if self.apply_chat_template else None
 
@@ -136,7 +136,7 @@ class DataConfig(MediaRowsConfig):
     sampler: Annotated[str | None, Choice(SAMPLERS, "sampler_options")] = key(
         None, "order of the rows: registered sampler, or path/file.py:name; unset: data.shuffle"
     )
-    sampler_options: dict[str, Any] = key({}, "options of the sampler")
+    sampler_options: Values = key({}, "options of the sampler")
 
 
 ENGINE_OPTIONS = "options of the engine; `whet algorithms show NAME` lists them"
@@ -152,7 +152,7 @@ class RolloutEngineConfig(Section):
     name: Annotated[str, Choice(ROLLOUT_ENGINES, "options")] = key(
         "native", "registered rollout engine (native, hf, vllm, sglang), or path/file.py:MyEngine"
     )
-    options: dict[str, Any] = key({}, ENGINE_OPTIONS)
+    options: Values = key({}, ENGINE_OPTIONS)
 
 
 MAX_STALENESS = (
@@ -176,7 +176,7 @@ class RolloutConfig(SamplingConfig):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _of_model(cls, value: Any) -> Any:
+    def _of_model(cls, value: object) -> object:
         return "auto" if value is None else value  # as configs of older runs have it
 
 
@@ -187,7 +187,7 @@ class DomainConfig(Section):
     sources: list[str] | None = key(
         None, "data sources of its rows, * for any text; unset: its name; a row's field `domain` names it too"
     )
-    kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
+    kwargs: Values = key({}, "keyword arguments of the function")
     weight: float = key(1.0, "factor of its rewards")
     filter: GroupFilterConfig = GroupFilterConfig()
     norm_mean: Norm | None = key(None, "algorithm.shaping.norm_mean for rows of this domain; unset: the general value")
@@ -206,8 +206,8 @@ class RewardConfig(Section):
         {}, "functions by domain, for rows of several; reward.function then scores the rows of no domain"
     )
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
-    kwargs: dict[str, Any] = key({}, "keyword arguments of the function")
-    val_function: dict[str, dict[str, Any]] = key(
+    kwargs: Values = key({}, "keyword arguments of the function")
+    val_function: dict[str, Values] = key(
         {},
         "{name: options} of a stricter function for the accuracy of validation; unset: reward.function",
         max_length=1,
@@ -225,10 +225,12 @@ class RewardConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_manager(cls, values: Any) -> Any:
+    def _of_manager(cls, values: Any) -> object:
         """Adds the values that the manager stands for."""
-        manager = values.get("manager") if isinstance(values, dict) else None
-        return {**MANAGERS[manager], **values} if isinstance(manager, str) and manager in MANAGERS else values
+        match values:
+            case {"manager": str(manager)} if manager in MANAGERS:
+                return {**MANAGERS[manager], **values}
+        return values
 
     @property
     def names_function(self) -> bool:
@@ -260,7 +262,7 @@ class EngineConfig(Section):
         "single: the whole model on every rank; fsdp: weights and optimizer sharded over the ranks; or "
         "path/file.py:MyEngine",
     )
-    options: dict[str, Any] = key({}, ENGINE_OPTIONS)
+    options: Values = key({}, ENGINE_OPTIONS)
     packing: bool | None = key(None, "pack rows end to end without padding; unset: the faster way on the device")
     share_prompts: bool = key(True, "with packing, compute a prompt once for all responses to it")
     logits_chunk_tokens: PositiveInt = key(1024, "tokens whose logits are in memory at once")
@@ -308,7 +310,7 @@ class CriticConfig(ActorConfig):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     model_path: str | None = key(None, "model that the critic is initialised from; unset: model.path")
     value_loss: Annotated[str, Choice(VALUE_LOSSES, "loss_options")] = key("clipped", "registered value loss")
-    loss_options: dict[str, Any] = key({}, "options of the value loss")
+    loss_options: Values = key({}, "options of the value loss")
     warmup_steps: NonNegativeInt = key(0, "first steps, in which only the critic is trained")
 
 
@@ -342,7 +344,7 @@ class TeacherConfig(Section):
     hint: Annotated[str | None, Choice(HINTS, "hint_options")] = key(
         None, "hint that only the teacher reads, from a registered source: reference, peer, own, judge; unset: no hint"
     )
-    hint_options: dict[str, Any] = key({}, "options of the hint source")
+    hint_options: Values = key({}, "options of the hint source")
     hint_template: str = key("{{ content }}\n\nHint: {{ hint }}", "jinja template of the teacher's last message")
     max_hint_tokens: PositiveInt = key(256, "most tokens of a hint; longer ones are truncated")
 
@@ -363,7 +365,7 @@ class TrainConfig(Section):
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
-    extra: dict[str, Any] = key({}, "settings of your own code; whet does not read them")
+    extra: Values = key({}, "settings of your own code; whet does not read them")
 
     command: ClassVar[str] = "train"
 
@@ -411,7 +413,7 @@ class ExamplesConfig(Section):
     grad_clip: PositiveFloat | None = key(1.0, "largest norm of the gradient; a larger one is scaled down")
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
-    extra: dict[str, Any] = key({}, "settings of your own code; whet does not read them")
+    extra: Values = key({}, "settings of your own code; whet does not read them")
 
     rows_an_example: ClassVar[int] = 1
 
@@ -453,7 +455,7 @@ class EvalConfig(Section):
         None, "folder for answers.jsonl and summary.json, from which an interrupted run continues; unset: none"
     )
     seed: NonNegativeInt = key(0, "seed of all random draws")
-    extra: dict[str, Any] = key({}, "settings of your own code; whet does not read them")
+    extra: Values = key({}, "settings of your own code; whet does not read them")
 
     command: ClassVar[str] = "eval"
 
@@ -462,13 +464,13 @@ class GenerateConfig(Section):
     """The config of `whet generate`."""
 
     model: ModelConfig = ModelConfig()
-    input: list[str | dict[str, Any]] = key([], "the prompts, in the forms of data.train_files; unset: data.val_files")
+    input: list[str | Values] = key([], "the prompts, in the forms of data.train_files; unset: data.val_files")
     output: str | None = key(None, ".jsonl file to write, one completion a line; an interrupted run continues it")
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig(n=1)
     chunk_size: PositiveInt = key(128, "prompts that are sampled and written together; a kill loses at most these")
     seed: NonNegativeInt = key(0, "seed of all random draws")
-    extra: dict[str, Any] = key({}, "settings of your own code; whet does not read them")
+    extra: Values = key({}, "settings of your own code; whet does not read them")
 
     command: ClassVar[str] = "generate"
 
@@ -478,7 +480,7 @@ class GenerateConfig(Section):
         return "input" if self.input else "data.val_files"
 
     @property
-    def sources(self) -> list[str | dict[str, Any]]:
+    def sources(self) -> list[str | Values]:
         """The value of that key."""
         return self.input or self.data.val_files
 

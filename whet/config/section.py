@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from whet.errors import ConfigError, RegistryError
 from whet.registry import Entry, Registry
 
+Values = dict[str, Any]  # by key, as YAML has them: options of a function, the sections of a recipe
 
-def key(default: Any, meaning: str, **bounds: Any) -> Any:
+
+def key(default: object, meaning: str, **bounds: Any) -> Any:
     """A field of a section: its default, its meaning for help and docs, and bounds with pydantic's names."""
     return Field(default, description=meaning, **bounds)
 
@@ -35,13 +37,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_as_written(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_as_written(cls, value: object, info: ValidationInfo) -> object:
         """Converts a string to a list of one where a list is expected; rejects true and false as numbers."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, str) and get_origin(annotation) is list:
-            return [value]
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise ValueError("true and false are no numbers")
+        match value:
+            case str() if get_origin(annotation) is list:
+                return [value]
+            case bool() if bool not in (annotation, *get_args(annotation)):
+                raise ValueError("true and false are no numbers")
         return value
 
     def __getitem__(self, key: str) -> Any:
@@ -90,8 +93,8 @@ class Place:
     @property
     def parent(self) -> Section:
         """The enclosing section."""
-        outer: Any = reduce(getitem, self.key.split(".")[:-1], self.whole)
-        return outer  # type: ignore[no-any-return]
+        outer: Section = reduce(getitem, self.key.split(".")[:-1], self.whole)
+        return outer
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Choice:
     options: str | None = None
     is_checked: bool = True
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core_schema: object, handler: Callable[[object], Values]) -> Values:
         """The JSON schema of the field, with the registered names as examples."""
         return {**handler(core_schema), "examples": self.registry.names()}
 
@@ -114,7 +117,7 @@ class Choice:
         """The dotted key of the function's options; `key` itself where there is no such field."""
         return key if self.options is None else f"{key.rpartition('.')[0]}.{self.options}"
 
-    def check(self, key: str, name: str | None, options: Mapping[str, Any]) -> None:
+    def check(self, key: str, name: str | None, options: Mapping[str, object]) -> None:
         """Checks a name and its options.  Raises: ConfigError for an unknown function, or an option that it lacks."""
         where = self.options_key(key)
         if name is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PositiveFloat
 
-from whet.config.section import Choice, Place, Section, entry_at, key
+from whet.config.section import Choice, Place, Section, Values, entry_at, key
 from whet.config.sources import missing_file
 from whet.errors import ConfigError
 from whet.registry import TOOL_PARSERS, TOOLS
@@ -43,7 +43,7 @@ LIMITS = (
 class ToolsConfig(Section):
     """Tools around an environment."""
 
-    tools: list[str | dict[str, Any]] = key([], ENTRIES)
+    tools: list[str | Values] = key([], ENTRIES)
     tool_parser: Annotated[str | None, Choice(TOOL_PARSERS)] = key(
         None, "format of tool calls, or path/file.py:function; unset: that of the chat template"
     )

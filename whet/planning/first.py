@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.compiled import instruction_set
-from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ExamplesConfig, TrainConfig
+from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, TrainConfig
 from whet.planning.machine import free_memory
 from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ROLLOUT_ENGINES
@@ -117,7 +117,7 @@ def _bytes_of_pool(
     item = 2 if narrow else 4
     beside, kinds = dict[str, float](), dict[str, Kept]()  # of each trained role: bytes of an update but activations
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
-        own = config if isinstance(config, ExamplesConfig) else config[role]
+        own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
         shards = 1 if whole else int(options.get("shard_size") or config.cluster.processes_of(role))
         gathered = 0 if shards == 1 else 2 * item * ((weights - words) / layers + words)
@@ -139,7 +139,7 @@ def _bytes_of_pool(
     turns = isinstance(config, TrainConfig) and config.rollout.free_cache_engine
     sizes, recomputes = (shape["hidden"], shape["inner"], layers, item), config.model.gradient_checkpointing
     for role, others in beside.items():
-        own = config if isinstance(config, ExamplesConfig) else config[role]
+        own, _ = section_of(config, role)
         of_token = kinds[role].bytes_of_token(*sizes, recomputes=recomputes)
         width = own.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS["accelerator" if on_device else "cpu"]
         if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
@@ -179,6 +179,11 @@ def _tokens(config: TrainConfig | ExamplesConfig, role: str) -> int:
     return -(-prompts * config.rollout.n // processes) * longest
 
 
+def section_of(config: TrainConfig | ExamplesConfig, role: str) -> tuple[ExamplesConfig | ActorConfig, str]:
+    """The section with the engine and the optimizer of a role, and the beginning of its keys."""
+    return (config, "") if isinstance(config, ExamplesConfig) else (config[role], f"{role}.")
+
+
 def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:
     """The config with some values replaced, by dotted key."""
     tree = config.model_dump()
@@ -199,7 +204,7 @@ def _roles(config: TrainConfig | ExamplesConfig) -> list[str]:
 
 def _settings(config: TrainConfig | ExamplesConfig) -> Iterator[tuple[str, Any]]:
     """Settings that reduce memory, where they are not set."""
-    role, prefix = (config, "") if isinstance(config, ExamplesConfig) else (config.actor, "actor.")
+    role, prefix = section_of(config, "actor")
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing", True
     if config.model.lora.rank is None:

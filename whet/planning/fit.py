@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from whet.config.schema import ActorConfig, ExamplesConfig, TrainConfig
+from whet.config.schema import TrainConfig
 from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
 from whet.phases import counting, phase
 from whet.planning import memory as estimate
-from whet.planning.first import changed
+from whet.planning.first import changed, section_of
 from whet.planning.machine import free_accelerator, free_disk, free_memory
 from whet.planning.memory import Memory, Setup
 from whet.planning.outline import FLOAT32, inner_size
@@ -178,15 +178,14 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
     ]
     for name in setup.roles:
         section = name.partition(":")[0]
-        section = "ref." if section == "teacher" else f"{section}."  # teachers use the engine of ref
-        key = f"{section if isinstance(config, TrainConfig) else ''}engine.name"
+        _, prefix = section_of(config, "ref" if section == "teacher" else section)  # teachers use the engine of ref
         whole = estimate.spread_of(setup, name).shards == 1 and config.cluster.processes_of(name) > 1
         found += [
-            (whole and estimate.spread_of(setup, name, engine).shards > 1, key, engine) for engine in ENGINES.names()
+            (whole and estimate.spread_of(setup, name, engine).shards > 1, f"{prefix}engine.name", engine)
+            for engine in ENGINES.names()
         ]
     for name in setup.objectives:
-        prefix = f"{name}." if isinstance(config, TrainConfig) else ""
-        role: ExamplesConfig | ActorConfig = config if isinstance(config, ExamplesConfig) else config[name]
+        role, prefix = section_of(config, name)
         allowed = max(row.tokens for row in estimate.mini_batch(config, name, setup.lengths))
         if isinstance(config, TrainConfig):
             allowed = max(allowed, config.data.max_prompt_length + config.data.max_response_length)

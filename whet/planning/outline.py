@@ -116,8 +116,7 @@ class Outline:
         the router, and a mean expert as often as a token is sent to one."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
         towers = {part for tower in self._towers for part in tower.modules()}
-        linear = [each for each in self.model.modules() if isinstance(each, nn.Linear) and each is not head]
-        linear = [each for each in linear if each not in towers]
+        linear = [each for each in _linear(self.model) if each is not head and each not in towers]
         dense = sum(each.weight.numel() for each in linear if min(each.weight.shape) > 1)
         number, used = self.experts
         if not number:
@@ -169,14 +168,10 @@ class Outline:
         if self.vision is None or self.vision_is_frozen:
             return 0
         inner = [layer for tower in self._towers for layer in layers(tower)]
-        sizes = [
-            sum(each.in_features + each.out_features for each in layer.modules() if isinstance(each, nn.Linear))
-            for layer in inner
-        ]
+        sizes = [sum(each.in_features + each.out_features for each in _linear(layer)) for layer in inner]
         numbers = sum(sizes)
         if self.role.gradient_checkpointing and inner:
-            first = next(each for each in inner[0].modules() if isinstance(each, nn.Linear))
-            numbers = len(inner) * first.in_features + max(sizes)
+            numbers = len(inner) * _linear(inner[0])[0].in_features + max(sizes)
         return round(VISION_SAVED * self.patches(rows) * numbers * self.role.forward.dtype.itemsize)
 
     @property
@@ -189,7 +184,7 @@ class Outline:
         """Bytes of the optimizer's state, from a step on weights without numbers."""
         if self.role.optim is None:
             return 0
-        states: list[Any] = []
+        states = list[object]()
         for optimizer in optimizers_of(optimizer_for(self.model, self.role.optim)):
             if isinstance(optimizer, CompactAdamW):  # its step depends on numbers, the shapes of its state do not
                 weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -201,7 +196,7 @@ class Outline:
                 optimizer.step()
                 self.model.zero_grad()
             states.append(dict(optimizer.state))
-        return sum(value.nbytes for value in tree_leaves(states) if isinstance(value, torch.Tensor))
+        return sum(value.nbytes for value in _tensors(states))
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -413,5 +408,9 @@ class TensorBytes(TorchDispatchMode):
         self.now[kind] -= size
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _linear(module: nn.Module) -> list[nn.Linear]:
+    return [each for each in module.modules() if isinstance(each, nn.Linear)]
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -92,7 +92,7 @@ class ClientResponse:
 
     def chunk(self, sample: Sample, piece: Piece) -> Json | None:
         """The chunk with a piece; None for a piece in which a client would see nothing."""
-        shows_tokens = piece.token_ids and (self.asked.has_log_probs or self.asked.body.return_token_ids)
+        shows_tokens = piece.token_ids and (self.asked.body.has_log_probs or self.asked.body.return_token_ids)
         if not (piece.text or piece.calls or piece.finish_reason or shows_tokens):
             return None
         choice = self._full(self._delta(sample, piece), sample, piece)
@@ -122,7 +122,7 @@ class ClientResponse:
     def _full(self, choice: Json, sample: Sample, piece: Piece) -> Json:
         """A choice with all that both kinds of responses have."""
         choice |= {"index": sample.index, "finish_reason": piece.finish_reason, "logprobs": None}
-        if self.asked.has_log_probs:
+        if self.asked.body.has_log_probs:
             choice["logprobs"] = self._log_probs(sample, piece)
         if self.asked.body.return_token_ids:
             choice |= {} if sample.num_shown else {"prompt_token_ids": list(sample.prompt_ids)}

@@ -29,9 +29,9 @@ from starlette.types import Receive, Scope, Send
 from whet.config.schema import Dtype
 from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
-from whet.rollout.protocol import Event, Failed, Finished, Partial, Status
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
-from whet.serving.bodies import ApiError, Asked, BodyReader, ChatBody, unsupported
+from whet.serving.bodies import ApiError, Asked, BodyReader, unsupported
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
@@ -222,18 +222,21 @@ class App:
             left, late_at = len(requests), asyncio.get_running_loop().time() + self._settings.deadline_seconds
             while left:
                 event = await self._next(queue, late_at + SLACK_SECONDS)
-                if isinstance(event, EngineStoppedError):
-                    raise ApiError(503, f"the request was ended: {event}", code="stopped")
-                if isinstance(event, WhetError):
-                    raise ApiError(400, str(in_own_words(event)), code="refused_by_engine")
-                if isinstance(event, Failed):
-                    status, code = (504, "deadline_exceeded") if event.failure.timed_out else (500, "engine_failure")
-                    raise ApiError(status, f"the request failed: {event.failure.message}", code=code)
-                if isinstance(event, Finished):
-                    left -= 1
-                    if event.completion.finish_reason == "abort":
-                        raise ApiError(503, "the engine ended the request early; send it again", code="aborted")
-                self._check_likeliest(asked, event)
+                match event:
+                    case EngineStoppedError():
+                        raise ApiError(503, f"the request was ended: {event}", code="stopped")
+                    case WhetError():
+                        raise ApiError(400, str(in_own_words(event)), code="refused_by_engine")
+                    case Failed(failure=failure):
+                        status, code = (504, "deadline_exceeded") if failure.timed_out else (500, "engine_failure")
+                        raise ApiError(status, f"the request failed: {failure.message}", code=code)
+                    case Finished(completion=completion):
+                        left -= 1
+                        if completion.finish_reason == "abort":
+                            raise ApiError(503, "the engine ended the request early; send it again", code="aborted")
+                        self._check_likeliest(asked, completion)
+                    case Partial():
+                        self._check_likeliest(asked, event)
                 yield samples[event.uid], event
         finally:
             self._unfinished -= len(requests)
@@ -249,13 +252,11 @@ class App:
             message = f"the request failed: its deadline of {self._settings.deadline_seconds:g} s was over{why}"
             raise ApiError(504, message, code="deadline_exceeded") from error
 
-    def _check_likeliest(self, asked: Asked, event: Event) -> None:
+    def _check_likeliest(self, asked: Asked, sampled: Completion | Partial) -> None:
         count = asked.body.likeliest
-        if count and not isinstance(event, Failed):
-            sampled = event.completion if isinstance(event, Finished) else event
-            if len(sampled.likeliest) < len(sampled.token_ids):
-                param = "top_logprobs" if isinstance(asked.body, ChatBody) else "logprobs"
-                raise unsupported(param, count, "the engine gives the log-prob of the sampled token alone; set it to 0")
+        if count and len(sampled.likeliest) < len(sampled.token_ids):
+            why = "the engine gives the log-prob of the sampled token alone; set it to 0"
+            raise unsupported(asked.body.likeliest_field, count, why)
 
     async def _whole(self, events: Samples, answer: ClientResponse) -> dict[str, Any]:
         async with aclosing(events):

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
 from jinja2 import Environment
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
@@ -37,7 +37,9 @@ MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
-UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())
+UNSUPPORTED: dict[str, tuple[list[object], str]] = yaml.safe_load(
+    Path(__file__).with_name("unsupported.yaml").read_text()
+)
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 SAMPLED = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -54,7 +56,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Raw:
         """The body of the response."""
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -84,10 +86,10 @@ class WithoutEffect(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Raw | None = None
     store: bool | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: Raw | None = None
     prompt_cache_retention: str | None = None
 
 
@@ -102,7 +104,7 @@ class Body(WithoutEffect):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     seed: int | None = None
-    stop: str | list[str] = []
+    stop: list[str] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     # not in the API
@@ -112,28 +114,45 @@ class Body(WithoutEffect):
     stop_token_ids: list[TokenId] = []
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
+    prompt_field: ClassVar[str]
+    likeliest_field: ClassVar[str]
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_several(cls, stop: object) -> object:
+        return [stop] if isinstance(stop, str) else stop
 
     @property
     def likeliest(self) -> int:
         """Number of tokens whose log-probs are asked for in every place."""
         raise NotImplementedError
 
+    @property
+    def has_log_probs(self) -> bool:
+        """The response has the log-probs of its tokens."""
+        raise NotImplementedError
+
 
 class ChatBody(Body):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Raw] = Field(min_length=1)
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[dict[str, Any]] = []
-    tool_choice: Any = None
+    tools: list[Raw] = []
+    tool_choice: object = None
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Raw = {}
+    prompt_field, likeliest_field = "messages", "top_logprobs"
 
     @property
     def likeliest(self) -> int:
         return self.top_logprobs
+
+    @property
+    def has_log_probs(self) -> bool:
+        return self.logprobs
 
 
 class TextBody(Body):
@@ -141,10 +160,15 @@ class TextBody(Body):
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=5)
+    prompt_field, likeliest_field = "prompt", "logprobs"
 
     @property
     def likeliest(self) -> int:
         return self.logprobs or 0
+
+    @property
+    def has_log_probs(self) -> bool:
+        return self.logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -152,7 +176,7 @@ class ToolsAsked:
     """The tools of a request."""
 
     parser: str  # of their calls
-    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by name of the tool
+    schemas: Mapping[str, Raw]  # of the arguments, by name of the tool
     most_calls: int | None  # in a response
     opening: str = ""  # of a call, with which the response must begin; the end of the prompt
 
@@ -170,11 +194,6 @@ class Asked:
     def include_usage(self) -> bool:
         """A stream ends with the usage."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
-
-    @property
-    def has_log_probs(self) -> bool:
-        """The response has the log-probs of its tokens."""
-        return self.body.logprobs if isinstance(self.body, ChatBody) else self.body.logprobs is not None
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
         """The engine's requests, n for each prompt. Equal seeds give equal draws, the j-th sample its own."""
@@ -233,13 +252,15 @@ class BodyReader:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
         body = self._checked(TextBody, raw)
         given: Any = body.prompt
-        if isinstance(given, str) or not given or isinstance(given[0], int):
-            given = [given]
+        match given:
+            case str() | [] | [int(), *_]:
+                given = [given]
         self._check_size("prompt", body.n * len(given))
-        if isinstance(given[0], str):
-            for each in given:
-                self._check_size("prompt", body.n, each)
-            given = encode_texts(self.tokenizer, given, add_special_tokens=True)
+        match given:
+            case [str(), *_]:
+                for each in given:
+                    self._check_size("prompt", body.n, each)
+                given = encode_texts(self.tokenizer, given, add_special_tokens=True)
         params = [self._params(body, prompt, body.max_tokens, DEFAULT_TEXT_TOKENS) for prompt in given]
         return Asked(body, tuple(map(tuple, given)), tuple(params))
 
@@ -278,7 +299,7 @@ class BodyReader:
             raise refused(param, found, "context_length_exceeded")
 
     def _rendered(
-        self, template: str, messages: list[Message], tools: list[Raw], extra: Mapping[str, Any], opening: str
+        self, template: str, messages: list[Message], tools: list[Raw], extra: Raw, opening: str
     ) -> list[int]:
         for name in extra:
             if name in RESERVED or name not in _names_read(template):
@@ -319,9 +340,8 @@ class BodyReader:
                 f"the prompt has {len(prompt)} tokens and the response may have {limit or 1}, over the model's context "
                 f"of {self.context} tokens; shorten the prompt or lower max_tokens"
             )
-            param = "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt"
-            raise refused(param, found, "context_length_exceeded")
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+            raise refused("max_tokens" if room > 0 else body.prompt_field, found, "context_length_exceeded")
+        stop = body.stop
         if len(stop) > MAX_STOPS or max(map(len, stop), default=0) > MAX_STOP:
             found = f"{len(stop)} strings, the longest of {max(map(len, stop))} characters"
             raise refused("stop", f"stop has {found}; expected at most {MAX_STOPS} of at most {MAX_STOP} characters")
@@ -332,7 +352,7 @@ class BodyReader:
         return SamplingParams(
             max_new_tokens=limit or min(room, default),
             stop_token_ids=tuple(sorted({*self.stop_ids, *body.stop_token_ids})),
-            stop=stop,
+            stop=tuple(stop),
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
             num_likeliest=body.likeliest,
             **body.model_dump(include=SAMPLED),
@@ -360,14 +380,16 @@ def _invalid(error: ValidationError) -> ApiError:
 
 def _tool(index: int, raw: Raw) -> Raw:
     """A tool, for the template."""
-    function, where = raw.get("function"), f"tools[{index}]"
-    if raw.get("type") != "function" or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise refused("tools", f"{where} is {raw!r:.80}; expected type function and a function with a name")
-    if not TOOL_NAME.fullmatch(function["name"]):
-        found = f"{where}.function.name is {function['name']!r:.80}"
+    where = f"tools[{index}]"
+    match raw:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            schema = function.get("parameters") or {}
+        case _:
+            raise refused("tools", f"{where} is {raw!r:.80}; expected type function and a function with a name")
+    if not TOOL_NAME.fullmatch(name):
+        found = f"{where}.function.name is {name!r:.80}"
         raise refused("tools", f"{found}; expected 1 to 64 letters, digits, underscores and dashes")
-    schema = function.get("parameters") or {}
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
         found = f"{where}.function.parameters is {schema!r:.80}"
         raise refused("tools", f"{found}; expected a JSON schema, an object whose properties are one")
     if function.get("strict"):
@@ -375,16 +397,18 @@ def _tool(index: int, raw: Raw) -> Raw:
     return {"type": "function", "function": {name: each for name, each in function.items() if name != "strict"}}
 
 
-def _opening(parser: str, names: Sequence[str], choice: Any) -> str:
+def _opening(parser: str, names: Sequence[str], choice: object) -> str:
     """The text that begins a call of the chosen tool, or of any; empty where the model is free.  Raises: ApiError."""
-    if choice in (None, "auto"):
-        return ""
-    if isinstance(choice, dict):
-        function = choice.get("function") if choice.get("type") == "function" else None
-        names = [name for name in names if isinstance(function, dict) and function.get("name") == name]
-    if not names or not (isinstance(choice, dict) or choice == "required"):
-        known = "auto, none, required, or type function and a function with the name of one of the tools"
-        raise refused("tool_choice", f"tool_choice is {choice!r:.80}; expected {known}")
+    match choice:
+        case None | "auto":
+            return ""
+        case "required":
+            pass
+        case {"type": "function", "function": {"name": name}} if name in names:
+            names = [name]
+        case _:
+            known = "auto, none, required, or type function and a function with the name of one of the tools"
+            raise refused("tool_choice", f"tool_choice is {choice!r:.80}; expected {known}")
     if (opening := TOOL_PARSERS[parser].marks.get("opening")) is None:
         raise unsupported("tool_choice", choice, f"calls of the format {parser} have no fixed beginning; use auto")
     before, behind = opening
@@ -414,7 +438,7 @@ def _message(index: int, raw: Raw) -> Message:
     return message
 
 
-def _with_object(where: str, call: Any) -> dict[str, Any]:
+def _with_object(where: str, call: Raw) -> Raw:
     """A tool call whose arguments are an object instead of JSON text."""
     try:
         function, arguments = call["function"], call["function"].get("arguments") or {}

@@ -70,10 +70,9 @@ class _Server:
         self._settings, self._name, self._source = settings, reader.name, source
         self._dtype = torch_dtype(dtype)
         self._engine = EngineThread(engine, on_death=lambda error: self._end())
-        try:
-            warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
-            self._engine.call(lambda: generate(engine, [warm_up])).result()  # makes the cache, compiles the kernels
-        except Exception as error:
+        warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
+        warmed = self._engine.call(lambda: generate(engine, [warm_up]))  # makes the cache, compiles the kernels
+        if (error := warmed.exception()) is not None:
             self._engine.stop()
             raise named(error) from error
         app = App(reader, self._engine, settings, lambda: {"root": self._source})

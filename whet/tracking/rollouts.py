@@ -92,12 +92,11 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
     if found is None:
         name = _known(condition.strip().removeprefix("!").strip(), rows)
         value = field_of(row, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return (is_number or bool(value)) != condition.strip().startswith("!")
+        return (type(value) in (int, float) or bool(value)) != condition.strip().startswith("!")
     name, sign, wanted = _known(found[1], rows), found[2], found[3].strip()
     value = field_of(row, name)
     if sign == "~":
-        return wanted in (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        return wanted in _text(value)
     if value is None:
         return sign == "!="
     left, right = _comparable(value), _comparable(wanted)
@@ -184,4 +183,8 @@ def _comparable(value: Any) -> float | str:
     try:
         return float(value)
     except (TypeError, ValueError):
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return _text(value)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

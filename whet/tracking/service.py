@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from whet import files
 from whet.errors import ConfigError, WhetError
@@ -39,7 +39,7 @@ class TrackedRun:
     folder: Path
     project: str
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     steps_done: int = -1  # the last finished step; -1 for a new run, whose step 0 is a validation
     run_id: str | None = None  # the service's id of a run that resumes
 
@@ -83,16 +83,16 @@ class BackgroundTracker:
         self._num_calls, self._num_failures = 0, 0
         self._thread = Background(f"tracker {name}")
         started = self._thread.submit(make)
-        try:
-            self._service = started.result(START_SECONDS)
-        except WhetError:
+        is_late = not wait([started], START_SECONDS).done
+        error = None if is_late else started.exception()
+        if is_late or error is not None:
             self._thread.close()
-            raise
-        except Exception as error:
-            self._thread.close()
-            found = f"{type(error).__name__}: {error}" if started.done() else f"no response in {START_SECONDS:.0f} s"
+            if isinstance(error, WhetError):
+                raise error
+            found = f"no response in {START_SECONDS:.0f} s" if is_late else f"{type(error).__name__}: {error}"
             change = "correct its settings, or remove it from trainer.logger"
             raise ConfigError("trainer.logger", f"{name} does not start ({found})", change=change) from error
+        self._service = started.result()
         self.run_id, self.last_step = self._service.run_id, self._service.last_step
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from whet.tracking.runs import CONFIG, STATE, State, is_locked, main_names
 from whet.viewer.records import inside, is_number
@@ -91,11 +91,11 @@ class Curves:
         found = main_names(self.names(), lambda name: self._named([name]).get(name))
         return [name.lstrip("-~") for name in found]
 
-    def points(self, names: Sequence[str], most: int) -> dict[str, Any]:
+    def points(self, names: Sequence[str], most: int) -> dict[str, object]:
         """Returns steps and values of metrics that the run has, each thinned to about `most` points."""
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
-    def seconds(self, names: Sequence[str], most: int) -> dict[str, Any]:
+    def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:
         """Returns metrics that add up, at the same steps: sums over at most `most` stretches of `width` steps."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
@@ -111,7 +111,7 @@ class Curves:
     def _named(self, names: Sequence[str]) -> dict[str, Curve]:
         return {name: curve for file in self.files for name, curve in list(file.curves.items()) if name in names}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """The last step, the number of steps of the config (None: unknown), state and error of run.json, and whether
         the run goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds
         its lock. Without run.json the state is "", and a run with steps left goes on if its files have changed."""

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from whet.tracking.rollouts import place_of, task_of
 
@@ -21,6 +21,10 @@ KINDS = ("step", "validation", "dropped")  # of files in rollouts/: KIND_STEP.js
 SNIPPET = 160  # characters of a text in a list
 INDEX_SECONDS = 0.15  # of one request; a query over more files says how many it has read
 KEPT_QUERIES = 8
+
+
+Record = dict[str, Any]  # a line of a file, or what a page gets
+Stamp = tuple[int, int, int]  # of a file: changes with its content
 
 
 class ListedTrajectory(NamedTuple):
@@ -58,7 +62,7 @@ SHOWN: dict[str, Callable[[ListedTrajectory], bool]] = {
     "failed": lambda row: row.failed,
     "truncated": lambda row: row.truncated,
 }
-SORTED: dict[str, Callable[[ListedTrajectory], Any]] = {
+SORTED: dict[str, Callable[[ListedTrajectory], float | tuple[bool, float]]] = {
     "best": lambda row: (row.failed, -(row.reward or 0.0)),
     "worst": lambda row: (row.failed, row.reward or 0.0),
     "longest": lambda row: -row.tokens,
@@ -72,9 +76,9 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._rows: dict[Path, tuple[Any, list[ListedTrajectory]]] = {}
-        self._tokens: OrderedDict[Path, tuple[Any, dict[str, list[int]]]] = OrderedDict()
-        self._queries: OrderedDict[Any, list[ListedTrajectory]] = OrderedDict()
+        self._rows: dict[Path, tuple[Stamp, list[ListedTrajectory]]] = {}
+        self._tokens: OrderedDict[Path, tuple[Stamp, dict[str, list[int]]]] = OrderedDict()
+        self._queries: OrderedDict[tuple[Query, tuple[Stamp, ...]], list[ListedTrajectory]] = OrderedDict()
         self._lock = threading.RLock()
 
     def steps(self) -> dict[str, list[int]]:
@@ -82,13 +86,13 @@ class Records:
         found = {kind: self._steps_of("rollouts", kind) for kind in KINDS}
         return {**found, "tokens": self._steps_of("tokens", "step")}
 
-    def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
+    def page(self, query: Query, offset: int, limit: int) -> Record:
         """A stretch of the list that a query gives, with the list's whole length, and how many of its files are read so
         far: a query over many is answered before all are, and is to be repeated."""
         with self._lock:
             steps = self._steps_of("rollouts", query.kind) if query.step is None else [query.step]
             paths, until = [self._path(query.kind, step) for step in steps], time.monotonic() + INDEX_SECONDS
-            stamps = list[tuple[int, int, int]]()
+            stamps = list[Stamp]()
             for path, step in zip(paths, steps, strict=True):
                 if stamps and time.monotonic() > until:
                     break
@@ -103,7 +107,7 @@ class Records:
         shown = [self._shown(row) for row in rows[max(offset, 0) : max(offset, 0) + limit]]
         return {"total": len(rows), "rows": shown, "files": len(steps), "read": len(paths)}
 
-    def trajectory(self, kind: str, step: int, line: int) -> dict[str, Any]:
+    def trajectory(self, kind: str, step: int, line: int) -> Record:
         """A trajectory: its record, the rows of its tokens, and its group.  Raises: LookupError."""
         with self._lock:
             path = self._path(kind, step)
@@ -114,7 +118,7 @@ class Records:
         members = [{"line": each.line, "reward": each.reward, "failed": each.failed} for each in group]
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
-    def beside(self, kind: str, step: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    def beside(self, kind: str, step: int, record: Mapping[str, object]) -> Record:
         """The trajectory of this run's step with the task of another run's record: of the same row of the data and the
         same number in the group, else of the same number, else the first.  Raises: LookupError."""
         prompt, whole = str(record.get("prompt")), place_of(record)
@@ -150,7 +154,7 @@ class Records:
             raise LookupError(kind)
         return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
 
-    def _index(self, path: Path, kind: str, step: int) -> tuple[int, int, int]:
+    def _index(self, path: Path, kind: str, step: int) -> Stamp:
         """Reads the places of a file's lines where it is new.  Returns its stamp.  Raises: LookupError."""
         stamp = _stamp(path)
         if path not in self._rows or self._rows[path][0] != stamp:
@@ -168,7 +172,7 @@ class Records:
             chosen += filter(SHOWN[query.show], rows)
         return sorted(chosen, key=SORTED[query.sort]) if query.sort in SORTED else chosen
 
-    def _shown(self, row: ListedTrajectory) -> dict[str, Any]:
+    def _shown(self, row: ListedTrajectory) -> Record:
         record = _line_at(self._path(row.kind, row.step), row.offset)
         failure = record["failure"] if isinstance(record.get("failure"), dict) else {}
         return {
@@ -181,7 +185,7 @@ class Records:
             "agents": _agents(record),
         }
 
-    def _token_rows(self, kind: str, step: int, uid: str) -> list[dict[str, Any]]:
+    def _token_rows(self, kind: str, step: int, uid: str) -> list[Record]:
         """The rows of a trajectory in tokens/, those of its players too."""
         path = self.folder / "tokens" / f"step_{step:06}.jsonl"
         if kind != "step" or not is_inside(self.folder, path):
@@ -209,7 +213,7 @@ def inside(folder: Path, path: Path) -> Path:
     return path
 
 
-def _rows(file: Any, kind: str, step: int) -> Iterator[ListedTrajectory]:
+def _rows(file: BinaryIO, kind: str, step: int) -> Iterator[ListedTrajectory]:
     """The row of each line; a damaged line is left out."""
     offset, number = 0, 0
     for line in file:
@@ -255,7 +259,7 @@ def _places_by_uid(path: Path) -> dict[str, list[int]]:
     return places
 
 
-def _line_at(path: Path, offset: int) -> dict[str, Any]:
+def _line_at(path: Path, offset: int) -> Record:
     """Raises: LookupError where no object is there."""
     try:
         with path.open("rb") as file:
@@ -268,7 +272,7 @@ def _line_at(path: Path, offset: int) -> dict[str, Any]:
     return record
 
 
-def _agents(record: Mapping[str, Any]) -> list[str]:
+def _agents(record: Mapping[str, object]) -> list[str]:
     """The names of the sub-agents and players that took turns, in the order of their first ones."""
     steps = record["steps"] if isinstance(record.get("steps"), list) else []
     found = (each.get(name) for each in steps if isinstance(each, dict) for name in ("agent", "player"))
@@ -280,7 +284,7 @@ def _plain(text: str) -> str:
     return re.sub(r"<\|[^|<>]{1,40}\|>", "", text).strip()
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _stamp(path: Path) -> Stamp:
     try:
         stat = path.stat()
     except OSError as error:
@@ -288,12 +292,12 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Tells whether a value is a number that a float holds."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     return float(value) if is_number(value) else None
 
 

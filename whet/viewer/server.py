@@ -50,7 +50,7 @@ class Site:
         self._open: dict[Path, tuple[Curves, Records]] = {}
         self._lock = threading.Lock()
 
-    def runs(self, _: Mapping[str, str]) -> Any:
+    def runs(self, _: Mapping[str, str]) -> object:
         """Lists the runs: name, steps, state, the names of its metrics and of the main ones, the steps of its files."""
         found = []
         for name, path in find_runs(self.root).items():
@@ -62,19 +62,19 @@ class Site:
         panels = [name.lstrip("-~") for names in MAIN for name in names]
         return {"folder": self.root.name, "runs": found, "panels": panels}
 
-    def curves(self, query: Mapping[str, str]) -> Any:
+    def curves(self, query: Mapping[str, str]) -> object:
         """The points of the metrics `names`, separated by commas."""
         curves, _ = self._run(query)
         curves.refresh()
         return curves.points(query["names"].split(","), MAX_POINTS)
 
-    def seconds(self, query: Mapping[str, str]) -> Any:
+    def seconds(self, query: Mapping[str, str]) -> object:
         """The times of a run's steps, by phase."""
         curves, _ = self._run(query)
         curves.refresh()
         return curves.seconds([name for name in curves.names() if name.startswith("time/")], MAX_POINTS // 4)
 
-    def trajectories(self, query: Mapping[str, str]) -> Any:
+    def trajectories(self, query: Mapping[str, str]) -> object:
         """A stretch of a list of trajectories."""
         _, records = self._run(query)
         step = query.get("step", "")
@@ -84,12 +84,12 @@ class Site:
         asked = Query(query.get("kind", "step"), int(step) if step else None, show, sort, query.get("text", ""))
         return records.page(asked, int(query.get("offset", 0)), min(int(query.get("limit", 100)), MAX_ROWS))
 
-    def trajectory(self, query: Mapping[str, str]) -> Any:
+    def trajectory(self, query: Mapping[str, str]) -> object:
         """A trajectory with its tokens and its group."""
         _, records = self._run(query)
         return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
 
-    def beside(self, query: Mapping[str, str]) -> Any:
+    def beside(self, query: Mapping[str, str]) -> object:
         """The trajectory of the run `other` with the same step and prompt as one of `run`; null where it has none."""
         kind, step = query["kind"], int(query["step"])
         record = self._run(query)[1].trajectory(kind, step, int(query["line"]))["record"]
@@ -99,7 +99,7 @@ class Site:
         except LookupError:
             return None
 
-    def config(self, query: Mapping[str, str]) -> Any:
+    def config(self, query: Mapping[str, str]) -> object:
         """The run's config.yaml."""
         folder = self._path(query)
         path = folder / "config.yaml"
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # as http.server names it
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as http.server names it
         """Logs nothing."""
 
 
