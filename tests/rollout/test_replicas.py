@@ -163,6 +163,8 @@ class Fragile(NativeEngine):
             raise LostReplicaError("it is gone")
         return super().poll(min(timeout_seconds, 0.005))
 
+    def check(self, request: Request) -> None: ...
+
     def restart(self) -> None:
         self.abort(list(self.unfinished))
         super().poll(0.0)
@@ -193,6 +195,8 @@ class Ranks:
         return call
 
     class Call:
+        deadline_seconds = 60.0
+
         def __init__(self, method: str, takes: int) -> None:
             self.replies: dict[int, Future[Any]] = defaultdict(Future)
             self.method, self.takes = method, takes

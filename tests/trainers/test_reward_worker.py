@@ -58,10 +58,10 @@ def test_a_function_that_cannot_score_ends_the_run_with_the_reason(
     (tmp_path / "broken.py").write_text(BROKEN)
     values: dict[str, Any] = {"reward.num_workers": 1, "cluster.placement": APART}
     values["reward.function"] = f"{tmp_path}/broken.py:compute_score"
-    with pytest.raises(RewardError, match=r"^reward function .*broken\.py|trajectories failed"):
+    with pytest.raises(RewardError, match=r"^reward function .*broken\.py|^all \d+ trajectories"):
         train(train_config(values), data=additions)
     values |= {"reward.function": f"{tmp_path}/broken.py:missing", "trainer.run_dir": str(tmp_path / "another")}
-    with pytest.raises(RewardError, match=r"^loading the reward function .*broken\.py:missing .*'missing'"):
+    with pytest.raises(RewardError, match=r"^loading the reward function .*broken\.py:missing "):
         train(train_config(values), data=additions)
 
 

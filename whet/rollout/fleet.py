@@ -70,11 +70,6 @@ class Flight:
         """The number of the attempt, and of its part, among all of the task on any rank."""
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
 
-    @property
-    def has_more(self) -> bool:
-        """Tells whether its rank is to get the next part."""
-        return not self.is_awaited and self.num_given <= len(self.parts)
-
     def given(self) -> Any:
         """Returns the next part for its rank."""
         part, self.is_awaited = [self.task, *self.parts][self.num_given], True
@@ -134,13 +129,16 @@ class Fleet:
     waiting: dict[str, None] = field(default_factory=dict)  # uids that no rank has, in their order
     starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
     is_paused: bool = False  # no task leaves those that wait
+    end: Exception | None = None  # the error that ended it
     _generations: int = 0
 
     # ---- tasks
 
     def submit(self, task: Any) -> None:
         """Takes a task. One that is there already, by uid and attempt, is not taken twice, unless it is a part; a later
-        attempt replaces an earlier one."""
+        attempt replaces an earlier one.  Raises: as `on_death`, once that has."""
+        if self.end is not None:
+            raise self.end
         flight = self.flights.get(task.uid)
         if flight is None or flight.task.attempt < task.attempt:
             self.abort([task.uid], silently=True)
@@ -236,6 +234,7 @@ class Fleet:
         left."""
         starts = self.starts.get(rank, 0)
         if (is_last and not self.ranks) or starts == self.restarts:
+            self.end = cause
             raise cause
         self.starts[rank] = starts + (self.restarts is not None)
         return self.starts[rank]
@@ -263,7 +262,8 @@ class Fleet:
         return rank in self.ranks and self.ranks[rank].generation == generation
 
     def _go_on(self, flight: Flight) -> None:
-        if flight.rank is not None and flight.has_more:
+        """Has the next part of a task ready for its rank."""
+        if flight.rank is not None and not flight.is_awaited and flight.num_given <= len(flight.parts):
             self.ranks[flight.rank].unsent[flight.task.uid] = None
 
     def _end(self, flight: Flight) -> None:

@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ class Ranks:
         self._turn = threading.RLock()  # over all that follows
         self._events: list[Any] = []  # that the caller is to know
         self._calls: dict[PendingCall, int] = {}  # under way, with their ranks: serve, restart (an engine), start
+        self._heard = defaultdict[int, float](float)  # times of the last result, by rank
         self._to_start: list[int] = []  # ranks lost during a weight sync, whose calls no other process may get
         self._is_syncing = False
 
@@ -73,8 +75,9 @@ class Ranks:
         elif waits:  # for weights
             time.sleep(min(rank_seconds, GATHER_SECONDS))
         with self._turn:
-            for call in list(self._calls):
-                call.expire()
+            for call, rank in list(self._calls.items()):
+                if time.monotonic() - self._heard[rank] > call.deadline_seconds:
+                    call.expire()
                 if call in self._calls and call.done() and (call.method == "serve" or not self.fleet.is_paused):
                     self._take(call)
             events, self._events = self._events, []
@@ -102,6 +105,7 @@ class Ranks:
                 raise
             self._replace(rank, error)
         else:
+            self._heard[rank] = time.monotonic()
             self._hear(rank, call.method, found)
 
     def _hear(self, rank: int, method: str, found: list[Any]) -> None:
@@ -247,10 +251,6 @@ class Replicas(Ranks):
 
 class RestartingEngine(RolloutEngine, Restarts, Protocol):
     """A rollout engine that may be lost."""
-
-    def check(self, request: Request) -> None:
-        """Raises: EngineError for a request that it can never sample."""
-        ...
 
 
 class Restarted:
