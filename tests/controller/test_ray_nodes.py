@@ -113,7 +113,7 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.environments.protocol import Answer
 from whet.errors import WhetError
-from whet.trainers.environment_worker import EnvironmentWorker, PlacedEnvironments
+from whet.trainers.environment_worker import EnvironmentWorker, placed_hosts
 from whet.types import Message, Prompt
 
 def say(**values):
@@ -140,7 +140,7 @@ if __name__ == "__main__":
             break
         roles["actor"].close()
         pools.reverse()
-    host = PlacedEnvironments(roles["environment"], config).hosts[""]
+    host = placed_hosts(roles["environment"], config)[""]
     prompt = Prompt("0:0", 0, (Message("user", "?"),), (1,), "s", None)
     names = [str(number) for number in range(20)]
     for name in names:

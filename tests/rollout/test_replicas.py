@@ -58,24 +58,24 @@ def test_blocks_keep_prompts_whole_unless_too_few_would_be_left() -> None:
 
 def test_all_start_at_once_where_they_fit() -> None:
     made = requests_of(*[(3, 8, 10)] * 5)  # 40 rows in blocks of 40 // 8 = 5 and the 3 that are left of 8
-    given = assign(made, [0, 0], 99)
+    given = assign(made, {0: 0, 1: 0}, 99)
     # 5 | 5, then 3 | 3 (prompts 0 and 1), ...: the rank with fewer is next, until each has its half
     assert {rank: len(requests) for rank, requests in given.items()} == {0: 21, 1: 19}
     assert sorted(uids(given[0]) + uids(given[1])) == list(range(40))
-    assert assign([], [0, 0], 99) == {}
+    assert assign([], {0: 0, 1: 0}, 99) == {}
 
 
 def test_a_rank_takes_no_more_than_it_has_room_for() -> None:
     made = requests_of(*[(3, 4, 10)] * 20)  # 80 rows in 20 blocks of 4; a rank has room for 12
-    given = assign(made, [0, 0], 12)
+    given = assign(made, {0: 0, 1: 0}, 12)
     assert uids(given[0]) == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19] and len(given[1]) == 12
-    assert {rank: len(requests) for rank, requests in assign(made, [12, 3], 12).items()} == {1: 12}
-    assert assign(made, [12, 12], 12) == {}
+    assert {rank: len(requests) for rank, requests in assign(made, {0: 12, 1: 3}, 12).items()} == {1: 12}
+    assert assign(made, {0: 12, 1: 12}, 12) == {}
 
 
 def test_one_rank_takes_everything_in_order() -> None:
     made = requests_of((1, 3, 10), (1, 2, 90))
-    assert uids(assign(made, [7], 2)[0]) == [0, 1, 2, 3, 4]
+    assert uids(assign(made, {0: 7}, 2)[0]) == [0, 1, 2, 3, 4]
 
 
 class Sampler(Worker):
@@ -124,7 +124,7 @@ def test_the_completions_are_those_of_the_engine(model: PreTrainedModel) -> None
 def test_a_rollout_without_a_rank_names_its_deadline(model: PreTrainedModel) -> None:
     replicas = Replicas(group(model), 256, gathers=False)
     replicas.submit(suite.requests(groups=1, n=1)[0])
-    replicas._forget(0)  # its engine starts again
+    replicas._lose(0)  # its engine starts again
     assert (replicas.status().running, replicas.status().waiting) == (0, 1)
     assert "waited 2 s for 1 of 4 responses (0 running, 1 waiting" in str(late(replicas, 2.0, 1, 4))
 
@@ -163,6 +163,8 @@ class Fragile(NativeEngine):
             raise LostReplicaError("it is gone")
         return super().poll(min(timeout_seconds, 0.005))
 
+    def check(self, request: Request) -> None: ...
+
     def restart(self) -> None:
         self.abort(list(self.unfinished))
         super().poll(0.0)
@@ -188,14 +190,16 @@ class Ranks:
 
     def start_on(self, rank: int, method: str, *arguments: Any) -> Ranks.Call:
         self.calls.append((rank, method))
-        call = Ranks.Call(self.restart_takes if method == "restart" else 0)
+        call = Ranks.Call(method, self.restart_takes if method == "restart" else 0)
         call.replies[rank].set_result(getattr(self.hosts[rank], method)(*arguments))
         return call
 
     class Call:
-        def __init__(self, takes: int) -> None:
+        deadline_seconds = 60.0
+
+        def __init__(self, method: str, takes: int) -> None:
             self.replies: dict[int, Future[Any]] = defaultdict(Future)
-            self.takes = takes
+            self.method, self.takes = method, takes
 
         def done(self) -> bool:
             self.takes -= 1
@@ -221,7 +225,7 @@ def test_the_requests_of_a_lost_engine_go_on_elsewhere(
     ranks = Ranks(*(Host(engine) for engine in engines), restart_takes=4)
     replicas = Replicas(ranks, 256, gathers=False)
     assert generate(replicas, made) == generate(alone, made)
-    while replicas._restarts:
+    while len(replicas.fleet.ranks) < 2:
         replicas.poll(0.0)
     assert generate(replicas, made) == generate(alone, made)  # by all of them again
     assert [engine.restarts for engine in engines] == [len(each) for each in losses]

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from whet.environments.protocol import Answer, Observation
+from whet.environments.protocol import Observation
+from whet.rollout.fleet import Generation, Give
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status
-from whet.rollout.router import Abort, Command, Give, Load, Pause, Resume
 from whet.types import Failure, Group, Media, Message, Outcome, Prompt, RewardResult, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -147,42 +147,20 @@ def mixed(values: Sequence[float]) -> bool:
     return len(values) == 1 or 0 < sum(values) < len(values)
 
 
-class Environments:
-    """A host of environments in virtual time."""
+@dataclass(frozen=True)
+class Load:
+    """Weights for a replica."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.results = list[tuple[str, Observation | Failure]]()
-        self._turns, self._begun = dict[str, int](), list[str]()
+    generation: Generation
+    version: int
 
-    def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        self._turns[uid] = 0
-        self._begun.append(uid)
-        self._world.answer_later(uid, 0, "")
 
-    def step(self, uid: str, answer: Answer) -> None:
-        self._turns[uid] += 1
-        self._world.on_step(uid, self._turns[uid])
-        self._world.answer_later(uid, self._turns[uid], answer.text)
+@dataclass(frozen=True)
+class Pause:
+    """The begin or the end of a pause of a replica."""
 
-    def close(self, uid: str) -> None:
-        del self._turns[uid]
-        self.results = [each for each in self.results if each[0] != uid]
-
-    def begun(self) -> list[str]:
-        begun, self._begun = self._begun, []
-        return begun
-
-    def on_answer(self, uid: str, turn: int, text: str) -> None:
-        """The environment is done with a turn."""
-        if self._turns.get(uid) == turn:
-            self.results.append((uid, observation(uid, turn, text)))
-
-    def poll(self, timeout_seconds: float) -> list[tuple[str, Observation | Failure]]:
-        results, self.results = self.results, []
-        return results
-
-    def shutdown(self) -> None: ...
+    generation: Generation
+    is_paused: bool
 
 
 class RoutedEngine:
@@ -196,7 +174,7 @@ class RoutedEngine:
         router = self._world.router
         if len(router.flights) >= self._world.plan.capacity:
             return False
-        self._world.carry_out(router.submit(request))
+        router.submit(request)
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
@@ -204,13 +182,13 @@ class RoutedEngine:
         return events
 
     def abort(self, uids: Sequence[str]) -> None:
-        self._world.carry_out(self._world.router.abort(uids))
+        self.events += self._world.router.abort(uids)
 
     def pause(self) -> None:
-        self._world.carry_out(self._world.router.pause())
+        self._world.pause(is_paused=True)
 
     def resume(self) -> None:
-        self._world.carry_out(self._world.router.resume())
+        self._world.pause(is_paused=False)
 
     def status(self) -> Status:
         router = self._world.router
@@ -252,27 +230,25 @@ class Replica:
     running: dict[str, Running] = field(default_factory=dict)
     prefixes: dict[tuple[int, ...], int] = field(default_factory=dict)  # version of the cache, by prompt
 
-    def on_command(self, command: Command) -> None:
+    def on_command(self, command: Give | Load | Pause) -> None:
         """Hears the trainer; what an earlier generation says is not heard, a later one begins anew."""
-        assert isinstance(command, Give | Abort | Load | Pause | Resume)
         if command.generation < self.generation:
             return
         if command.generation > self.generation:
             self.generation, self.is_paused = command.generation, False
             self.running.clear()
         if isinstance(command, Give):
-            for request in command.requests:
-                self._begin(request)
-        elif isinstance(command, Abort):
-            for uid in command.uids:
+            for uid in command.ended:
                 self._abort(uid)
+            for request in command.tasks:
+                self._begin(request)
         elif isinstance(command, Load):
             self.is_loading = True
             self._make_way()
             stall = 9 * self.world.draw() if self.world.draw() < self.world.plan.stalls else 0
             self.world.post(0.2 + stall + self.world.draw(), "load_ends", self.number, self.process, command)
         else:
-            self.is_paused = isinstance(command, Pause)
+            self.is_paused = command.is_paused
             if self.is_paused:
                 self._make_way()
                 for each in self.running.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 18 invariants of asynchronous rollouts, each a named function.
+"""The 20 invariants of asynchronous rollouts, each a named function.
 
 Those of the machines' state are checked after every event; those of a thing (a token, a trajectory, a batch) when it
 comes to be, in the event that made it. Nothing is checked later than the event that could break it.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.actors import (
     END,
     LENGTHS,
+    Load,
     Replica,
     Running,
     log_probs_of,
@@ -24,15 +25,15 @@ from tests.simulation.actors import (
 )
 from tests.simulation.synchronous import synchronous_steps
 from whet.keyed import key
+from whet.rollout.fleet import Fleet
 from whet.rollout.flow import HandOut
 from whet.rollout.protocol import Request
-from whet.rollout.router import Load
 from whet.types import Trajectory
 
 if TYPE_CHECKING:
     from tests.simulation.world import Saved, World
 
-ALL = frozenset(range(1, 19))
+ALL = frozenset(range(1, 21))
 LATEST = 4000.0  # virtual seconds in which a run must end
 CHECKS: dict[str, list[tuple[int, Callable[..., None]]]] = {}
 Check = Callable[..., None]
@@ -183,10 +184,11 @@ def a_replica_never_goes_back_a_version(world: World, replica: Replica, load: Lo
 @holds(9, "event")
 def the_router_knows_the_version_of_each_replica(world: World) -> None:
     """A replica that gets requests has the version that the router believes, unless it is gone and not yet missed."""
-    for number, each in world.router.replicas.items():
+    for number, each in world.router.ranks.items():
         replica = world.replicas[number]
-        if replica.is_alive and replica.generation == each.generation and each.is_ready:
-            require(9, replica.version == each.version, f"replica {number} has {replica.version}, not {each.version}")
+        if replica.is_alive and replica.process == world.connected.get(number) and each.is_ready:
+            found, believed = (replica.generation, replica.version), (each.generation, each.version)
+            require(9, found == believed, f"replica {number} has {found}, not {believed}")
 
 
 @holds(10, "event")
@@ -194,12 +196,7 @@ def permits_are_what_runs(world: World) -> None:
     """By replica: the requests that count against its share are those that the router gave it and that are not over;
     a request is with one replica or waits; no replica has more than its share."""
     router = world.router
-    by_replica: dict[int | None, set[str]] = {number: set() for number in (None, *router.replicas)}
-    for uid, flight in router.flights.items():
-        by_replica.setdefault(flight.replica, set()).add(uid)
-    require(10, by_replica.pop(None) == set(router.waiting), "what waits is not what no replica has")
-    held = {number: set(each.given) for number, each in router.replicas.items()}
-    require(10, held == by_replica, f"permits {held}, running {by_replica}")
+    held = _permits(10, router)
     most = world.plan.most + world.plan.n - 1  # a group goes to one replica
     require(10, all(len(each) <= most for each in held.values()), f"more than {most}: {held}")
     sampling = {uid for uid in world.driver._sampling if uid not in router.flights}
@@ -315,6 +312,46 @@ def without_staleness_steps_are_those_of_the_synchronous_loop(world: World, hand
         require(18, found == kept, f"step {handed_out.step} differs from the synchronous one")
         same = world.weights[world.version] == weights
         require(18, same, f"weights {world.version} differ from the synchronous ones")
+
+
+@holds(19, "play")
+def a_rank_plays_an_episode_from_its_reset_on(world: World, turn: int | None, method: str) -> None:
+    """Whatever ranks were lost: it gets no turn of an episode that it did not begin, and begins none twice."""
+    require(19, (turn is None) == (method == "start"), f"a rank gets {method} behind turn {turn}")
+
+
+@holds(19, "event")
+def open_episodes_are_on_ranks_that_are_not_missed(world: World) -> None:
+    """Each with one, or waiting."""
+    _permits(19, world.placed["environments"].fleet)
+    open_ = {each.id for each in world.driver.episodes if not each.rules.is_silent}
+    there = set(world.placed["environments"].fleet.flights)
+    require(19, open_ == there, f"episodes {sorted(open_)} are open, and {sorted(there)} on ranks")
+
+
+@holds(20, "scored")
+def what_is_scored_is_told_once(world: World, uid: str) -> None:
+    """Whatever ranks were lost, and however often they say it."""
+    require(20, uid in world.scoring, f"the outcomes {uid} come twice")
+
+
+@holds(20, "event")
+def what_is_to_be_scored_is_somewhere(world: World) -> None:
+    """With one rank, or waiting."""
+    _permits(20, world.placed["rewards"].fleet)
+    there = set(world.placed["rewards"].fleet.flights)
+    require(20, there == set(world.scoring), f"{sorted(world.scoring)} are to be scored, and {sorted(there)} on ranks")
+
+
+def _permits(number: int, fleet: Fleet) -> dict[int, set[str]]:
+    """Requires that a task is with one rank or waits.  Returns the tasks by rank."""
+    by_rank: dict[int | None, set[str]] = {rank: set() for rank in (None, *fleet.ranks)}
+    for uid, flight in fleet.flights.items():
+        by_rank.setdefault(flight.rank, set()).add(uid)
+    require(number, by_rank.pop(None) == set(fleet.waiting), "what waits is not what no rank has")
+    held = {rank: set(each.given) for rank, each in fleet.ranks.items()}
+    require(number, held == by_rank, f"permits {held}, running {by_rank}")
+    return held
 
 
 def named(number: int) -> list[str]:

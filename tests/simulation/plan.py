@@ -25,6 +25,9 @@ KINDS = (
 )
 
 
+PLACED = ("environments", "rewards")  # kinds of ranks that die for good
+
+
 @dataclass(frozen=True)
 class Fault:
     """An event from outside: what happens at which virtual time, to which replica."""
@@ -54,6 +57,8 @@ class Plan:
     aborts: bool  # replicas end what runs when they pause or load, with the tokens so far
     twice: float = 0.08  # share of messages that are heard twice
     stalls: float = 0.03  # share of messages that take seconds
+    environment_ranks: int = 1
+    reward_ranks: int = 1
     faults: tuple[Fault, ...] = ()
 
     @classmethod
@@ -80,7 +85,9 @@ class Plan:
             filters=draw.random() < 0.3,
             episode_seconds=1e9 if k == 0 or draw.random() < 0.7 else 60.0,
             aborts=draw.random() < 0.3,
-            faults=tuple(sorted(drawn, key=lambda fault: fault.at)),
+            environment_ranks=draw.randint(1, 3),
+            reward_ranks=draw.randint(1, 3),
+            faults=tuple(sorted([*drawn, *_placed(draw, faults=faults)], key=lambda fault: fault.at)),
         )
         return plain if faults else replace(plain, twice=0.0, stalls=0.0)
 
@@ -104,7 +111,22 @@ class Plan:
         for name, floor in (("twice", 0.0), ("stalls", 0.0), ("filters", False), ("aborts", False), ("capacity", 1000)):
             if getattr(self, name) != floor:
                 yield replace(self, **{name: floor})
-        for name in ("steps", "replicas", "batch_size", "n", "max_turns", "max_new_tokens"):
+        for name in (
+            "environment_ranks",
+            "reward_ranks",
+            "steps",
+            "replicas",
+            "batch_size",
+            "n",
+            "max_turns",
+            "max_new_tokens",
+        ):
             value = getattr(self, name)
             for less in {value // 2, value - 1} - {value, 0}:
                 yield replace(self, **{name: less})
+
+
+def _placed(draw: random.Random, *, faults: bool) -> list[Fault]:
+    """The deaths of ranks of environments and rewards."""
+    count = draw.randint(0, 3) if faults else 0
+    return [Fault(draw.uniform(0, 60), draw.choice(PLACED), draw.randrange(3), 0.0) for _ in range(count)]

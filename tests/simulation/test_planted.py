@@ -14,12 +14,12 @@ from tests.simulation import actors
 from tests.simulation.invariants import ALL, InvariantError, named
 from tests.simulation.plan import Plan
 from tests.simulation.world import World
-from whet.rollout import episode, router as routing, snapshot as saving
+from whet.rollout import episode, fleet as fleeting, router as routing, snapshot as saving
 from whet.rollout.collect import Driver
 from whet.rollout.episode import Command, Step
 from whet.rollout.flow import Flow
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
-from whet.rollout.router import Flight, Router
+from whet.rollout.router import Router, Sampled
 from whet.types import Group
 
 SEEDS = 400
@@ -103,35 +103,31 @@ def first_come_first_served() -> list[Patch]:
 
 @bug(5)
 def sampling_goes_ahead_before_the_weights_are_there() -> list[Patch]:
-    def sync(self: Router) -> Any:
-        is_new, self._synced = self._synced != self.version, self.version
-        return [routing.Synced(self.version)] if is_new else []
-
-    def ready(self: routing.Replica) -> bool:
+    def ready(self: fleeting.Rank) -> bool:
         return self.version is not None
 
-    return [(Router, "_sync", sync), (routing.Replica, "is_ready", property(ready))]
+    return [(Router, "is_synced", True), (fleeting.Rank, "is_ready", property(ready))]
 
 
 @bug(6)
 def a_chunk_is_heard_twice() -> list[Patch]:
-    def note(self: Flight, partial: Partial) -> None:
+    def note(self: Sampled, partial: Partial) -> None:
         new = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
-        self.noted = new if self.noted is None else routing.joined(self.noted, new)
+        self.so_far = new if self.so_far is None else routing.joined(self.so_far, new)
 
-    return [(Flight, "note", note)]
+    return [(Sampled, "note", note)]
 
 
 @bug(6)
 def a_retry_drops_a_token() -> list[Patch]:
-    plain = Router._told
+    plain = Sampled.hear
 
-    def told(self: Router, flight: Flight, event: Event) -> Any:
-        if isinstance(event, Finished) and flight.kept is not None:
-            flight.kept = routing.part(flight.kept, 0, len(flight.kept.token_ids) - 1)
-        return plain(self, flight, event)
+    def hear(self: Sampled, event: Event) -> Any:
+        if isinstance(event, Finished):
+            self.kept = max(0, self.kept - 1)
+        return plain(self, event)
 
-    return [(Router, "_told", told)]
+    return [(Sampled, "hear", hear)]
 
 
 @bug(6)
@@ -147,14 +143,14 @@ def there_is_no_attempt_number() -> list[Patch]:
 
 @bug(7)
 def the_budget_starts_again() -> list[Patch]:
-    plain = Flight.given
+    plain = Sampled.given
 
-    def given(self: Flight) -> Request:
-        request = plain.fget(self)  # type: ignore[attr-defined]
+    def given(self: Sampled) -> Request:
+        request = plain(self)
         more = request.params.max_new_tokens + len(request.sampled_ids)
         return replace(request, params=replace(request.params, max_new_tokens=more))
 
-    return [(Flight, "given", property(given))]
+    return [(Sampled, "given", given)]
 
 
 @bug(7)
@@ -169,51 +165,50 @@ def a_restored_episode_begins_behind_the_end() -> list[Patch]:
 
 @bug(7)
 def tokens_of_a_lost_attempt_are_forgotten() -> list[Patch]:
-    plain = Router._told
+    plain = Sampled.hear
 
-    def told(self: Router, flight: Flight, event: Event) -> Any:
+    def hear(self: Sampled, event: Event) -> Any:
         if isinstance(event, Finished):
-            flight.kept = None
-        return plain(self, flight, event)
+            self.kept = 0
+        return plain(self, event)
 
-    return [(Router, "_told", told)]
+    return [(Sampled, "hear", hear)]
 
 
 @bug(8)
 def a_start_overtakes_a_load() -> list[Patch]:
-    def ready(self: routing.Replica) -> bool:
+    def ready(self: fleeting.Rank) -> bool:
         return self.version is not None
 
-    return [(routing.Replica, "is_ready", property(ready))]
+    return [(fleeting.Rank, "is_ready", property(ready))]
 
 
 @bug(9)
 def an_old_acknowledgement_is_heard() -> list[Patch]:
     plain = Router.on_loaded
 
-    def on_loaded(self: Router, replica: int, generation: Any, version: int) -> Any:
-        each = self.replicas.get(replica)
-        if each is None or each.loading is None:
-            return []
-        return plain(self, replica, each.generation, each.loading)
+    def on_loaded(self: Router, replica: int, generation: Any, version: int) -> None:
+        each = self.ranks.get(replica)
+        if each is not None and each.loading is not None:
+            plain(self, replica, each.generation, each.loading)
 
     return [(Router, "on_loaded", on_loaded)]
 
 
 @bug(9)
 def there_is_no_generation() -> list[Patch]:
-    return [(Router, "_is_current", lambda self, replica, generation: replica in self.replicas)]
+    return [(Router, "_is_current", lambda self, rank, generation: rank in self.ranks)]
 
 
 @bug(10)
 def permits_leak() -> list[Patch]:
     plain = Router._end
 
-    def end(self: Router, flight: Flight) -> None:
-        held = dict(self.replicas[flight.replica].given) if flight.replica is not None else {}
+    def end(self: Router, flight: Sampled) -> None:
+        held = dict(self.ranks[flight.rank].given) if flight.rank is not None else {}
         plain(self, flight)
-        if flight.replica is not None:
-            self.replicas[flight.replica].given = held
+        if flight.rank is not None:
+            self.ranks[flight.rank].given = held
 
     return [(Router, "_end", end)]
 
@@ -225,7 +220,7 @@ def an_event_of_another_replica_is_heard() -> list[Patch]:
     def on_lost(self: Router, replica: int, generation: Any) -> Any:
         commands = plain(self, replica, generation)
         for uid in self.waiting:  # still with the replica that is gone
-            self.flights[uid].replica = replica
+            self.flights[uid].rank = replica
         return commands
 
     return [(Router, "on_lost", on_lost)]
@@ -307,14 +302,14 @@ def _oldest(group: Group) -> float:
 
 @bug(14)
 def a_lost_request_is_forgotten() -> list[Patch]:
-    plain = Router._release
+    plain = Router.on_lost
 
-    def release(self: Router, each: routing.Replica) -> Any:
-        commands = plain(self, each)
-        self.waiting = {uid: None for uid in self.waiting if self.flights[uid].kept is None}
-        return commands
+    def on_lost(self: Router, rank: int, generation: Any) -> Any:
+        told = plain(self, rank, generation)
+        self.waiting = {uid: None for uid in self.waiting if not getattr(self.flights[uid], "kept", 0)}
+        return told
 
-    return [(Router, "_release", release)]
+    return [(Router, "on_lost", on_lost)]
 
 
 @bug(14)
@@ -359,11 +354,10 @@ def the_prefix_cache_survives_new_weights() -> list[Patch]:
 def homes_survive_new_weights() -> list[Patch]:
     plain = Router.on_weights
 
-    def on_weights(self: Router, version: int) -> Any:
+    def on_weights(self: Router, version: int) -> None:
         homes = dict(self._homes)
-        commands = plain(self, version)
+        plain(self, version)
         self._homes = homes
-        return commands
 
     return [(Router, "on_weights", on_weights)]
 
@@ -388,6 +382,52 @@ def draws_are_named_by_another_step() -> list[Patch]:
         return commands
 
     return [(saving, "restore", restore), (Flow, "_start", start)]
+
+
+@bug(19)
+def an_episode_goes_on_where_it_was_not_begun() -> list[Patch]:
+    plain = fleeting.Flight.retry
+
+    def retry(self: fleeting.Flight) -> None:
+        given = self.num_given
+        plain(self)
+        self.num_given = min(given, len(self.parts))
+
+    return [(fleeting.Flight, "retry", retry)]
+
+
+@bug(19)
+def a_closed_episode_stays_on_its_rank() -> list[Patch]:
+    plain = fleeting.Fleet.abort
+
+    def abort(self: fleeting.Fleet, uids: Any, *, silently: bool = False) -> Any:
+        return plain(self, uids, silently=silently and not self.has_parts)
+
+    return [(fleeting.Fleet, "abort", abort)]
+
+
+@bug(20)
+def outcomes_are_heard_twice() -> list[Patch]:
+    plain = fleeting.Fleet.on_events
+
+    def on_events(self: fleeting.Fleet, rank: int, generation: Any, events: Any) -> Any:
+        told = plain(self, rank, generation, events)
+        return told or [each for each in events if isinstance(each, fleeting.Done) and not self.has_parts]
+
+    return [(fleeting.Fleet, "on_events", on_events)]
+
+
+@bug(20)
+def what_a_lost_rank_had_to_score_is_forgotten() -> list[Patch]:
+    plain = fleeting.Fleet.on_lost
+
+    def on_lost(self: fleeting.Fleet, rank: int, generation: Any) -> Any:
+        told = plain(self, rank, generation)
+        for uid in [*self.waiting] if type(self) is fleeting.Fleet else ():
+            self.abort([uid], silently=True)
+        return told
+
+    return [(fleeting.Fleet, "on_lost", on_lost)]
 
 
 def test_each_invariant_has_a_bug() -> None:

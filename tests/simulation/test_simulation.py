@@ -61,6 +61,7 @@ def test_schedules_cover_what_can_happen() -> None:
     """Kills, retries, lost tokens, dropped groups, several turns and all bounds of staleness are in the first seeds."""
     plans = [Plan.of(seed) for seed in range(200)]
     kinds = {fault.kind for plan in plans for fault in plan.faults}
+    assert {"environments", "rewards"} <= kinds
     assert {"die", "hang", "cut", "leave", "join", "load_fails", "all_die", "kill", "crash", "save", "slow"} <= kinds
     assert {plan.staleness for plan in plans} == {0, 0.5, 1, 1.5, 2, 4}
     restored = retried = versions = dropped = turns = failed = 0
@@ -96,21 +97,21 @@ def test_machines_forget_what_is_over() -> None:
     world.run()
     assert isinstance(world.router, Router) and isinstance(world.flow, Flow)
     assert not world.flow.queue or world.plan.filters
-    assert len(world.router.flights) <= sum(len(each.given) for each in world.router.replicas.values())
+    assert len(world.router.flights) <= sum(len(each.given) for each in world.router.ranks.values())
 
 
 def test_a_failing_schedule_is_kept_replayed_and_shrunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = Router._release
+    plain = Router.on_lost
 
-    def forgets(self: Router, each: object) -> object:
-        commands = plain(self, each)  # type: ignore[arg-type]
+    def forgets(self: Router, rank: int, generation: tuple[int, int]) -> object:
+        told = plain(self, rank, generation)
         self.waiting = {}
-        return commands
+        return told
 
     with monkeypatch.context() as planted:
-        planted.setattr(Router, "_release", forgets)
+        planted.setattr(Router, "on_lost", forgets)
         plan, error = next(failures(range(200)))
         path = keep(plan, error, tmp_path)
         assert read(path) == plan and failure(read(path)) == error, "replayed to the same error"

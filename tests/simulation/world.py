@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world with virtual time around the real machines: `Flow`, `Driver`, `Episode` and `Router`.
+"""A world with virtual time around the real machines: `Flow`, `Driver`, `Episode`, and the fleets of replicas,
+environments and rewards.
 
 Replicas, environments, rewards and the trainer are simulated. A seed draws every delay, every message that is heard
 twice or late, and every fault. The log of two runs of a seed is equal.
@@ -18,16 +19,18 @@ from functools import partial
 from typing import Any
 
 from tests.simulation import actors
-from tests.simulation.actors import Ends, Environments, Letters, Prompts, RoutedEngine, Running, outcome_of
+from tests.simulation.actors import Ends, Letters, Load, Pause, Prompts, RoutedEngine, Running
 from tests.simulation.invariants import ALL, CHECKS, LATEST
-from tests.simulation.plan import Fault, Plan
-from whet.rollout import flow as flowing, router as routing, snapshot as saving
+from tests.simulation.placed import EnvironmentRanks, Environments, PlacedRanks, RewardRanks
+from tests.simulation.plan import PLACED, Fault, Plan
+from whet.rollout import flow as flowing, snapshot as saving
 from whet.rollout.collect import Driver
 from whet.rollout.episode import Episode, Limits, Rules
+from whet.rollout.fleet import RETRIES, Done, Give, Task
 from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.rollouts import with_outcomes
-from whet.rollout.router import Load, Router, Synced, Tell
+from whet.rollout.router import Router
 from whet.types import Group, Prompt, Trajectory
 
 PATIENCE = 12.0  # seconds without a word after which a busy replica is given up
@@ -85,7 +88,7 @@ class World:
         self.compares, self.homes, self.retries = True, (0, set[int]()), 0
         self.published = dict[tuple[int, int], int]()  # weights by incarnation and version
         self._arrives, self._heard = dict[int, float](), dict[int, float]()
-        self._connected = dict[int, int]()  # the process of each replica that joined last
+        self.connected = dict[int, int]()  # the process of each replica that joined last
         self._boot(self.saved)
         for fault in plan.faults:
             self.post(fault.at, "fault", fault)
@@ -129,6 +132,10 @@ class World:
 
     # ---- the trainer
 
+    def restart(self) -> None:
+        """Starts the trainer again from its checkpoint."""
+        self._boot(self.saved)
+
     def _boot(self, saved: Saved) -> None:
         """Starts a trainer from a checkpoint; of what ran before only replicas are left."""
         plan = self.plan
@@ -141,7 +148,13 @@ class World:
         self.source.load_state(saved.source)
         self.restored_cursor = self.source.cursor
         self.router = Router(plan.most, version=self.version, incarnation=self.incarnation)
-        self.engine, self.environments = RoutedEngine(self), Environments(self)
+        self._loads, self._synced = dict[int, tuple[Any, ...]](), -1
+        self.placed: dict[str, PlacedRanks] = {
+            "environments": (own := EnvironmentRanks(self)),
+            "rewards": RewardRanks(self),
+        }
+        self.scoring, self.scored = dict[str, list[Trajectory]](), set[str]()  # by uid of the task
+        self.engine, self.environments = RoutedEngine(self), Environments(self, own)
         self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, lambda: self.now)  # type: ignore[arg-type]
         source, limits = ReturnedFirst(self.source), (plan.staleness, filter_of(plan))
         self.flow = Flow(plan.n, plan.batch_size, source, partial(episodes_of, plan), *limits, last_step=plan.steps)
@@ -182,11 +195,26 @@ class World:
         self.conduct(self.flow.on_sampled(trajectory))
 
     def _score(self, trajectories: list[Trajectory]) -> None:
-        outcomes = [outcome_of(each) for each in trajectories if each.failure is None]
-        is_late = any(getattr(outcome, "timed_out", False) for outcome in outcomes)
-        scored = with_outcomes(trajectories, outcomes)
+        uid = f"{len(self.scored) + len(self.scoring)}"
+        self.scoring[uid] = trajectories
+        self.placed["rewards"].submit(Task(uid, trajectories, size=len(trajectories)))
+
+    def on_placed(self, incarnation: int, kind: str, what: str, arguments: tuple[Any, ...]) -> None:
+        """Something happens to ranks of environments or rewards."""
+        if incarnation != self.incarnation:
+            return
+        self.placed[kind].on(what, arguments)
+        for event in self.placed["rewards"].turn(0.0) if incarnation == self.incarnation else ():
+            self._on_outcomes(event)
+        self.settle()
+
+    def _on_outcomes(self, event: Done) -> None:
+        self.check("scored", event.uid)
+        trajectories = self.scoring.pop(event.uid)
+        self.scored.add(event.uid)
+        scored = with_outcomes(trajectories, event.what)
         for _ in range(1 + (self.draw() < self.plan.twice)):
-            self.post(self.draw() * 3 + 20 * is_late, "scores", self.incarnation, scored)
+            self.post(self.draw(), "scores", self.incarnation, scored)
 
     def on_scores(self, incarnation: int, scored: list[Trajectory]) -> None:
         """The rewards of a group have come."""
@@ -203,7 +231,7 @@ class World:
         self.version, self.state = step, "syncing"
         self.trained |= {group.prompt.uid: step for group in kept}
         self.dropped |= {group.prompt.uid for group in self.batches[step].dropped}
-        self.carry_out(self.router.on_weights(step))
+        self.router.on_weights(step)
         self.settle()
 
     def updated(self, kept: Sequence[Group]) -> int:
@@ -247,32 +275,42 @@ class World:
         if incarnation == self.incarnation:
             if self.state != "syncing":
                 self._save()
-            self.carry_out(self.router.resume())
+            self.pause(is_paused=False)
             self.settle()
 
     # ---- around the router
 
-    def carry_out(self, commands: Iterable[routing.Command]) -> None:
-        """Carries out the commands of the router."""
-        for command in commands:
-            if isinstance(command, Tell):
-                self.engine.events.append(command.event)
-            elif isinstance(command, Synced):
-                self.post(0.0, "synced", self.incarnation, command.version)
-            else:
-                if isinstance(command, routing.Give):
-                    self.retries += sum(each.attempt % routing.RETRIES > 0 for each in command.requests)
-                self.published[self.incarnation, self.version] = self.weights[self.version]
-                if command.replica not in self._heard or not self.router.replicas[command.replica].given:
-                    self._heard[command.replica] = self.now
-                self._heard[command.replica] = max(self._heard[command.replica], self.now - PATIENCE / 2)
-                self._send(command.replica, command)
+    def pause(self, *, is_paused: bool) -> None:
+        """Stops all sampling, or lets it go on."""
+        self.router.is_paused = is_paused
+        for number, each in self.router.ranks.items():
+            self._order(number, Pause(each.generation, is_paused))
+
+    def direct(self) -> None:
+        """Brings to replicas what the router has for them."""
+        for number, each in self.router.ranks.items():
+            if each.loading is not None and self._loads.get(number) != (each.generation, each.loading):
+                self._loads[number] = each.generation, each.loading
+                self._order(number, Load(each.generation, each.loading))
+        for give in self.router.give():
+            self.retries += sum(each.attempt % RETRIES > 0 for each in give.tasks)
+            self._order(give.rank, give)
+        if self.router.is_synced and self._synced != self.version and self.state == "syncing":
+            self._synced = self.version
+            self.post(0.0, "synced", self.incarnation, self.version)
+
+    def _order(self, number: int, command: Give | Load | Pause) -> None:
+        self.published[self.incarnation, self.version] = self.weights[self.version]
+        if number not in self._heard or not self.router.ranks[number].given:
+            self._heard[number] = self.now
+        self._heard[number] = max(self._heard[number], self.now - PATIENCE / 2)
+        self._send(number, command)
 
     def _send(self, number: int, command: Any) -> None:
         """One ordered connection to each replica."""
         at = max(self.now + self.draw() * 0.2, self._arrives.get(number, 0.0))
         self._arrives[number] = at
-        self.post(at - self.now, "command", number, self._connected[number], command)
+        self.post(at - self.now, "command", number, self.connected[number], command)
 
     def tell(self, replica: actors.Replica, kind: str, what: Any) -> None:
         """Lets the trainer hear a replica: late, out of order, twice."""
@@ -283,15 +321,15 @@ class World:
 
     def on_heard(self, number: int, generation: tuple[int, int], kind: str, what: Any) -> None:
         """The trainer hears a replica."""
-        each = self.router.replicas.get(number)
+        each = self.router.ranks.get(number)
         if each is not None and each.generation == generation:
             self._heard[number] = self.now
         if kind == "event":
-            self.carry_out(self.router.on_events(number, generation, [what]))
+            self.engine.events += self.router.on_events(number, generation, [what])
         elif kind == "loaded":
-            self.carry_out(self.router.on_loaded(number, generation, what))
+            self.router.on_loaded(number, generation, what)
         else:
-            self.carry_out(self.router.on_lost(number, generation))
+            self.engine.events += self.router.on_lost(number, generation)
             self.post(self.draw() * 4, "restarts", number)
         self.settle()
 
@@ -299,15 +337,16 @@ class World:
         """Lets the driver and the router go on as far as they can without time."""
         while True:
             self.driver.turn(0.0)
-            self.carry_out(self.router.give())
+            self.direct()
             can_submit = bool(self.driver._unsent) and len(self.router.flights) < self.plan.capacity
             has_events = bool(self.engine.events) and self.driver.is_sampling
-            if not (has_events or self.environments.results or can_submit):
+            has_results = bool(self.placed["environments"].events) and bool(self.driver._stepping)
+            if not (has_events or has_results or can_submit):
                 return
 
     def on_watch(self) -> None:
         """Looks for replicas that have work and were not heard of, and for episodes whose time is over."""
-        for number, each in list(self.router.replicas.items()):
+        for number, each in list(self.router.ranks.items()):
             is_busy = bool(each.given) or each.loading is not None
             if is_busy and self.now - self._heard[number] > PATIENCE and not self.router.is_paused:
                 self._give_up(number, each.generation)
@@ -319,33 +358,22 @@ class World:
         if self.draw() < 0.5:
             self._die(self.replicas[number])
         self.post(2 + self.draw() * 10, "restarts", number)
-        self.carry_out(self.router.on_lost(number, generation))
+        self.engine.events += self.router.on_lost(number, generation)
 
     def on_joins(self, number: int, process: int) -> None:
         """A replica connects."""
         replica = self.replicas[number]
         if replica.is_alive and replica.process == process:
-            self._heard[number], self._connected[number] = self.now, process
-            self.carry_out(self.router.on_join(number))
+            self._heard[number], self.connected[number] = self.now, process
+            self.engine.events += self.router.on_join(number)
             self.settle()
 
     def on_lost(self, number: int, generation: tuple[int, int]) -> None:
         """The connection to a replica broke."""
-        self.carry_out(self.router.on_lost(number, generation))
+        self.engine.events += self.router.on_lost(number, generation)
         self.settle()
 
     # ---- environments
-
-    def answer_later(self, uid: str, turn: int, text: str) -> None:
-        """Lets an environment answer; one that hangs fails at its deadline."""
-        delay = 30.0 if actors.hangs(uid, turn) else self.draw() ** 3 * 5
-        self.post(delay, "answers", self.incarnation, uid, turn, text)
-
-    def on_answers(self, incarnation: int, uid: str, turn: int, text: str) -> None:
-        """An environment answers."""
-        if incarnation == self.incarnation:
-            self.environments.on_answer(uid, turn, text)
-            self.settle()
 
     def on_step(self, uid: str, turn: int) -> None:
         """An environment is stepped."""
@@ -420,7 +448,7 @@ class World:
             return
         if fault.kind == "save":
             if self.draw() < 0.5:
-                self.carry_out(self.router.pause())
+                self.pause(is_paused=True)
                 self.post(self.draw() * 3, "save_ends", self.incarnation)
             elif self.state != "syncing":
                 self._save()
@@ -430,12 +458,15 @@ class World:
             self.replicas[number] = actors.Replica(number, 0, self)
             self.post(self.draw(), "joins", number, 0)
             return
+        if fault.kind in PLACED:
+            self.placed[fault.kind].die(fault.replica)
+            return
         for replica in self.replicas.values():
             if fault.kind == "all_die" or replica.number == fault.replica % len(self.replicas):
                 self._strike(replica, fault)
 
     def _strike(self, replica: actors.Replica, fault: Fault) -> None:
-        number, connected = replica.number, self.router.replicas.get(replica.number)
+        number, connected = replica.number, self.router.ranks.get(replica.number)
         if fault.kind == "hang":
             replica.hung_until = self.now + fault.seconds
         elif fault.kind == "slow":
@@ -454,7 +485,6 @@ class World:
 
 
 HANDLERS = {
-    "answers": World.on_answers,
     "command": World.on_command,
     "decode": World.on_decode,
     "fault": World.on_fault,
@@ -462,6 +492,7 @@ HANDLERS = {
     "joins": World.on_joins,
     "load_ends": World.on_load_ends,
     "lost": World.on_lost,
+    "placed": World.on_placed,
     "restarts": World.on_restarts,
     "save_ends": World.on_save_ends,
     "scores": World.on_scores,
@@ -475,8 +506,10 @@ def _shown(what: Any) -> Any:
     """A value as the log has it: what names it, and how long it is."""
     if isinstance(what, list):
         return [each.uid for each in what]
-    if isinstance(what, routing.Give):
-        return [(each.uid, each.attempt, len(each.sampled_ids)) for each in what.requests]
+    if isinstance(what, tuple) and what and isinstance(what[-1], Give):
+        return [(each.uid, each.attempt) for each in what[-1].tasks], what[-1].ended
+    if isinstance(what, Give):
+        return [(each.uid, each.attempt, len(each.sampled_ids)) for each in what.tasks], what.ended
     completion = getattr(what, "completion", what)
     tokens = getattr(completion, "token_ids", None)
     return what if tokens is None else (type(what).__name__, what.uid, what.attempt, tokens)

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.environments.protocol import Answer, Observation
 from whet.errors import LostWorkerError
 from whet.trainers.build import train
-from whet.trainers.environment_worker import ROLE, EnvironmentWorker, PlacedEnvironments
+from whet.trainers.environment_worker import ROLE, EnvironmentWorker, PlacedHost, placed_hosts
 from whet.types import Failure, Message, Prompt
 
 MakeConfig = Callable[..., TrainConfig]
@@ -71,20 +71,20 @@ def stage(tmp_path: Path, name: str = "World", **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Callable[..., PlacedEnvironments]]:
+def place(tmp_path: Path) -> Iterator[Callable[..., Mapping[str, PlacedHost]]]:
     """Environments on ranks, 0 of them for a rank in this process."""
     groups: list[Any] = []
 
     def placed(
         processes: int = 0, name: str = "World", deadline_seconds: float = 60.0, **more: Any
-    ) -> PlacedEnvironments:
+    ) -> Mapping[str, PlacedHost]:
         config = EnvironmentConfig.model_validate(stage(tmp_path, name, **more))
         pools = [ResourcePool(max(1, processes), (ROLE,), "games")]
         if processes == 1:
             pools = [ResourcePool(1, (ROLE,), "games"), ResourcePool(1, ("other",), "others")]
         specs = [WorkerSpec(role, EnvironmentWorker, (config,)) for pool in pools for role in pool.roles]
         groups.append(launch(specs, pools, deadline_seconds)[ROLE])
-        return PlacedEnvironments(groups[-1], config)
+        return placed_hosts(groups[-1], config)
 
     yield placed
     for group in groups:
@@ -105,8 +105,8 @@ def stepped(on: Any, names: Iterable[str], text: str) -> dict[str, Any]:
     return results(on, len(names))
 
 
-def test_results_and_failures_of_episodes(place: Callable[..., PlacedEnvironments]) -> None:
-    host = place(step_seconds=1.0).hosts[""]
+def test_results_and_failures_of_episodes(place: Callable[..., Mapping[str, PlacedHost]]) -> None:
+    host = place(step_seconds=1.0)[""]
     names = ["a", "b", "hang", "die", "raise"]
     for name in names:
         host.start(name, PROMPT, 5)
@@ -130,8 +130,8 @@ def test_results_and_failures_of_episodes(place: Callable[..., PlacedEnvironment
     assert host.poll(0.1) == []
 
 
-def test_an_episode_begins_when_its_rank_has_a_place(place: Callable[..., PlacedEnvironments]) -> None:
-    host = place(max_episodes=1).hosts[""]
+def test_an_episode_begins_when_its_rank_has_a_place(place: Callable[..., Mapping[str, PlacedHost]]) -> None:
+    host = place(max_episodes=1)[""]
     host.start("a", PROMPT, 5)
     host.start("b", PROMPT, 5)
     assert results(host, 1).keys() == {"a"} and host.begun() == ["a"]
@@ -143,15 +143,15 @@ def test_an_episode_begins_when_its_rank_has_a_place(place: Callable[..., Placed
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3])
 def test_episodes_spread_over_ranks_and_stay_there(
-    place: Callable[..., PlacedEnvironments], processes: int, tmp_path: Path
+    place: Callable[..., Mapping[str, PlacedHost]], processes: int, tmp_path: Path
 ) -> None:
     placed = place(processes)
-    host = placed.hosts[""]
+    host = placed[""]
     names = [str(number) for number in range(6)]
     for name in names:
         host.start(name, PROMPT, 5)
-    assert sorted(rank for _, rank in placed._placed.values()) == sorted(n % processes for n in range(6))
     results(host, 6)
+    assert sorted(ranks_of(host)) == sorted(n % processes for n in range(6))
     for said in ("1", "2", "7"):
         for name in names:
             host.step(name, Answer(said))
@@ -160,6 +160,10 @@ def test_episodes_spread_over_ranks_and_stay_there(
     assert len({each.fields["pid"] for each in found.values()}) == 6  # a process each
     for name in names:
         host.close(name)
+
+
+def ranks_of(host: PlacedHost) -> list[int | None]:
+    return [flight.rank for flight in host._ranks.fleet.flights.values()]
 
 
 def parent(pid: int) -> int:
@@ -172,11 +176,11 @@ def name_of(pid: int) -> str:
 
 @pytest.mark.slow
 def test_episodes_of_a_lost_rank_begin_again_on_others(
-    place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
+    place: Callable[..., Mapping[str, PlacedHost]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An environment is a grandchild of the process that a rank starts."""
-    placed, alone = place(3, "Counts"), place(0, "Counts").hosts[""]
-    host, names = placed.hosts[""], [str(number) for number in range(6)]
+    placed, alone = place(3, "Counts"), place(0, "Counts")[""]
+    host, names = placed[""], [str(number) for number in range(6)]
     for each in (host, alone):
         for name in names:
             each.start(name, PROMPT, int(name))
@@ -191,7 +195,7 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
     expected, found = stepped(alone, names, "4"), stepped(host, names, "4")
     assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
     assert "environment rank 0: died" in caplog.text
-    assert "; 2 episodes " in caplog.text
+    assert " 2 tasks" in caplog.text
     for name in names:
         host.step(name, Answer("slow"))
     host.poll(0.1)
@@ -204,15 +208,15 @@ def test_episodes_of_a_lost_rank_begin_again_on_others(
     assert results(host, 1)["0"].messages != found["0"].messages
     os.kill(ranks[2], signal.SIGKILL)
     host.step("1", Answer("5"))
-    with pytest.raises(LostWorkerError, match=r"environment rank 2 died"):
+    with pytest.raises(LostWorkerError, match=r"environment rank 2: died"):
         results(host, 1)
 
 
 @pytest.mark.slow
 def test_episodes_of_a_rank_that_hangs_begin_again_on_others(
-    place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
+    place: Callable[..., Mapping[str, PlacedHost]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, alone = place(2, "Counts", 12.0).hosts[""], place(0, "Counts").hosts[""]
+    host, alone = place(2, "Counts", 12.0)[""], place(0, "Counts")[""]
     for each in (host, alone):
         for name in "0123":
             each.start(name, PROMPT, int(name))
@@ -227,23 +231,23 @@ def test_episodes_of_a_rank_that_hangs_begin_again_on_others(
         with suppress(ProcessLookupError):
             os.kill(hung, signal.SIGCONT)
     assert {name: each.messages for name, each in found.items()} == {n: each.messages for n, each in expected.items()}
-    assert re.search(r"environment rank \d, serve: .*\b12 s", caplog.text) and "; 2 episodes " in caplog.text
+    assert re.search(r"environment rank \d, serve: .*\b12 s", caplog.text) and " 2 tasks" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_loss_that_ends_the_launch_starts_no_episode_again(
-    place: Callable[..., PlacedEnvironments], caplog: pytest.LogCaptureFixture
+    place: Callable[..., Mapping[str, PlacedHost]], caplog: pytest.LogCaptureFixture
 ) -> None:
     placed = place(2, "Counts")
-    host = placed.hosts[""]
+    host = placed[""]
     host.start("0", PROMPT, 0)
     results(host, 1)
     host.step("0", Answer("slow"))
     host.poll(0.1)
-    placed._group._transport.abort(LostWorkerError("actor rank 0 died in update"))
+    host._ranks._group._transport.abort(LostWorkerError("actor rank 0 died in update"))
     with pytest.raises(LostWorkerError, match="actor rank 0 died in update"):
         results(host, 1)
-    assert "begin again" not in caplog.text
+    assert "other ranks" not in caplog.text
 
 
 @pytest.mark.slow

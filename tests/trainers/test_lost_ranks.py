@@ -83,9 +83,11 @@ class Faults:
 
         def sync(replicas: Replicas, version: int) -> str:
             if self.waits:
-                wait([reply for call in replicas._starts.values() for reply in call.replies.values()], timeout=120)
+                starts = [call for call in replicas._calls if call.method == "start"]
+                wait([reply for call in starts for reply in call.replies.values()], timeout=120)
                 with replicas._turn:
-                    replicas._take_starts()
+                    for call in [each for each in starts if each in replicas._calls]:
+                        replicas._take(call)
             self.at.get(-version, lambda rank: None)(1)
             return plain_sync(replicas, version)
 

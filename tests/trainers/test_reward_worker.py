@@ -58,10 +58,10 @@ def test_a_function_that_cannot_score_ends_the_run_with_the_reason(
     (tmp_path / "broken.py").write_text(BROKEN)
     values: dict[str, Any] = {"reward.num_workers": 1, "cluster.placement": APART}
     values["reward.function"] = f"{tmp_path}/broken.py:compute_score"
-    with pytest.raises(RewardError, match=r"^reward function .*broken\.py|trajectories failed"):
+    with pytest.raises(RewardError, match=r"^reward function .*broken\.py|^all \d+ trajectories"):
         train(train_config(values), data=additions)
     values |= {"reward.function": f"{tmp_path}/broken.py:missing", "trainer.run_dir": str(tmp_path / "another")}
-    with pytest.raises(RewardError, match=r"^loading the reward function .*broken\.py:missing .*'missing'"):
+    with pytest.raises(RewardError, match=r"^loading the reward function .*broken\.py:missing "):
         train(train_config(values), data=additions)
 
 
@@ -105,8 +105,8 @@ def test_items_go_to_the_rank_with_the_fewest_and_to_another_if_theirs_is_lost(t
     try:
         assert scorer.scores_alone
         pending = [scorer.submit_batch([RewardItem("s", "1", "", {"row": row})]) for row in range(6)]
-        ranks = [next(iter(each.call.replies)) for each in pending]
-        assert sorted(ranks) == [0, 0, 0, 1, 1, 1]
+        flights = scorer.ranks.fleet.flights
+        assert [flights[each.uid].rank for each in pending] == [0, 1, 0, 1, 0, 1]
         assert [each.result()[0] for each in pending] == [RewardResult(1.0, 1.0)] * 6
         pids = [roles["reward"].start_on(rank, "pid").result() for rank in (0, 1)]
         pending = [scorer.submit_batch([RewardItem("s", "0.5", "")] * (1 + row)) for row in range(4)]
@@ -116,7 +116,7 @@ def test_items_go_to_the_rank_with_the_fewest_and_to_another_if_theirs_is_lost(t
         assert roles["actor"].pid()  # the others live
         last = scorer.submit_batch([RewardItem("s", "60", "")])
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(LostWorkerError, match=r"^reward rank 1: .*score: SIGKILL"):
+        with pytest.raises(LostWorkerError, match=r"^reward rank 1: .*serve: SIGKILL"):
             last.result()
         with pytest.raises(LostWorkerError):
             scorer.submit_batch([RewardItem("s", "0", "")])

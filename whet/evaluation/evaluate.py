@@ -31,7 +31,7 @@ from whet.planning.dtypes import with_dtypes
 from whet.rewards.pool import checked, scorer_of
 from whet.rollout.build import build_collector, check_media, check_sampling, load_model, rollout_engine, sampling_params
 from whet.rollout.protocol import Restarts, RolloutEngine
-from whet.rollout.restarted import Restarted
+from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
 
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less

@@ -249,6 +249,10 @@ class Restarts(Protocol):
 
     Until then the other methods do nothing, but for `load`, which keeps the weights."""
 
+    def check(self, request: Request) -> None:
+        """Raises: EngineError for a request that it can never sample, as `submit` does."""
+        ...
+
     def restart(self) -> None:
         """Starts what samples, without requests. It may take minutes, and `load` may be called meanwhile.
 

@@ -51,7 +51,7 @@ from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
 from whet.trainers import judged as judged, workers  # judged: its provider
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
-from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, PlacedEnvironments
+from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, placed_hosts
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
@@ -314,7 +314,7 @@ def _rollouts(
 ) -> Rollouts:
     tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
-        hosts = PlacedEnvironments(roles[ENVIRONMENT], config.environment).hosts
+        hosts = placed_hosts(roles[ENVIRONMENT], config.environment)
     folder, staleness = run_folder(config.trainer) / MEDIA, config.rollout.max_staleness
     made = Rollouts(
         begun.loader,

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from whet.config.schema import ModelConfig, RewardConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement
-from whet.controller.worker_group import PendingCall, WorkerGroup
-from whet.errors import LostWorkerError
+from whet.controller.worker_group import WorkerGroup
 from whet.rewards.pool import build_scorer
+from whet.rollout.fleet import Done, Fleet, Task
+from whet.rollout.protocol import POLL_SECONDS
+from whet.rollout.replicas import Ranks
 from whet.trainers.measured import MeasuredWorker
 from whet.types import Outcome, RewardItem
 
@@ -38,9 +40,10 @@ class RewardWorker(MeasuredWorker):
         return self._scorer.scores_alone and caller != os.getpid()
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
-    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """Returns an outcome for each item, in order."""
-        return self._scorer.submit_batch(items).result()
+    def serve(self, batches: Sequence[Task], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
+        """Returns the outcomes of all items of batches, in order."""
+        pending = [(each, self._scorer.submit_batch(each.what)) for each in batches]
+        return [Done(each.uid, outcomes.result(), each.attempt) for each, outcomes in pending]
 
     def close(self) -> None:
         self._scorer.close()
@@ -51,37 +54,23 @@ class PlacedRewards:
     fewest, and to another if theirs is lost; the loss of the last rank ends the run."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._group, self._lock = group, threading.Lock()
-        self._waiting = dict.fromkeys(range(group.world_size), 0)  # items by rank, without ranks that are lost
+        self.ranks, self._uids = Ranks(group, Fleet(), concurrent=True), map(str, count())
+        self.ranks.join(range(group.world_size))
         self.scores_alone: bool = group.start_on(0, "scores_alone", os.getpid()).result()
+        self.found: dict[str, list[Outcome]] = {}  # outcomes that nobody asked for yet, by uid
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Placed:
-        return Placed(self, list(items), self.start(list(items)))
+        task = Task(next(self._uids), list(items), size=len(items))
+        self.ranks.submit(task)
+        self.turn(0.0)
+        return Placed(self, task.uid)
+
+    def turn(self, timeout_seconds: float) -> None:
+        """Takes outcomes that have come.  Raises: what a worker raises, and LostWorkerError where none is left."""
+        self.found |= {event.uid: event.what for event in self.ranks.turn(timeout_seconds)}
 
     def close(self) -> None:
         """Does nothing: the workers end with the roles of their launch."""
-
-    def start(self, items: list[RewardItem], lost: LostWorkerError | None = None) -> PendingCall:
-        """Starts to score on a rank, after the loss of another.  Raises: LostWorkerError where none is left."""
-        with self._lock:
-            rank = min(self._waiting, key=self._waiting.__getitem__, default=None)
-            if rank is None:
-                raise lost or LostWorkerError("all ranks of the role reward are lost; start the run again")
-            self._waiting[rank] += len(items)
-        try:
-            call = self._group.start_on(rank, "score", items)
-        except LostWorkerError as error:
-            self._finish(rank, 0, error)
-            return self.start(items, lost or error)
-        call.replies[rank].add_done_callback(lambda reply: self._finish(rank, len(items), reply.exception()))
-        return call
-
-    def _finish(self, rank: int, count: int, error: BaseException | None) -> None:
-        with self._lock:
-            if isinstance(error, LostWorkerError):
-                self._waiting.pop(rank, None)
-            elif rank in self._waiting:
-                self._waiting[rank] -= count
 
 
 @dataclass
@@ -89,20 +78,16 @@ class Placed:
     """The outcomes of items on the ranks of `rewards`."""
 
     rewards: PlacedRewards
-    items: list[RewardItem]
-    call: PendingCall
+    uid: str
 
     def done(self) -> bool:
-        """Tells whether `result` returns at once, but for a loss."""
-        return self.call.done()
+        """Tells whether `result` returns at once."""
+        if self.uid not in self.rewards.found:
+            self.rewards.turn(0.0)
+        return self.uid in self.rewards.found
 
     def result(self) -> list[Outcome]:
-        """Returns an outcome for each item, in order.  Raises: as `PendingCall.result`."""
-        while True:
-            try:
-                outcomes: list[Outcome] = self.call.result()
-                return outcomes
-            except LostWorkerError as error:
-                if not self.call.is_lost:
-                    raise
-                self.call = self.rewards.start(self.items, error)
+        """Returns an outcome for each item, in order.  Raises: as `PlacedRewards.turn`."""
+        while self.uid not in self.rewards.found:
+            self.rewards.turn(POLL_SECONDS)
+        return self.rewards.found.pop(self.uid)

@@ -25,7 +25,7 @@ from whet.config.schema import ModelConfig, RolloutConfig
 from whet.errors import EngineError, LostReplicaError, WhetError
 from whet.evaluation import evaluate
 from whet.rollout.protocol import Completion, Event, Finished, Partial, generate
-from whet.rollout.restarted import Restarted
+from whet.rollout.replicas import Restarted
 from whet.rollout.vllm import engine as engine_module
 from whet.rollout.vllm.engine import VLLMEngine
 from whet.serving.engine_thread import EngineThread

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that share tasks, as a state machine: tasks, events and news of ranks go in; tasks for ranks and events for the
+caller come out.
+
+It has no clock, thread or socket: a driver brings tasks to ranks, and gives up ranks that are late. A task has a memory
+(`Flight`), with which another rank goes on where its own is lost, so the choice of a rank changes no result.
+
+An event is heard only from the attempt of its task that runs (`attempt`), on the connection that its rank has now
+(`generation`). So whatever comes late, twice, or from a rank that was given up changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+RETRIES = 1 << 16  # an attempt of the caller has so many attempts on ranks
+Generation = tuple[int, int]  # incarnation of the trainer, and a number within it
+
+
+@dataclass(frozen=True)
+class Give:
+    """Tasks for one connection of a rank, behind the ends of others by their uids."""
+
+    rank: int
+    generation: Generation
+    tasks: tuple[Any, ...]
+    ended: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, or a later part of one, that is not a Request."""
+
+    uid: str
+    what: Any
+    attempt: int = 0
+    size: int = 1  # in the load of a rank
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of a Task, or where it is not the last a word on the way."""
+
+    uid: str
+    what: Any
+    attempt: int
+    is_last: bool = True
+
+
+@dataclass
+class Flight:
+    """A task that is not over, with all that another rank needs to go on with it. Of this one a rank gets part after
+    part, each behind the result of the one before; another rank gets all again, and the caller no result twice."""
+
+    task: Any  # of the caller, with `uid` and `attempt`
+    rank: int | None = None  # that has it; None while it waits
+    retries: int = 0
+    is_aborted: bool = False  # by the caller
+    is_awaited: bool = False  # the result of the part that its rank has
+    parts: list[Any] = field(default_factory=list)  # behind `task`
+    num_given: int = 0  # parts that its rank got
+    num_told: int = 0  # results that the caller got
+    most_retries: ClassVar[int] = sys.maxsize
+
+    @property
+    def attempt(self) -> int:
+        """The number of the attempt, and of its part, among all of the task on any rank."""
+        return int(self.task.attempt) * RETRIES + self.retries + self.num_given
+
+    def given(self) -> Any:
+        """Returns the next part for its rank."""
+        part, self.is_awaited = [self.task, *self.parts][self.num_given], True
+        self.num_given += 1
+        return replace(part, attempt=self.attempt)
+
+    def hear(self, event: Any) -> list[Any]:
+        """Notes an event of the attempt that runs.  Returns what the caller is told."""
+        self.is_awaited &= not event.is_last
+        is_new = not event.is_last or self.num_given > self.num_told
+        self.num_told += event.is_last and is_new
+        return [event] if is_new else []
+
+    def retry(self) -> None:
+        """Goes back to those that wait, after the loss of its rank."""
+        self.rank, self.retries, self.num_given, self.is_awaited = None, self.retries + 1, 0, False
+
+    def last(self) -> list[Any]:
+        """Returns what the caller is told of a task that was aborted, or lost too often, and that no rank has."""
+        return []
+
+
+@dataclass
+class Rank:
+    """A rank that is connected."""
+
+    generation: Generation
+    version: int | None = None  # of its weights
+    loading: int | None = None  # the version that is on its way to it: it answers by `on_loaded` or is lost
+    given: dict[str, None] = field(default_factory=dict)  # uids of its unfinished tasks, in their order
+    unsent: dict[str, None] = field(default_factory=dict)  # of them, those with a part that it is to get
+    ended: list[str] = field(default_factory=list)  # uids that it is to end
+
+    @property
+    def is_ready(self) -> bool:
+        """Tells whether it takes tasks."""
+        return self.version is not None and self.loading is None
+
+
+@dataclass
+class Fleet:
+    """Tasks for several ranks, each of which gets no more while it has `most`.
+
+    A rank gets the first task when it has the newest weights; version 0 stands for none. Tasks of a rank that is lost
+    go to the others, in front of those that wait, with all that their flights remember. Methods that end tasks return
+    the events that the caller is told, under the attempt of his task.
+    """
+
+    most: int = sys.maxsize  # unfinished tasks of a rank
+    version: int = 0  # of the newest weights
+    incarnation: int = 0  # of the trainer: generations of an earlier one are not heard
+    restarts: int | None = None  # of each rank's process; None: nothing replaces one, and the others go on
+    has_parts: bool = False  # a task stays with its rank until it is aborted
+    flight: Callable[[Any], Flight] = Flight
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    flights: dict[str, Flight] = field(default_factory=dict)  # by uid
+    waiting: dict[str, None] = field(default_factory=dict)  # uids that no rank has, in their order
+    starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
+    is_paused: bool = False  # no task leaves those that wait
+    end: Exception | None = None  # the error that ended it
+    _generations: int = 0
+
+    # ---- tasks
+
+    def submit(self, task: Any) -> None:
+        """Takes a task. One that is there already, by uid and attempt, is not taken twice, unless it is a part; a later
+        attempt replaces an earlier one.  Raises: as `on_death`, once that has."""
+        if self.end is not None:
+            raise self.end
+        flight = self.flights.get(task.uid)
+        if flight is None or flight.task.attempt < task.attempt:
+            self.abort([task.uid], silently=True)
+            self.flights[task.uid], self.waiting[task.uid] = self.flight(task), None
+        elif self.has_parts:
+            flight.parts.append(task)
+            self._go_on(flight)
+
+    def abort(self, uids: Collection[str], *, silently: bool = False) -> list[Any]:
+        """Ends tasks: those that a rank has with its event, or all at once and `silently`."""
+        told = list[Any]()
+        for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
+            flight.is_aborted = True
+            if flight.rank is not None:
+                self.ranks[flight.rank].ended.append(flight.task.uid)
+            elif not silently:
+                told += flight.last()
+            if flight.rank is None or silently:
+                self._end(flight)
+        return told
+
+    def give(self, reachable: Collection[int] | None = None) -> list[Give]:
+        """Gives waiting tasks to the ranks that are `reachable`, by default all; others leave their share."""
+        reached = [rank for rank in self.ranks if reachable is None or rank in reachable]
+        ready = [rank for rank, each in self.ranks.items() if each.is_ready]
+        shares = self.shares(ready) if self.waiting and ready and not self.is_paused else {}
+        for rank in [rank for rank in reached if rank in shares]:
+            for flight in shares[rank]:
+                flight.rank, self.ranks[rank].given[flight.task.uid] = rank, None
+                self.ranks[rank].unsent[flight.task.uid] = self.waiting.pop(flight.task.uid)
+        gives = list[Give]()
+        for rank in [rank for rank in reached if self.ranks[rank].unsent or self.ranks[rank].ended]:
+            each = self.ranks[rank]
+            tasks = tuple(self.flights[uid].given() for uid in each.unsent)
+            gives.append(Give(rank, each.generation, tasks, tuple(each.ended)))
+            each.unsent, each.ended = {}, []
+        return gives
+
+    def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
+        """Chooses ranks for tasks that wait, for each in turn the one with the least."""
+        loads = {rank: sum(self.flights[uid].task.size for uid in self.ranks[rank].given) for rank in ready}
+        found: dict[int, list[Flight]] = {rank: [] for rank in ready}
+        for flight in map(self.flights.__getitem__, self.waiting):
+            rank = min(ready, key=loads.__getitem__)
+            loads[rank] += flight.task.size
+            found[rank].append(flight)
+        return found
+
+    def on_events(self, rank: int, generation: Generation, events: Iterable[Any]) -> list[Any]:
+        """Hears what a rank says of its tasks."""
+        told = list[Any]()
+        for event in events if self._is_current(rank, generation) else ():
+            flight = self.flights.get(event.uid)
+            if flight is not None and flight.rank == rank and flight.attempt == event.attempt:
+                told += flight.hear(event)
+                if self.has_parts:
+                    self._go_on(flight)
+                elif not flight.is_awaited:
+                    self._end(flight)
+        return told
+
+    def is_asked(self, rank: int) -> bool:
+        """Tells whether events of a rank are awaited."""
+        return any(self.flights[uid].is_awaited for uid in self.ranks[rank].given)
+
+    # ---- ranks
+
+    def on_join(self, rank: int, version: int | None = None) -> list[Any]:
+        """Notes that a rank is connected, perhaps again, with weights of a `version`. It gets tasks once it has the
+        newest."""
+        told = self.on_lost(rank, self.ranks[rank].generation) if rank in self.ranks else []
+        self._generations += 1
+        loading = None if version == self.version else self.version
+        self.ranks[rank] = Rank((self.incarnation, self._generations), version, loading)
+        return told
+
+    def on_lost(self, rank: int, generation: Generation) -> list[Any]:
+        """Notes that a rank is gone, or was given up."""
+        if not self._is_current(rank, generation):
+            return []
+        lost, told = self.ranks.pop(rank), list[Any]()
+        self.waiting = lost.given | self.waiting
+        for flight in [self.flights[uid] for uid in lost.given]:
+            flight.retry()
+            if flight.is_aborted or flight.retries > flight.most_retries:
+                told += flight.last()
+                self._end(flight)
+        return told
+
+    def on_death(self, rank: int, cause: Exception, *, is_last: bool) -> int:
+        """Notes that the process of a lost rank is gone; `is_last` where no other will join again by itself.  Returns
+        the number of the process to start in its place, or 0.  Raises: `cause` where nothing replaces it, or no rank is
+        left."""
+        starts = self.starts.get(rank, 0)
+        if (is_last and not self.ranks) or starts == self.restarts:
+            self.end = cause
+            raise cause
+        self.starts[rank] = starts + (self.restarts is not None)
+        return self.starts[rank]
+
+    # ---- weights
+
+    def on_weights(self, version: int) -> None:
+        """Notes new weights, which every rank loads before it gets more tasks."""
+        self.version = version
+        for each in self.ranks.values():
+            each.loading = version if each.loading is None else each.loading
+
+    def on_loaded(self, rank: int, generation: Generation, version: int) -> None:
+        """Notes that a rank works with these weights."""
+        if self._is_current(rank, generation) and self.ranks[rank].loading == version:
+            self.ranks[rank].version = version
+            self.ranks[rank].loading = self.version if version < self.version else None
+
+    @property
+    def is_synced(self) -> bool:
+        """Tells whether every rank that works has the newest weights."""
+        return all(each.version in (None, self.version) for each in self.ranks.values())
+
+    def _is_current(self, rank: int, generation: Generation) -> bool:
+        return rank in self.ranks and self.ranks[rank].generation == generation
+
+    def _go_on(self, flight: Flight) -> None:
+        """Has the next part of a task ready for its rank."""
+        if flight.rank is not None and not flight.is_awaited and flight.num_given <= len(flight.parts):
+            self.ranks[flight.rank].unsent[flight.task.uid] = None
+
+    def _end(self, flight: Flight) -> None:
+        uid = flight.task.uid
+        del self.flights[uid]
+        if flight.rank is None:
+            del self.waiting[uid]
+        else:
+            del self.ranks[flight.rank].given[uid]
+            self.ranks[flight.rank].unsent.pop(uid, None)
