@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ import whet
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.algorithms.conftest import _make_batch
 from whet.checkpoints.export import export
+from whet.columns import COLUMNS
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
 from whet.data.drawn.figures import counting
 from whet.metrics import Metrics
@@ -159,7 +161,8 @@ def of_verdicts() -> set[str]:
         non_tensors={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
     )
     metrics = Metrics()
-    judged = ColumnPlan(())._without_noted(batch, {"0": Failure("reward", "nothing to read")}, metrics)
+    sources: Any = SimpleNamespace(failures={"0": Failure("reward", "nothing to read")})
+    judged = ColumnPlan((COLUMNS["judge_scores"],)).add(batch, sources, metrics)
     assert judged["response_mask"].sum(1).tolist() == [0.0, 3.0] and metrics.value("failures/reward") == 1.0
     return {"failures/reward"}
 

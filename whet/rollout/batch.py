@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from whet.models.packing import LATER_MEDIA, MEDIA
 from whet.models.positions import position_ids, rotary_positions
 from whet.protocol import DataProto
 from whet.rollout.flow import by_player
-from whet.types import Group, Media, Trajectory, Turn
+from whet.types import Failure, Group, Media, Trajectory, Turn
 
 B = TypeVar("B", bound=Batch)
 NOT_SAMPLED = -1  # turn id of text that the policy did not write
@@ -143,18 +143,25 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
     by_uid = {each.uid: each for group in by_player(groups) for each in group.trajectories}
     owners = [by_uid[uid] for uid in batch["trajectory_uid_name"]]
     part_names = sorted({name for trajectory in owners for name in trajectory.parts})
-    alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
     scores = {
-        "response_mask": ((batch["turn_ids"] != NOT_SAMPLED) & alive & (not is_dropped)).long(),
-        "token_level_scores": _scores(batch, owners, alive),
+        "response_mask": ((batch["turn_ids"] != NOT_SAMPLED) & (not is_dropped)).long(),
+        "token_level_scores": _scores(batch, owners),
         "accuracy": torch.tensor([t.accuracy or 0.0 for t in owners]),
         **{name: _reported(name, owners) for name in columns},
     }
     if part_names:
         scores["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
-    scored = batch.with_columns(**scores, error=[t.failure for t in owners])
+    scored = with_failures(batch.with_columns(**scores, error=[t.failure for t in owners]), {})
     scored.meta_info["reward_part_names"] = part_names
     return scored
+
+
+def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
+    """Masks the rows of failed trajectories, and takes their scores; with those that fail now, by uid."""
+    errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
+    failed = torch.tensor([error is not None for error in errors])[:, None]
+    masked = {name: batch[name].masked_fill(failed, 0) for name in ("response_mask", "token_level_scores")}
+    return batch.with_columns(**masked, error=errors)
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
@@ -171,10 +178,10 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
     return rows, owners
 
 
-def _scores(batch: Batch, owners: Sequence[Trajectory], alive: torch.Tensor) -> torch.Tensor:
+def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
     """[B, R]: the environment's reward of a turn on its last token, the reward of a trajectory on the last sampled
     token of its last row. Rewards by token are for the tokens of that row; the reward of a token that was only read is
-    paid for the token sampled before it. A failed trajectory has no rewards."""
+    paid for the token sampled before it."""
     turn_ids, owner_of = batch["turn_ids"], dict(enumerate(owners))
     sampled, scores = turn_ids != NOT_SAMPLED, torch.zeros(turn_ids.shape, dtype=torch.float64)
     is_end = sampled & (turn_ids != torch.nn.functional.pad(turn_ids[:, 1:], (0, 1), value=NOT_SAMPLED))
@@ -186,7 +193,7 @@ def _scores(batch: Batch, owners: Sequence[Trajectory], alive: torch.Tensor) -> 
             scores[row, paid_at[row, -1]] += owner_of[row].reward or 0.0
         else:
             scores[row].index_add_(0, paid_at[row, : len(rewards)], torch.tensor(rewards, dtype=torch.float64))
-    return scores.masked_fill_(~alive, 0.0).float()
+    return scores.float()
 
 
 def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:

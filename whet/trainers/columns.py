@@ -19,7 +19,6 @@ import torch
 
 from whet.algorithms.calls import mini_batch_functions
 from whet.algorithms.kl import kl_columns
-from whet.algorithms.statistics import zero_outside
 from whet.batch import Batch
 from whet.columns import COLUMNS, SCORED_BY, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
@@ -30,6 +29,7 @@ from whet.errors import ConfigError, EngineError, RegistryError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
+from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
 from whet.rollout.sampling import uniforms
 from whet.types import Failure, Group, Trajectory
@@ -127,10 +127,7 @@ class ColumnPlan:
 
     def _added(self, batch: Batch, sources: Sources, metrics: Metrics, is_scored: bool) -> Batch:
         left = [column for column in self.providers if column.name not in batch]
-        if is_scored:
-            batch = self._without_failed(batch)
-        else:
-            left = _unscored(left)
+        left = left if is_scored else _unscored(left)
         while left:
             missing = {column.name for column in left}
             ready = [column for column in left if missing.isdisjoint(column.reads)]
@@ -142,36 +139,15 @@ class ColumnPlan:
                 with metrics.time(f"time/{column.phase}"):
                     batch = batch.with_columns(**{column.name: values() if callable(values) else values})
             left = [column for column in left if column not in ready]
-        return self._without_noted(batch, sources.failures, metrics)
+        for failure in sources.failures.values():
+            metrics.sum(f"failures/{failure.source}", 1)
+        return with_failures(batch, sources.failures) if sources.failures else batch
 
     def _begin(self, column: Column, batch: Batch, sources: Sources) -> Values:
         if column.name in PROVIDERS:
             return PROVIDERS[column.name](batch, sources, **self.options.get(column.name, {}))
         assert column.output is not None
         return sources.start(column.roles[0], batch, column.output)
-
-    def _without_noted(self, batch: Batch, failures: Mapping[str, Failure], metrics: Metrics) -> Batch:
-        """The batch, in which the trajectories that providers failed are masked."""
-        if not failures:
-            return batch
-        for failure in failures.values():
-            metrics.sum(f"failures/{failure.source}", 1)
-        errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
-        is_kept = torch.tensor([error is None for error in errors])[:, None]
-        kept = {name: batch[name] * is_kept for name in ("response_mask", "token_level_scores")}
-        return self._without_failed(batch.with_columns(**kept, error=errors))
-
-    def _without_failed(self, batch: Batch) -> Batch:
-        """Zeroes the models' columns in rows whose reward failed."""
-        if not any(batch["error"]):
-            return batch
-        mask = batch["response_mask"]
-        given = {column.name: batch[column.name] for column in self.providers if column.name in batch}
-        by_token = {name: values for name, values in given.items() if values.shape[:2] == mask.shape}
-        zeroed = {name: zero_outside(values, mask) for name, values in by_token.items()}
-        by_row = [column.name for column in self.providers if column.shape == "B" and column.roles]
-        zeroed |= {name: given[name] * mask.any(1) for name in by_row if name in given}
-        return batch.with_columns(**zeroed)
 
 
 def judged(groups: Sequence[Group], batch: Batch) -> list[Group]:
