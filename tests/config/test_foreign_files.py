@@ -13,7 +13,7 @@ from tests.config.published import converted
 from tests.raising import check_fields, raises
 from whet.config.convert import Converted, convert
 from whet.config.foreign_files import Written, read
-from whet.config.foreign_shell_words import OTHER
+from whet.config.foreign_shell_language import OTHER
 from whet.errors import ConfigError
 
 MAIN = "python3 -m verl.trainer.main_ppo"

@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 
 from tests.raising import raises
 from whet.config import TrainConfig, load_config
-from whet.config.mix import mean_shares, shares_at
 from whet.config.schema import DataConfig
+from whet.config.sources import mean_shares, shares_at
 from whet.data.load import EntryCounts, Loaded
 from whet.data.samplers import MixedLoader, make_loader
 from whet.errors import ConfigError, DataError

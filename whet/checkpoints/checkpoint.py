@@ -52,7 +52,7 @@ def save(
     step: int,
     *,
     roles: Mapping[str, WorkerGroup],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     tokenizer: PreTrainedTokenizerBase,
     model_path: str | Path,
     model_config: Any,
@@ -60,7 +60,7 @@ def save(
     score: float | None = None,
     metric: str | None = None,
     is_good: bool = True,
-    chat: Mapping[str, Any] | None = None,
+    chat: Mapping[str, object] | None = None,
 ) -> Path:
     """Writes the checkpoint of `step`, then deletes the oldest ones beyond `save_limit`, except that with the highest
     `score` (by `metric`) and the newest good one.  Returns its folder. `is_good` is false while updates are skipped.
@@ -203,7 +203,7 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
     return [folder for folder in folders(checkpoints)[:-limit] if folder not in protected]
 
 
-def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, Any]) -> dict[str, Any]:
+def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, object]) -> dict[str, Any]:
     """Loads weights and optimizers into `roles`.  Returns the rest of the saved state, including `step`.
 
     Raises: CheckpointError where the state lacks a name of the run's `own`, or has another kind of value under it;

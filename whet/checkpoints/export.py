@@ -36,6 +36,7 @@ LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
 Named = tuple[str, torch.Tensor]
 Weights = Mapping[str, torch.Tensor]
+Origin = dict[str, Any]  # of an adapter: its base model, and how it was loaded
 
 
 def export(
@@ -116,7 +117,7 @@ def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
     return {}
 
 
-def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any] | None]:
+def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], Origin | None]:
     """The weights of a checkpoint's policy, by name, and the origin of an adapter: its base model and settings."""
     if path.is_dir():
         return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
@@ -134,7 +135,7 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
         raise CheckpointError(f"{folder}: weights", found, "", "choose another checkpoint")
 
 
-def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: str | None) -> PreTrainedModel:
+def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | None) -> PreTrainedModel:
     """Loads the model that training started from, with the trained adapter in it."""
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
@@ -158,7 +159,7 @@ def _with_adapter(folder: Path, origin: dict[str, Any], weights: Weights, base: 
 
 
 def _write_adapter(
-    model: PreTrainedModel, origin: dict[str, Any], weights: Weights, folder: Path, base: str | None, out: Path
+    model: PreTrainedModel, origin: Origin, weights: Weights, folder: Path, base: str | None, out: Path
 ) -> Path:
     if origin["adapter_path"] is not None:
         found = f"started from {origin['model_path']} with the adapter {origin['adapter_path']} merged into it, so its "

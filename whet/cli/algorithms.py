@@ -88,8 +88,7 @@ def show(
     for entry in _entries(name):
         certified = certificate(entry)
         properties = [*facts(entry), *certified]
-        output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
-        output.print(Text(f"{entry.doc}\n"))
+        print_doc(output, entry)
         if notation(entry.kind):
             output.print(Text(f"In formulas: {notation(entry.kind)}.\n", style="dim"))
         print_pairs(output, properties)
@@ -133,6 +132,12 @@ def certify(
         print_pairs(output, [(kind, verdict(kind, each, cells)) for kind, each, *cells in found])
     print_pairs(output, list(legend().items()))
     output.print("How it is computed: docs/algorithms.md", style="dim")
+
+
+def print_doc(output: Console, entry: Entry) -> None:
+    """Prints the name and the docstring of a function."""
+    output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
+    output.print(Text(f"{entry.doc}\n"))
 
 
 def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:

@@ -26,9 +26,8 @@ from whet.cli.evaluate import compare, evaluate, generate, lm_eval
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
-from whet.cli.runs import plot, runs
+from whet.cli.runs import plot, runs, show
 from whet.cli.serve import serve, serve_sandbox, view
-from whet.cli.show import show
 from whet.cli.train import quickstart, sft, train, train_reward
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.threads import yield_soon

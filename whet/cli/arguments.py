@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 class _Plain:
     """Mixin: help shows no type for a flag, which takes no value; that of an element for a list; and choices apart."""
 
-    def get_params(self, ctx: Any) -> Any:
+    def get_params(self, ctx: object) -> Any:
         """Returns the parameters."""
         params = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
@@ -29,7 +30,7 @@ class _Plain:
         return params
 
 
-def _readable(shown: Any, param: Any, ctx: Any) -> str:
+def _readable(shown: Callable[[object, object], str], param: object, ctx: object) -> str:
     """The type of a parameter; lines of help are broken at spaces."""
     element = re.fullmatch(r"<list\[(.*)\]>", shown(param, ctx))
     return (f"<{element[1].lower()}>" if element else shown(param, ctx)).replace("|", " | ")

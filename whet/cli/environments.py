@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from whet.cli.algorithms import console, facts, print_kind, print_pairs
+from whet.cli.algorithms import console, facts, print_doc, print_kind, print_pairs
 from whet.cli.arguments import Command, KeyValues
 from whet.cli.serve import read_options
 from whet.registry import ENVIRONMENTS
@@ -54,8 +54,7 @@ def show(name: Name) -> None:
     """Print the description of an environment, and its options with their defaults."""
     entry = ENVIRONMENTS[name]
     output = Console(highlight=False, soft_wrap=True)
-    output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
-    output.print(Text(f"{entry.doc}\n"))
+    print_doc(output, entry)
     print_pairs(output, [pair for pair in facts(entry) if pair[0] != "columns"])
 
 

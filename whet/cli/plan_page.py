@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +56,7 @@ def numbers(made: Forecast) -> str:
     )
 
 
-def _plan(plan: Memory) -> dict[str, Any]:
+def _plan(plan: Memory) -> dict[str, object]:
     return {
         "memory": {item.name: item.by_phase for item in plan.items if not item.on_device},
         "device_memory": {item.name: item.by_phase for item in plan.items if item.on_device},

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from whet.cli.algorithms import console, facts, print_kind, print_pairs
+from whet.cli.algorithms import console, facts, print_doc, print_kind, print_pairs
 from whet.cli.arguments import Command, KeyValues
 from whet.cli.serve import read_options
 from whet.files import shipped_yaml
@@ -44,8 +44,7 @@ def show(name: Annotated[str, typer.Argument(help="name that `whet rewards` list
     with stand_ins():
         entry = REWARDS[name]
     output = Console(highlight=False, soft_wrap=True)
-    output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
-    output.print(Text(f"{entry.doc}\n"))
+    print_doc(output, entry)
     print_pairs(output, [("reads" if title == "columns" else title, text) for title, text in facts(entry)])
     if shown := examples(entry):
         output.print("\nExamples:", style="dim")
@@ -67,7 +66,7 @@ def examples(entry: Entry) -> list[tuple[float, str]]:
     """Reward and call of each example."""
     found: list[tuple[float, str]] = []
     for response, truth, reward, *more in examples_of(entry):
-        fields: Mapping[str, Any] = {"solution_str": response, "ground_truth": truth, **(more[0] if more else {})}
+        fields: Mapping[str, object] = {"solution_str": response, "ground_truth": truth, **(more[0] if more else {})}
         found.append((reward, ", ".join(f"{name}={value!r}" for name, value in fields.items())))
     return found
 

@@ -18,9 +18,8 @@ from whet.config.compose import flatten
 from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
 from whet.config.keys import choices
 from whet.config.managers import LIMIT_NAMES
-from whet.config.mix import shares_at
 from whet.config.section import Choice, Place, entry_at
-from whet.config.sources import check_files, missing_file
+from whet.config.sources import check_files, missing_file, shares_at
 from whet.config.tools import tool_rule
 from whet.errors import ConfigError, pip_install
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS

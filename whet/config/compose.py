@@ -239,14 +239,9 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
 
 def _refers(tree: object) -> bool:
     """Tells whether a value in the tree refers to another, or is missing."""
-    match tree:
-        case dict():
-            return any(map(_refers, tree.values()))
-        case list():
-            return any(map(_refers, tree))
-        case str():
-            return "${" in tree or tree == "???"
-    return False
+    if isinstance(tree, dict | list):
+        return any(map(_refers, tree.values() if isinstance(tree, dict) else tree))
+    return isinstance(tree, str) and ("${" in tree or tree == "???")
 
 
 def _merged(below: object, above: object) -> object:
@@ -354,13 +349,8 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = math.inf
-    match node:
-        case yaml.MappingNode():
-            parts = [part for pair in node.value for part in pair]
-        case yaml.SequenceNode():
-            parts = node.value
-        case _:
-            parts = []
+    values = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
     place = f"{name}:{node.start_mark.line + 1}"
     if depth > MAX_DEPTH:
         raise _too_deep(place)

@@ -16,12 +16,12 @@ from whet.config.convert_units import Key, place
 from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
 from whet.config.foreign_python import calculated
-from whet.config.foreign_shell_words import OTHER
+from whet.config.foreign_shell_language import OTHER
 from whet.config.keys import field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
 from whet.config.render import value_lines
 from whet.config.schema import COMMANDS, TrainConfig
-from whet.config.section import Section
+from whet.config.section import Section, Values
 from whet.errors import ConfigError
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
@@ -38,7 +38,7 @@ class Converted:
 
     system: str
     command: str = "train"
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     check: list[str] = field(default_factory=list)  # may change numbers
     without: list[str] = field(default_factory=list)  # no counterpart
@@ -48,7 +48,7 @@ class Converted:
 
     def to_yaml(self) -> str:
         """The recipe as YAML, with the origin of each value, and the lists as comments, by their weight."""
-        tree: dict[str, Any] = {}
+        tree: Values = {}
         for key, value in self.values.items():
             *sections, name = key.split(".")
             place = tree
@@ -98,13 +98,13 @@ def convert(written: Written, system: str) -> Converted:
     return result
 
 
-def _recipe(written: Written, result: Converted, values: dict[str, Any]) -> dict[str, Any]:
+def _recipe(written: Written, result: Converted, values: Values) -> Values:
     """The recipe with the values of a turn or a branch, without the names of runs."""
     found = Conversion(replace(written, values=values), result.system).run().values
     return {key: value for key, value in found.items() if key not in NAMES_OF_RUNS}
 
 
-def _differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+def _differing(recipes: Sequence[Mapping[str, object]]) -> list[str]:
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     return [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
 
@@ -192,7 +192,7 @@ class Conversion:
             return self.value(reference[1])
         return found
 
-    def write(self, key: str, value: Any, origin: str, *, over: bool = True) -> None:
+    def write(self, key: str, value: object, origin: str, *, over: bool = True) -> None:
         """Sets a key of the recipe. A key that another one has set keeps its value, and the difference is told."""
         if key in self.result.values:
             if over and self.result.values[key] != value and not origin.startswith("default"):
@@ -233,7 +233,7 @@ class Conversion:
             is_word = row.formula is None or is_silent
             self._copy(row, value if is_word else self._calculated(str(row.formula), value), ours, origin)
 
-    def _calculated(self, formula: str, value: Any) -> Any:
+    def _calculated(self, formula: str, value: object) -> object:
         """The result of a formula of a row, in which {KEY} or {KEY,DEFAULT} is the value of another key."""
 
         def of_key(found: re.Match[str]) -> str:
@@ -276,7 +276,7 @@ class Conversion:
                 return f"{key} is {value if value is not None else 'not set'}"
         return None
 
-    def _by_another(self, row: KeyRow, key: str, value: Any) -> bool:
+    def _by_another(self, row: KeyRow, key: str, value: object) -> bool:
         """Tells whether another row converts this value of a key."""
         others = (each for each in self.rows if each is not row and self._unmet(each) is None)
         patterns = (theirs.partition("=") for each in others for theirs in each.theirs)

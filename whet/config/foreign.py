@@ -29,9 +29,9 @@ class KeyRow:
     theirs: tuple[str, ...]  # keys, some as key=value
     ours: tuple[str, ...] = ()
     remark: str = ""
-    default: Any = UNSET
+    default: object = UNSET
     values: Mapping[Any, Any] = field(default_factory=dict)
-    when: Mapping[str, Any] = field(default_factory=dict)
+    when: Mapping[str, object] = field(default_factory=dict)
     kind: Literal["speed", "same", "check", "parallel"] | None = None
     unit: str | None = None
     formula: str | None = None
@@ -62,19 +62,19 @@ class Table:
     title: str
     system: str
     rows: tuple[KeyRow, ...]
-    implied: Mapping[str, Any] = field(default_factory=dict)
+    implied: Mapping[str, object] = field(default_factory=dict)
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     command: str = "train"  # of whet, which does what the trainer does
     trainers: tuple[Mapping[str, Any], ...] = ()  # the trainer by its program or by keys, or why it is refused
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys that an older version has by another name
     notes: tuple[str, ...] = ()  # what has to be checked by hand
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # published files of keys, by path
+    files: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # published files of keys, by path
     configs: Mapping[str, str] = field(default_factory=dict)  # our nearest recipe, by the name of a published config
     speed: tuple[str, ...] = ()  # beginnings of further keys that concern speed, memory or logs
     quiet: tuple[str, ...] = ()  # patterns of keys that say nothing about training
-    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by pattern of a section and by name
+    defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by pattern of a section and by name
 
-    def is_default(self, key: str, value: Any) -> bool:
+    def is_default(self, key: str, value: object) -> bool:
         """Tells whether a key with its default, or one that says nothing about training, is not worth a line."""
         section, _, name = key.rpartition(".")
         given = (each.get(name, UNSET) for pattern, each in self.defaults.items() if fnmatchcase(section, pattern))
@@ -94,7 +94,7 @@ def _row(row: Mapping[str, Any]) -> KeyRow:
     return KeyRow(**{**row, **{name: tuple([keys] if isinstance(keys, str) else keys) for name, keys in lists.items()}})
 
 
-def trainer_of(system: str, program: str, keys: Mapping[str, Any]) -> tuple[str, bool]:
+def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[str, bool]:
     """The trainer that a program, or keys of its config, name, and whether the program is one of the framework's own.
 
     Raises: ConfigError for a trainer that whet does not have."""

@@ -22,7 +22,7 @@ from whet.config.compose import MAX_BYTES, check_document, flatten
 from whet.config.foreign import tables
 from whet.config.foreign_python import Budget, TooMuch, arguments_of_calls, attributes_of_configs
 from whet.config.foreign_shell import Launch, Shell, Undecided, is_argument, start_of
-from whet.config.foreign_shell_words import OTHER, UNKNOWN, is_known, unset_variables
+from whet.config.foreign_shell_language import OTHER, UNKNOWN, is_known, unset_variables
 from whet.config.section import Values
 from whet.errors import ConfigError
 from whet.limits import bounded, cause

@@ -16,8 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from whet.config.foreign_shell_syntax import Node, parse
-from whet.config.foreign_shell_words import MAX_TURNS, OTHER, UNKNOWN, Words, is_known, unset_variables
+from whet.config.foreign_shell_language import MAX_TURNS, OTHER, UNKNOWN, Node, Words, is_known, parse, unset_variables
 
 MAX_CALLS = 30  # of functions in functions
 _ASSIGNMENT = re.compile(r"(\w+)(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any, TypeGuard, get_args, get_origin
+from typing import TypeGuard, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -36,7 +36,7 @@ def choices(schema: type[Section]) -> Mapping[str, Choice]:
     }
 
 
-def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+def is_section(annotation: object) -> TypeGuard[type[Section]]:
     """Tells whether a type is a section, whose fields are keys."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
@@ -108,7 +108,7 @@ def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
     return [".".join([mapping, *rest])] if rest and alike else []
 
 
-def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
+def describe_type(annotation: object, bounds: tuple[object, ...] = ()) -> str:
     """The type of a field in words, such as 'a whole number > 0 or null'."""
     if is_section(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"

@@ -19,7 +19,7 @@ from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
 from whet.config.keys import describe_type, field_at, is_free
 from whet.config.managers import MANAGERS
-from whet.config.section import Section
+from whet.config.section import Section, Values
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _FSDP = {
 }
 # The new name of each key and its old default. An engine option with that default is dropped: other engines lack it;
 # so is an old limit of processes, which did not hold for environments without a process of their own.
-RENAMED: Mapping[str, tuple[str, Any]] = {
+RENAMED: Mapping[str, tuple[str, object]] = {
     "rollout.name": ("rollout.engine.name", "native"),
     "rollout.kv_cache_bytes": ("rollout.engine.options.kv_cache_bytes", 2**30),
     "environment.max_processes": ("environment.max_episodes", 256),
@@ -65,7 +65,7 @@ class Loaded(Generic[ConfigT]):
 def load_config(
     schema: type[ConfigT],
     recipe: str | Path | None = None,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, object] = (),
     *,
     given: Collection[str] = (),
     checked: bool = True,
@@ -87,7 +87,7 @@ def load_config(
     return Loaded(config, sources)
 
 
-def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None:
+def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:
     """Replaces verl's `custom_reward_function.path` and `.name` by `reward.function`, which overrides a recipe's."""
     reward = values.get("reward")
     if "custom_reward_function" not in values or not isinstance(reward, dict):
@@ -109,7 +109,7 @@ def _apply_reward_alias(values: dict[str, Any], sources: dict[str, str]) -> None
     sources["reward.function"] = f"alias custom_reward_function ({source})"
 
 
-def _apply_manager(values: dict[str, Any], sources: dict[str, str]) -> None:
+def _apply_manager(values: Values, sources: dict[str, str]) -> None:
     """Replaces the defaults of `reward` by the values that `reward.manager` stands for."""
     reward = values.get("reward")
     if not isinstance(reward, dict) or not isinstance(manager := reward.get("manager"), str) or manager not in MANAGERS:
@@ -119,7 +119,7 @@ def _apply_manager(values: dict[str, Any], sources: dict[str, str]) -> None:
     sources |= dict.fromkeys((f"reward.{name}" for name in chosen), f"reward.manager={manager}")
 
 
-def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[str, str]) -> ConfigT:
+def _validate(schema: type[ConfigT], values: Values, sources: Mapping[str, str]) -> ConfigT:
     for key, value in flatten(values):
         try:
             json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -138,7 +138,7 @@ def _validate(schema: type[ConfigT], values: dict[str, Any], sources: Mapping[st
 
 
 def _explain(
-    schema: type[Section], finding: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
+    schema: type[Section], finding: ErrorDetails, values: Mapping[str, object], sources: Mapping[str, str]
 ) -> Iterator[ConfigError]:
     """Yields an error for each key of one of pydantic."""
     if finding["type"] in ("extra_forbidden", "invalid_key"):
@@ -161,7 +161,7 @@ def _explain(
 
 def rename(
     schema: type[Section],
-    values: dict[str, Any],
+    values: Values,
     sources: MutableMapping[str, str] | None = None,
     strong: tuple[str, ...] = (),
 ) -> None:

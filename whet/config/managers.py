@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 Manager = Literal["naive", "batch", "prime", "dapo", "yr", "rate_limited"]
 # The values of `reward` by manager; a key that is set keeps its value. The adapter requires a function of all responses
 # for batch and of one response for the others; dapo also requires algorithm.overlong.
-MANAGERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+MANAGERS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "naive": {"num_workers": 1, "concurrency": 1},
         "batch": {"num_workers": 1},

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import yaml
 
 from whet.config.compose import shipped_recipes
-from whet.config.section import Section
+from whet.config.section import Section, Values
 
 ANNOTATIONS = ("description", "default", "examples")
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
@@ -26,7 +25,7 @@ def keyed_lines(config: Section) -> list[tuple[str, str]]:
     return list(value_lines(config.model_dump(mode="json")))
 
 
-def value_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def value_lines(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yields the lines of nested values, each with the dotted key that it sets, "" for the name of a mapping."""
     indent = "  " * prefix.count(".")
     for name, value in values.items():
@@ -38,14 +37,14 @@ def value_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{indent}{name}: {inline(value)}", key
 
 
-def inline(value: Any) -> str:
+def inline(value: object) -> str:
     """A value as YAML on one line; text with line breaks becomes a quoted string."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
     text = text.removesuffix("...\n").rstrip("\n")
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
-def json_schema(schema: type[Section]) -> dict[str, Any]:
+def json_schema(schema: type[Section]) -> Values:
     """The schema of the recipes of a command; `$defs` has the schemas of sections, for files of config groups.
 
     No key is required, since a recipe has only the keys that it changes. The schema also allows what the loader accepts
@@ -67,12 +66,12 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
     return {"$schema": "http://json-schema.org/draft-07/schema#", **whole}
 
 
-def _as_written(field: dict[str, Any]) -> dict[str, Any]:
+def _as_written(field: Values) -> Values:
     """The schema of a field with everything that a recipe may have there."""
     if "$ref" in field:
         return {"anyOf": [{"$ref": field["$ref"]}, {"type": "null"}]}
-    annotations: dict[str, Any] = {key: field[key] for key in ANNOTATIONS if key in field}
-    forms: list[dict[str, Any]] = []
+    annotations: Values = {key: field[key] for key in ANNOTATIONS if key in field}
+    forms: list[Values] = []
     for form in field.get("anyOf", [field]):
         form = {key: value for key, value in form.items() if key not in ("title", *ANNOTATIONS)}
         if "prefixItems" in form:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of `data.train_files` and `data.val_files`: a file, a folder, a data set on the hub, or a function."""
+"""Entries of `data.train_files` and `data.val_files` (a file, a folder, a data set on the hub, or a function), and the
+shares of the kinds of rows in a batch, as `data.mix` gives them."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ _FORMS = (
     "(path/file.py:function)"
 )
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
+MixShare = float | Mapping[int, float]  # one number, or numbers by step
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,24 @@ def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "functi
         return "hub", parts["path"], parts["config"], parts["split"]
     found, more = f"{path} does not exist (seen from {Path.cwd()})", "hub:owner/name, :config and @split for the hub"
     raise ConfigError(key, found, f"a {_FORMS}; {more}", "correct the path")
+
+
+def shares_at(mix: Mapping[str, MixShare], step: float) -> dict[str, float]:
+    """The share of each kind at a step: linear between the steps that are given, constant before and after them."""
+    return {name: share if isinstance(share, int | float) else _between(share, step) for name, share in mix.items()}
+
+
+def _between(shares: Mapping[int, float], step: float) -> float:
+    steps = sorted(shares)
+    place = bisect_right(steps, step)
+    if place in (0, len(steps)):
+        return shares[steps[max(0, place - 1)]] if steps else 0.0
+    before, after = steps[place - 1], steps[place]
+    part = (step - before) / (after - before)
+    return (1 - part) * shares[before] + part * shares[after]
+
+
+def mean_shares(mix: Mapping[str, MixShare], steps: int) -> dict[str, float]:
+    """The mean share of each kind over the steps of a run."""
+    at = [shares_at(mix, step) for step in range(max(1, steps))]
+    return {name: sum(shares[name] for shares in at) / len(at) for name in mix}

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from whet.config.mix import MixShare, mean_shares, shares_at
 from whet.config.schema import DataConfig
+from whet.config.sources import MixShare, mean_shares, shares_at
 from whet.data.load import Loaded, difficulty, users_code
 from whet.data.loader import (
     Order,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]  # a line of answers.jsonl
 
 NAME, PARTIAL, CONFIG = "answers.jsonl", "answers.partial.jsonl", "config.yaml"
-KINDS: dict[str, Any] = {
+KINDS: dict[str, type | UnionType] = {
     "index": int,
     "reward": float | int | None,
     "accuracy": float | int | None,
@@ -144,7 +145,7 @@ class Journal:
         with output_errors(self.folder), (self.folder / PARTIAL).open("a", encoding="utf-8") as file:
             file.write(_lines(rows))
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         """Renames the partial file to answers.jsonl, and writes summary.json."""
         with output_errors(self.folder):
             (self.folder / PARTIAL).replace(self.folder / NAME)

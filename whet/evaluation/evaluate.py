@@ -63,7 +63,7 @@ class Evaluation:
         """The value of mean@n."""
         return self.metrics[f"mean@{self.n}"].value
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Fields except `answers`, as plain values."""
         return {name: value for name, value in asdict(self).items() if name != "answers"}
 

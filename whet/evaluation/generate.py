@@ -28,14 +28,14 @@ from whet.config.compose import flatten
 from whet.config.schema import GenerateConfig
 from whet.data.load import load_items
 from whet.errors import ConfigError, DataError
-from whet.evaluation.answers import output_errors
+from whet.evaluation.answers import Record, output_errors
 from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
 from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
 from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
 from whet.rollout.build import check_media, sampling_params
-from whet.rollout.protocol import Completion, Request, generate as sample_all
+from whet.rollout.protocol import Completion, Request, RolloutEngine, generate as sample_all
 from whet.tracking.tracker import json_line
 from whet.types import Prompt
 
@@ -103,7 +103,7 @@ class LineSampler(ExitStack):
         self._config, self._tokenizer, self._model_path = config, tokenizer, model_path
         stop_ids = stop_token_ids(model_path, tokenizer, config.data.template_options)
         self._params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
-        self._engine: Any = None
+        self._engine: RolloutEngine | None = None
         self.num_tokens = 0  # sampled
         self.seconds = 0.0  # of sampling
 
@@ -145,7 +145,7 @@ class LineSampler(ExitStack):
         return json_line(record)
 
 
-def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> Record:
     """The content of FILE.run.json: everything that the responses depend on."""
     values = dict(flatten(config.model_dump(mode="json")))
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
@@ -174,7 +174,7 @@ def _model_digest(path: str, trust_remote_code: bool) -> str:
     return whole.hexdigest()
 
 
-def _open_output(output: Path, origin: dict[str, Any]) -> None:
+def _open_output(output: Path, origin: Record) -> None:
     """Makes the file and its FILE.run.json.  Raises: ConfigError where the file exists with another origin."""
     note = output.with_name(f"{output.name}.run.json")
     if output.exists() and output.stat().st_size:
@@ -195,7 +195,7 @@ def _open_output(output: Path, origin: dict[str, Any]) -> None:
     output.touch()
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+def _differences(before: Record, now: Record) -> Iterator[str]:
     if before["model"] != now["model"]:
         yield "by another model (or tokenizer)"
     if before["prompts"] != now["prompts"]:

@@ -54,7 +54,7 @@ class WhetLM(TemplateLM):
     """lm-eval's LM interface. `path` is as model.path of `whet eval`."""
 
     def __init__(
-        self, path: str, *, dtype: Dtype = "auto", max_batch_size: int = 256, seed: int = 0, **harness: Any
+        self, path: str, *, dtype: Dtype = "auto", max_batch_size: int = 256, seed: int = 0, **harness: object
     ) -> None:
         """`harness` has the arguments that lm-eval passes to every model: batch_size, device."""
         super().__init__()
@@ -101,7 +101,7 @@ class WhetLM(TemplateLM):
             chat_template_kwargs={SANITIZE: False, "continue_final_message": not add_generation_prompt},
         )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Encodes a text, with the tokenizer's special tokens unless the text begins with them."""
         begin = self.tokenizer.bos_token
         special = not (begin and string.startswith(begin)) if add_special_tokens is None else add_special_tokens
@@ -136,7 +136,7 @@ class WhetLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", instance.args, total)
         return totals
 
-    def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: object) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether greedy decoding would produce it."""
         results: dict[int, tuple[float, bool]] = {}
         with long_phase("log-likelihoods"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from whet.compiled import instruction_set
 from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, TrainConfig
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 PLAIN, COMPILED = Kept(14, 4, 2, 24), Kept(4, 2, 3.5, 4)
 
 
-def is_compiled(engine: str, options: Mapping[str, Any]) -> bool:
+def is_compiled(engine: str, options: Mapping[str, object]) -> bool:
     """Tells whether a training engine compiles layers in bfloat16 on an accelerator."""
     chosen = options.get("compile")
     return engine == "single" if chosen is None else bool(chosen)
@@ -99,14 +99,14 @@ def _accelerator_gib() -> float | None:
 
 
 def bytes_of(
-    config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool, gib: float | None = None
+    config: TrainConfig | ExamplesConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None
 ) -> int:
     """Bytes of the largest process, on the host or on an accelerator, of `gib` if that is known."""
     return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
 
 
 def _bytes_of_pool(
-    config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], on_device: bool, pool: str, gib: float | None
+    config: TrainConfig | ExamplesConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None
 ) -> int:
     """Bytes of a process of a pool: the larger of sampling and updates."""
     weights, words, layers = (float(shape[name]) for name in ("weights", "words", "layers"))
@@ -156,7 +156,7 @@ def _bytes_of_pool(
 
 
 def _sampling(
-    config: TrainConfig | ExamplesConfig, shape: Mapping[str, Any], item: int, narrow: bool
+    config: TrainConfig | ExamplesConfig, shape: Mapping[str, float], item: int, narrow: bool
 ) -> tuple[float, float, float]:
     """Bytes of the rollout's own weights, its cache and its logits."""
     assert isinstance(config, TrainConfig)
@@ -184,7 +184,7 @@ def section_of(config: TrainConfig | ExamplesConfig, role: str) -> tuple[Example
     return (config, "") if isinstance(config, ExamplesConfig) else (config[role], f"{role}.")
 
 
-def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, Any]) -> TrainConfig | ExamplesConfig:
+def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, object]) -> TrainConfig | ExamplesConfig:
     """The config with some values replaced, by dotted key."""
     tree = config.model_dump()
     for key, value in values.items():
@@ -202,7 +202,7 @@ def _roles(config: TrainConfig | ExamplesConfig) -> list[str]:
     return ["actor", *["critic"] * bool({"values", "process_rewards"} & {*reads}), *["ref"] * has_ref]
 
 
-def _settings(config: TrainConfig | ExamplesConfig) -> Iterator[tuple[str, Any]]:
+def _settings(config: TrainConfig | ExamplesConfig) -> Iterator[tuple[str, object]]:
     """Settings that reduce memory, where they are not set."""
     role, prefix = section_of(config, "actor")
     if not config.model.gradient_checkpointing:

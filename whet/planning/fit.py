@@ -169,10 +169,10 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
     return worth if together == worth[:1] else [*worth, *together]
 
 
-def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
+def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
     """Settings that may reduce memory, by their override in command line syntax."""
     config, model, sizes = setup.config, setup.config.model, room.memory.micro_batch_tokens
-    found: list[tuple[bool, str, Any]] = [
+    found: list[tuple[bool, str, object]] = [
         (not model.gradient_checkpointing, "model.gradient_checkpointing", True),
         (model.lora.rank is None and not model.freeze, "model.lora.rank", 16),
     ]
@@ -203,7 +203,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, Any]]:
             (rows > 16, "rollout.max_batch_size", max(16, rows // 4)),
             *((True, f"rollout.engine.options.{name}", value) for name, value in planned.smaller.items()),
         ]
-    narrow = dict.fromkeys((f"{each}.dtype" for each in ("model", "rollout") if each in config), "bfloat16")
+    narrow: dict[str, object] = {f"{each}.dtype": "bfloat16" for each in ("model", "rollout") if each in config}
     is_narrow = model.dtype == "bfloat16" or (setup.device is None and not bfloat16_instructions())  # or far slower
     return ({} if is_narrow else {"model.dtype=bfloat16": narrow}) | {
         f"{key}={str(value).lower() if isinstance(value, bool) else value}": {key: value}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -184,7 +183,7 @@ def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, seconds: f
 
 
 @torch.no_grad()
-def _seconds(run: Callable[[], Any], least: float) -> float:
+def _seconds(run: Callable[[], object], least: float) -> float:
     """Measures the mean seconds of a call, over at least `least` seconds after a first call."""
     run()
     start, calls = time.perf_counter(), 0

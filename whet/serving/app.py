@@ -31,7 +31,7 @@ from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
-from whet.serving.bodies import ApiError, Asked, BodyReader, unsupported
+from whet.serving.bodies import ApiError, Asked, BodyReader, Raw, unsupported
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.serving.texts import TokenTexts
 from whet.types import last_versions
@@ -88,7 +88,7 @@ class Settings:
     follow: bool  # load new checkpoints of the run
     best: bool  # the run's checkpoint with the best validation, not the newest
     engine: str
-    option: Mapping[str, Any]  # of the engine
+    option: Mapping[str, object]  # of the engine
     tool_parser: str | None  # registered, or path/file.py:function; unset: that of the chat template
     dtype: Dtype
     host: str
@@ -107,7 +107,7 @@ class App:
     """An OpenAI-compatible application for one model; `asgi` is what a server runs."""
 
     def __init__(
-        self, reader: BodyReader, engine: EngineThread, settings: Settings, described: Callable[[], dict[str, Any]]
+        self, reader: BodyReader, engine: EngineThread, settings: Settings, described: Callable[[], Raw]
     ) -> None:
         """`described` gives more fields of the model's card."""
         self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
@@ -171,7 +171,7 @@ class App:
             raise ApiError(404, message, param="model", code="model_not_found")
         return JSONResponse(self._model_card())
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self) -> Raw:
         own = {"id": self._reader.name, "object": "model", "created": self._created, "owned_by": "whet"}
         version = self._status().version
         more = {"max_model_len": self._reader.context, "system_fingerprint": fingerprint(version)}
@@ -258,7 +258,7 @@ class App:
             why = "the engine gives the log-prob of the sampled token alone; set it to 0"
             raise unsupported(asked.body.likeliest_field, count, why)
 
-    async def _whole(self, events: Samples, answer: ClientResponse) -> dict[str, Any]:
+    async def _whole(self, events: Samples, answer: ClientResponse) -> Raw:
         async with aclosing(events):
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
         return answer.whole(sorted(pieces, key=lambda each: each[0].index))
@@ -387,7 +387,7 @@ def in_own_words(error: WhetError) -> EngineError:
     return EngineError(named(error.key), error.found, named(error.expected), named(error.change))
 
 
-def _line(content: dict[str, Any]) -> str:
+def _line(content: Raw) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
 
 

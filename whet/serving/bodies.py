@@ -123,13 +123,8 @@ class Body(WithoutEffect):
         return [stop] if isinstance(stop, str) else stop
 
     @property
-    def likeliest(self) -> int:
-        """Number of tokens whose log-probs are asked for in every place."""
-        raise NotImplementedError
-
-    @property
-    def has_log_probs(self) -> bool:
-        """The response has the log-probs of its tokens."""
+    def likeliest(self) -> int | None:
+        """Number of tokens whose log-probs are asked for beside the sampled one's; None: no log-probs at all."""
         raise NotImplementedError
 
 
@@ -147,12 +142,8 @@ class ChatBody(Body):
     prompt_field, likeliest_field = "messages", "top_logprobs"
 
     @property
-    def likeliest(self) -> int:
-        return self.top_logprobs
-
-    @property
-    def has_log_probs(self) -> bool:
-        return self.logprobs
+    def likeliest(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 class TextBody(Body):
@@ -163,12 +154,8 @@ class TextBody(Body):
     prompt_field, likeliest_field = "prompt", "logprobs"
 
     @property
-    def likeliest(self) -> int:
-        return self.logprobs or 0
-
-    @property
-    def has_log_probs(self) -> bool:
-        return self.logprobs is not None
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
 
 @dataclass(frozen=True)
@@ -252,15 +239,13 @@ class BodyReader:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
         body = self._checked(TextBody, raw)
         given: Any = body.prompt
-        match given:
-            case str() | [] | [int(), *_]:
-                given = [given]
+        if isinstance(given, str) or not given or isinstance(given[0], int):
+            given = [given]
         self._check_size("prompt", body.n * len(given))
-        match given:
-            case [str(), *_]:
-                for each in given:
-                    self._check_size("prompt", body.n, each)
-                given = encode_texts(self.tokenizer, given, add_special_tokens=True)
+        if isinstance(given[0], str):
+            for each in given:
+                self._check_size("prompt", body.n, each)
+            given = encode_texts(self.tokenizer, given, add_special_tokens=True)
         params = [self._params(body, prompt, body.max_tokens, DEFAULT_TEXT_TOKENS) for prompt in given]
         return Asked(body, tuple(map(tuple, given)), tuple(params))
 
@@ -354,7 +339,7 @@ class BodyReader:
             stop_token_ids=tuple(sorted({*self.stop_ids, *body.stop_token_ids})),
             stop=tuple(stop),
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-            num_likeliest=body.likeliest,
+            num_likeliest=body.likeliest or 0,
             **body.model_dump(include=SAMPLED),
         )
 

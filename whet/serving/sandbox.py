@@ -9,7 +9,6 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import uvicorn
 from pydantic import BaseModel, Field, ValidationError
@@ -81,7 +80,7 @@ class SandboxApp:
         finally:
             self._unfinished -= 1
 
-    def _answer(self, asked: RunRequest) -> dict[str, Any]:
+    def _answer(self, asked: RunRequest) -> dict[str, object]:
         name = NAMES.get(asked.language, asked.language)
         language = asked.whet_language or self._sandbox.languages.get(name)
         if language is None:
@@ -113,7 +112,7 @@ def serve(sandbox: Sandbox, host: str, port: int, concurrency: int, api_key: str
     uvicorn.run(app.asgi, host=host, port=port, http=http, log_level="warning", access_log=False)
 
 
-def _told(ran: Ran, *, is_compiled: bool) -> dict[str, Any]:
+def _told(ran: Ran, *, is_compiled: bool) -> dict[str, object]:
     """The end of a run as SandboxFusion tells it; `message` has whet's own word for it."""
     late = ran.end == "timeout"
     result = {
@@ -132,6 +131,6 @@ def _told(ran: Ran, *, is_compiled: bool) -> dict[str, Any]:
     }
 
 
-def _failed(message: str) -> dict[str, Any]:
-    results: dict[str, Any] = {"compile_result": None, "run_result": None, "executor_pod_name": None, "files": {}}
+def _failed(message: str) -> dict[str, object]:
+    results: dict[str, object] = {"compile_result": None, "run_result": None, "executor_pod_name": None, "files": {}}
     return {"status": "SandboxError", "message": message, **results}

@@ -13,7 +13,8 @@ from typing import NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
+from whet.rollout.stop_strings import BROKEN
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for one byte
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
 

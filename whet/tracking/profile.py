@@ -41,7 +41,7 @@ BETWEEN = "between steps"
 NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
 STATUS = Path("/proc/self/status")
 PROC, GIB, NVML = Path("/proc"), 2**30, "libnvidia-ml.so.1"  # which comes with NVIDIA's driver
-Around = Callable[[Path], AbstractContextManager[Any]]
+Around = Callable[[Path], AbstractContextManager[object]]
 # Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -165,7 +165,7 @@ class Timeline:
                 now += event["args"]["Bytes"]
                 self.tensors.append((self._seconds(base + float(event["ts"]) * 1000), now))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the content of the JSON file: lists of numbers by column."""
         seconds, resident, on_gpu = (list(column) for column in zip(*self.samples, strict=True))
         return {

@@ -153,7 +153,7 @@ def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
     return found + [name for name in dict.fromkeys(also) if name not in found]
 
 
-def main_names(known: Collection[str], curve: Callable[[str], Any]) -> list[str]:
+def main_names(known: Collection[str], curve: Callable[[str], object]) -> list[str]:
     """The main metrics among the `known` ones, without those whose curves an earlier one has."""
     rows = [next((name for name in names if name.lstrip("-~") in known), "") for names in MAIN]
     curves = [curve(name.lstrip("-~")) if name else None for name in rows]

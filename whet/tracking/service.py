@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from whet import files
 from whet.errors import ConfigError, WhetError
@@ -42,6 +42,25 @@ class TrackedRun:
     config: Mapping[str, object]
     steps_done: int = -1  # the last finished step; -1 for a new run, whose step 0 is a validation
     run_id: str | None = None  # the service's id of a run that resumes
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `init` that W&B and SwanLab name alike."""
+        resume = "allow" if self.run_id is not None else None
+        return {
+            "project": self.project,
+            "name": self.name,
+            "id": self.run_id,
+            "resume": resume,
+            "config": dict(self.config),
+        }
+
+
+def no_key(name: str) -> ConfigError:
+    """The error for a service that finds no API key. Without a check its library would ask for one and wait."""
+    otherwise = f"write to the run's folder with {name.upper()}_MODE=offline"
+    change = f"run `{name} login`, set {name.upper()}_API_KEY, or {otherwise}"
+    return ConfigError("trainer.logger", f"{name} finds no API key", change=change)
 
 
 class Service(Tracker, Protocol):

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 import swanlab
 
-from whet.errors import ConfigError
-from whet.tracking.service import TrackedRun
+from whet.tracking.service import TrackedRun, no_key
 from whet.tracking.tracker import NO_TABLES, Tables
 
 
@@ -19,20 +18,9 @@ class SwanlabTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         settings = swanlab.Settings()
-        # Without this check the library would ask for a key on the terminal and wait.
         if settings.mode == "online" and settings.api_key is None:
-            otherwise = "write to the run's folder with SWANLAB_MODE=offline"
-            change = f"run `swanlab login`, set SWANLAB_API_KEY, or {otherwise}"
-            raise ConfigError("trainer.logger", "swanlab finds no API key", change=change)
-        self._run = swanlab.init(
-            project=run.project,
-            name=run.name,
-            id=run.run_id,
-            resume="allow" if run.run_id is not None else None,
-            config=dict(run.config),
-            log_dir=str(run.folder / "swanlab"),
-            reinit=True,
-        )
+            raise no_key("swanlab")
+        self._run = swanlab.init(**run.arguments, log_dir=str(run.folder / "swanlab"), reinit=True)
         self.run_id, self.last_step = self._run.id, -1
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from whet import files
 from whet.errors import DataError
 
+Record = dict[str, Any]  # a line of a JSONL file of metrics: the step, and numbers by name
 TableRow = Mapping[str, str | float | None]  # the same fields in every row of a table
 Tables = Mapping[str, Sequence[TableRow]]
 NO_TABLES: Tables = MappingProxyType({})
@@ -81,7 +82,7 @@ class JsonlTracker:
         self._file.close()
 
 
-def json_line(value: Any) -> str:
+def json_line(value: object) -> str:
     """Returns a value as a line of a JSONL file; lone surrogates, which UTF-8 cannot encode, are escaped."""
     return printable(json.dumps(value, ensure_ascii=False, default=str)) + "\n"
 
@@ -91,7 +92,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """Reads the objects of a JSONL file of metrics, without an incomplete last line.
 
     Raises: DataError for a line that is not an object with a step."""
@@ -109,12 +110,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+def with_nan(record: Record) -> Record:
     """The record with NaN in place of null."""
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 
-def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+def cut_back(path: Path, step: int) -> list[Record]:
     """Truncates a JSONL file of metrics to the records up to and including `step`, and returns these; does not create a
     file.
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from whet.errors import ConfigError
-from whet.tracking.service import CLOSE_SECONDS, TrackedRun
+from whet.tracking.service import CLOSE_SECONDS, TrackedRun, no_key
 from whet.tracking.tracker import NO_TABLES, Tables
 
 
@@ -18,17 +17,10 @@ class WandbTracker:
     resumes does not send earlier ones again. Offline this step is unknown, and the new folder has the whole run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Without this check the library would ask for a key on the terminal and wait.
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            otherwise = "write to the run's folder with WANDB_MODE=offline"
-            change = f"run `wandb login`, set WANDB_API_KEY, or {otherwise}"
-            raise ConfigError("trainer.logger", "wandb finds no API key", change=change)
+            raise no_key("wandb")
         self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.run_id,
-            resume="allow" if run.run_id is not None else None,
-            config=dict(run.config),
+            **run.arguments,
             dir=str(run.folder),
             reinit="finish_previous",
             settings=wandb.Settings(finish_timeout=CLOSE_SECONDS),

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
@@ -77,7 +78,6 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rows: dict[Path, tuple[Stamp, list[ListedTrajectory]]] = {}
-        self._tokens: OrderedDict[Path, tuple[Stamp, dict[str, list[int]]]] = OrderedDict()
         self._queries: OrderedDict[tuple[Query, tuple[Stamp, ...]], list[ListedTrajectory]] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -190,13 +190,7 @@ class Records:
         path = self.folder / "tokens" / f"step_{step:06}.jsonl"
         if kind != "step" or not is_inside(self.folder, path):
             return []
-        with self._lock:
-            stamp = _stamp(path)
-            if path not in self._tokens or self._tokens[path][0] != stamp:
-                self._tokens[path] = stamp, _places_by_uid(path)
-                while len(self._tokens) > KEPT_QUERIES:
-                    self._tokens.popitem(last=False)
-            places = self._tokens[path][1]
+        places = _places_by_uid(path, _stamp(path))
         names = [name for name in places if name == uid or name.startswith(f"{uid}/")]
         return [_line_at(path, offset) for name in names for offset in places[name]]
 
@@ -244,8 +238,10 @@ def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
     return found
 
 
-def _places_by_uid(path: Path) -> dict[str, list[int]]:
-    """Returns the places of each trajectory's lines in a file of tokens, whose lines begin with the uid."""
+@lru_cache(KEPT_QUERIES)
+def _places_by_uid(path: Path, stamp: Stamp) -> Mapping[str, Sequence[int]]:
+    """Returns the places of each trajectory's lines in a file of tokens, whose lines begin with the uid. With another
+    stamp the file is read again."""
     places: dict[str, list[int]] = {}
     offset, decoder = 0, json.JSONDecoder()
     with path.open("rb") as file:
@@ -272,7 +268,7 @@ def _line_at(path: Path, offset: int) -> Record:
     return record
 
 
-def _agents(record: Mapping[str, object]) -> list[str]:
+def _agents(record: Record) -> list[str]:
     """The names of the sub-agents and players that took turns, in the order of their first ones."""
     steps = record["steps"] if isinstance(record.get("steps"), list) else []
     found = (each.get(name) for each in steps if isinstance(each, dict) for name in ("agent", "player"))

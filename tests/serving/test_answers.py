@@ -20,9 +20,8 @@ from whet.environments.tools.parsers import Call, parts_of
 from whet.models.load import load_tokenizer
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import SamplingParams
-from whet.serving.answers import Piece, Sample
+from whet.serving.answers import Piece, Sample, ToolText
 from whet.serving.bodies import ApiError, Asked, ChatBody, ToolsAsked
-from whet.serving.tools import ToolText
 
 PARSERS = [name for name in TOOL_PARSERS.names() if ":" not in name]
 SCHEMAS: dict[str, Any] = {
