@@ -57,7 +57,7 @@ from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
 from whet.rollout.servers.environment import Environment
 from whet.rollout.vllm.engine import PACKAGE
-from whet.sandbox.open import open_sandbox
+from whet.sandbox.protocol import open_sandbox
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.trainers.workers import check_reward_model

@@ -71,7 +71,8 @@ def fits(value: object, annotation: object) -> bool:
         return True
     if origin is Annotated:
         own = () if value is None else bounds_of(Annotated[(Any, *arguments[1:])])
-        return fits(value, arguments[0]) and all(_holds(bound, value) for bound in own)
+        known = ((bound, *BOUNDS[type(bound)]) for bound in own)
+        return fits(value, arguments[0]) and all(compare(value, limit(bound)) for bound, _, compare, limit in known)
     if origin in (Union, UnionType):
         return any(fits(value, each) for each in arguments)
     if origin is Literal:
@@ -109,8 +110,3 @@ def words(annotation: Any, bounds: Sequence[object] = (), inner: Callable[[Any],
         kind = kind.replace("a number", "a finite number")
     ranges = [f"{sign} {limit}" for sign, limit in limits if not math.isinf(limit)]
     return f"{kind} {' and '.join(ranges)}".rstrip()
-
-
-def _holds(bound: object, value: object) -> bool:
-    _, compare, limit_of = BOUNDS[type(bound)]
-    return compare(value, limit_of(bound))

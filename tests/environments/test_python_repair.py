@@ -18,7 +18,7 @@ from whet.environments.check import Plan, check
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
 from whet.rewards.code import Suite, run_tests
-from whet.sandbox.open import open_sandbox
+from whet.sandbox.protocol import open_sandbox
 from whet.types import Message, Prompt
 
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.rewards.code import compute_score
-from whet.sandbox.open import open_sandbox
+from whet.sandbox.protocol import open_sandbox
 
 ROOT = Path(__file__).parents[2]
 HUMAN_EVAL = ROOT.parent / "shared/data/humaneval/HumanEval.jsonl.gz"

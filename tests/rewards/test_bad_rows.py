@@ -20,7 +20,7 @@ from whet.errors import WhetError
 from whet.rewards.judge.rubrics import load_rubric
 from whet.rewards.pool import build_scorer
 from whet.rollout.reports import FailureWatch
-from whet.sandbox.open import open_sandbox
+from whet.sandbox.protocol import open_sandbox
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
 
 RUST = "```rust\nfn main() {}\n```"

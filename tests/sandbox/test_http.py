@@ -28,8 +28,7 @@ from whet.rewards.code import Suite, compute_score, run_tests
 from whet.sandbox import http
 from whet.sandbox.http import HttpSandbox
 from whet.sandbox.local import LocalSandbox
-from whet.sandbox.open import open_sandbox
-from whet.sandbox.protocol import Language, Limits, Program
+from whet.sandbox.protocol import Language, Limits, Program, open_sandbox
 from whet.serving import sandbox as sandbox_service
 from whet.serving.sandbox import SandboxApp
 

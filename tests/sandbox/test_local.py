@@ -24,8 +24,7 @@ from tests.raising import raises
 from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
 from whet.sandbox.local import LANGUAGES, LocalSandbox
-from whet.sandbox.open import open_sandbox
-from whet.sandbox.protocol import Job, Language, Limits, Program
+from whet.sandbox.protocol import Job, Language, Limits, Program, open_sandbox
 
 MORE = {
     "perl": Language("a.pl", ["perl", "a.pl"]),

@@ -18,7 +18,7 @@ from whet.cli.arguments import Command, KeyValues
 from whet.cli.serve import read_options
 from whet.files import shipped_yaml
 from whet.registry import REWARDS, Entry
-from whet.rewards.peers import stand_ins
+from whet.rewards.managers import stand_ins
 
 if TYPE_CHECKING:
     from whet.rewards.check import CheckedPrompt, Report

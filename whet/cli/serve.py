@@ -74,7 +74,7 @@ def serve_sandbox(
     reward.kwargs.sandbox=http://HOST:PORT, and the key in WHET_SANDBOX_KEY."""
     import os
 
-    from whet.sandbox.open import open_sandbox
+    from whet.sandbox.protocol import open_sandbox
 
     if sandbox not in ("bubblewrap", "unisolated"):
         raise ConfigError("--sandbox", sandbox, "bubblewrap or unisolated, which can be served", "name one of them")

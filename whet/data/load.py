@@ -236,7 +236,8 @@ def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> lis
         met = [number for number in left if test(_value(rows[number], field), number)]
         if left and not met:
             found = Counter(repr(_value(rows[number], field)) for number in left).most_common(5)
-            problem = f"none of {len(left)} rows has {field} {_show(condition)}"
+            shown = f"within {dict(condition)}" if isinstance(condition, Mapping) else f"= {condition!r}"
+            problem = f"none of {len(left)} rows has {field} {shown}"
             values = ", ".join(value for value, _ in found)
             raise DataError(f"data.filter.{field}", problem, f"a value that some rows have, most often {values}")
         left = met
@@ -279,10 +280,6 @@ def _number(field: str, value: object, number: int) -> float:
         expected = f"a number, as data.filter.{field} has bounds"
         raise DataError(f"row {number}: field {field!r}", f"is {value!r}", expected)
     return float(value)
-
-
-def _show(condition: object) -> str:
-    return f"= {condition!r}" if not isinstance(condition, Mapping) else f"within {dict(condition)}"
 
 
 def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) -> tuple[Prompt, ...]:

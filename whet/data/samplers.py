@@ -34,7 +34,7 @@ from whet.data.loader import (
 )
 from whet.errors import DataError
 from whet.options import NonNegative, Positive, Share
-from whet.registry import SAMPLERS, Entry, register_sampler
+from whet.registry import SAMPLERS, register_sampler
 from whet.types import Group, Prompt
 
 METHODS = ("take", "observe", "state", "load_state")  # of an adaptive sampler
@@ -67,7 +67,8 @@ def make_loader(
     options = entry.resolve_options(data.sampler_options, "data.sampler_options")
 
     def made(part: Sequence[Prompt], draws: int, **epoch: int) -> Any:
-        return _call(entry, name, {"prompts": part, "seed": seed, "total_draws": draws, **epoch}, options)
+        with users_code(name, change="correct the sampler"):
+            return entry.make({"prompts": part, "seed": seed, "total_draws": draws, **epoch}, options)
 
     def order(part: Sequence[Prompt], draws: int, epoch: int) -> RowNumbers:
         rows = checked_rows(made(part, max(1, draws), epoch=epoch), len(part), name)
@@ -107,11 +108,6 @@ def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Se
 
 def _own_order(count: int, seed: int, kind: int | str, shuffle: bool, epoch: int) -> RowNumbers:
     return shuffled(count, seed, epoch, kind) if shuffle else in_order(count, epoch)
-
-
-def _call(entry: Entry, name: str, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    with users_code(name, change="correct the sampler"):
-        return entry.make(supplied, options)
 
 
 def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:

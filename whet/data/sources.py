@@ -119,7 +119,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)
 
 def read_hub(
     path: str, config: str | None, split: str | None, *, default_split: str | None, deadline_seconds: float
-) -> list[dict[str, Any]]:
+) -> list[DataRow]:
     """Reads the rows of one split of a data set on the hub, or of a folder.  Raises: DataError, DeadlineError."""
     name = f"{path}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
     found = f"was not downloaded within data.hub_deadline_seconds={deadline_seconds:g}"
@@ -136,23 +136,21 @@ def read_hub(
         raise DataError(name, found, "", _hub_hint(path, str(error))) from error
 
 
-def _read_datasets(path: str, config: str | None, split: str | None, default_split: str | None) -> list[dict[str, Any]]:
+def _read_datasets(path: str, config: str | None, split: str | None, default_split: str | None) -> list[DataRow]:
     import datasets
 
     folder = Path(path).expanduser()
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         if config is not None:
             raise DataError(path, "was written by save_to_disk and has no configs", "", f"remove :{config}")
-        saved = datasets.load_from_disk(str(folder))
-        if not isinstance(saved, dict):
-            if split is not None:
-                raise DataError(path, "has a single split without a name", "", f"remove @{split}")
-            return cast(list[dict[str, Any]], saved.to_list())
-        return cast(list[dict[str, Any]], saved[_split_of(path, split, default_split, list(saved))].to_list())
-    found = datasets.load_dataset(str(folder) if folder.is_dir() else path, config, split=split)
-    if split is None:  # all splits, which are downloaded together anyway; listing their names does not work offline
-        found = found[_split_of(path, None, default_split, list(found))]
-    return cast(list[dict[str, Any]], found.to_list())
+        found = datasets.load_from_disk(str(folder))
+        if split is not None and not isinstance(found, dict):
+            raise DataError(path, "has a single split without a name", "", f"remove @{split}")
+    else:  # without a split all of them, which are downloaded together; listing their names does not work offline
+        found = datasets.load_dataset(str(folder) if folder.is_dir() else path, config, split=split)
+    if isinstance(found, dict):
+        found = found[_split_of(path, split, default_split, list(found))]
+    return cast(list[DataRow], found.to_list())
 
 
 def _split_of(path: str, split: str | None, default: str | None, known: list[str]) -> str:

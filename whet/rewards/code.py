@@ -19,7 +19,7 @@ from whet.options import Count, Positive, Share
 from whet.registry import register_reward
 from whet.rewards.result import truth_error
 from whet.sandbox.inside import whet_peer
-from whet.sandbox.protocol import Limits, Program, Ran, Sandbox
+from whet.sandbox.protocol import Limits, Program, Ran, Sandbox, open_sandbox
 
 # A fenced block: indentation, marks, language, text. An unclosed one counts: the response was cut, or ended without it.
 _FENCE = re.compile(
@@ -103,8 +103,6 @@ def compute_score(
     Raises: ValueError for a ground truth without tests, and for a language without a toolchain; SandboxError where the
     sandbox, a compiler, an interpreter or pytest is not there.
     """
-    from whet.sandbox.open import open_sandbox
-
     tests = read_tests(ground_truth, extra_info or {})
     if most_tests:
         tests = replace(tests, cases=tests.cases[:most_tests])
@@ -139,8 +137,6 @@ def check_options(
     **_: object,
 ) -> None:
     """Raises: SandboxError where the sandbox is not there, or has no such language."""
-    from whet.sandbox.open import open_sandbox
-
     box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     if language is not None and language not in box.languages:
         raise SandboxError.joined([_without(language, box)])

@@ -2,21 +2,25 @@
 """Reward managers of other systems: classes that are made with a tokenizer and score a DataProto.
 
 verl's have `__call__(data, return_dict)`, its newer ones `async run_single(data)` for a batch of one row, EasyR1's
-`compute_reward(data)`. The methods decide, not the name of the class.
+`compute_reward(data)`. The methods decide, not the name of the class. Below them are stand-ins for what such files
+import: while one is loaded where verl is not installed, the names of `OFFERED` can be imported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
-
-from omegaconf import OmegaConf
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 from whet.errors import RewardError, describe
-from whet.models.load import load_tokenizer
 from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import ONE_OF_THESE, check_options, show
 from whet.rewards.result import read_result
@@ -59,6 +63,10 @@ def open_manager(
 
 
 def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    from whet.models.load import load_tokenizer  # loads torch
+
     parameters = list(inspect.signature(cls).parameters.values())
     named = {each.name for each in parameters}
     if "tokenizer" not in named and any(each.kind is each.VAR_KEYWORD for each in parameters):
@@ -66,7 +74,11 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
     mappings = {name: OmegaConf.create(dict(each)) for name, each in kwargs.items() if isinstance(each, Mapping)}
     given = {"num_examine": 0, "reward_fn_key": "data_source", **kwargs, **mappings}
     given["config"] = OmegaConf.create({**EASYR1_CONFIG, **kwargs.get("config", {})})
-    given["compute_score"] = _score_function(kwargs.get("compute_score") or "auto")
+    reference = kwargs.get("compute_score") or "auto"
+    if not callable(reference):  # a shipped function gets the fields of the row that it reads
+        is_path = ":" in reference
+        reference = load_target(reference) if is_path else partial(score_shipped, REWARDS[reference].name)
+    given["compute_score"] = reference
     own = {name: value for name, value in given.items() if name in named or name in kwargs}
     check_options(cls, parameters, ({*own} - {*kwargs}) | {"tokenizer"}, kwargs)
     if "tokenizer" not in named:
@@ -75,13 +87,6 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
         raise RewardError("model.path", None, f"the model whose tokenizer {show(cls)} takes", "set it")
     path, runs_code = tokenizer
     return {"tokenizer": load_tokenizer(path, trust_remote_code=runs_code), **own}
-
-
-def _score_function(reference: Any) -> Callable[..., Any]:
-    """The function that verl would hand a manager: a shipped one gets those fields of the row that it reads."""
-    if callable(reference):
-        return reference  # type: ignore[no-any-return]
-    return load_target(reference) if ":" in reference else partial(score_shipped, REWARDS[reference].name)
 
 
 def score_shipped(
@@ -104,3 +109,74 @@ def score_shipped(
 
 
 score_by_source = partial(score_shipped, "auto")  # in the place of verl's default_compute_score
+
+C = TypeVar("C", bound=type)
+
+# What each name stands for; loaded when it is imported, so that a file which needs no torch loads none.
+_LINES = Path(__file__).with_name("offered.txt").read_text(encoding="utf-8").splitlines()
+OFFERED = dict(line.split() for line in _LINES)
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        whole = f"{self.__name__}.{name}"
+        if whole in OFFERED:
+            return load_target(OFFERED[whole])
+        if whole in sys.modules:
+            return sys.modules[whole]
+        raise AttributeError(name) if name.startswith("__") else ModuleNotFoundError(f"no {whole}", name=whole)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Makes the names of `OFFERED` importable in the block, unless verl is installed."""
+    parents = {name.rsplit(".", depth)[0] for name in OFFERED for depth in range(1, name.count(".") + 1)}
+    found = {} if find_spec("verl") else {name: _Module(name) for name in parents}
+    sys.modules.update(found)
+    try:
+        yield
+    finally:
+        for name in found:
+            del sys.modules[name]
+
+
+def register(name: str) -> Callable[[C], C]:
+    """verl's decorator of managers. The class stays as it is: a run names it by its path."""
+    return lambda cls: cls
+
+
+class AbstractRewardManager:
+    """The base of verl's managers."""
+
+    def _extract_reward_from_rm_scores(self, data: object, return_dict: bool = False) -> None:
+        return None  # scores of a reward model are no column of the batch that a manager gets
+
+
+class RewardManagerBase:
+    """The base of verl's managers with `run_single`, which keep the event loop that they are made in."""
+
+    _class_initialized = False
+
+    def __init__(self, config: object, tokenizer: object, compute_score: Callable[..., object]) -> None:
+        self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score
+        self.loop = asyncio.get_event_loop()
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: object, tokenizer: object) -> None:
+        """Called with each instance; a class that prepares something once asks `_class_initialized`."""
+        cls._class_initialized = True
+
+
+class FunctionRewardManager(ABC):
+    """The base of EasyR1's managers: `reward_fn` is the function that the config names."""
+
+    def __init__(self, config: Any, tokenizer: object) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        function = load_target(f"{config.reward_function}:{config.reward_function_name}")
+        options = dict(config.get("reward_function_kwargs") or {})
+        self.reward_fn: Callable[[object], object] = lambda given: function(given, **options)
+
+    @abstractmethod
+    def compute_reward(self, data: object) -> object:
+        """Scores [B, R], on the last token of each response, and a dict with the other numbers of each."""

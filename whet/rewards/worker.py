@@ -24,7 +24,7 @@ from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.processes.user_code import pin
 from whet.registry import REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt
-from whet.rewards.peers import stand_ins
+from whet.rewards.managers import open_manager, stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome, RewardItem
 
@@ -59,8 +59,6 @@ class WorkerSpec:
                 load_target(entry.marks["checked_by"])(**self.kwargs)
         kwargs, runner = self.kwargs, None
         if inspect.isclass(function):
-            from whet.rewards.managers import open_manager  # loads torch
-
             (function, runner), kwargs = open_manager(function, self.kwargs, self.tokenizer), {}
         return adapt(
             function, kwargs=kwargs, correct_threshold=self.correct_threshold, manager=self.manager, runner=runner

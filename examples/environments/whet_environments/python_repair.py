@@ -21,8 +21,7 @@ from whet.errors import ConfigError, SandboxError
 from whet.options import Count, NonNegative, Positive, Share
 from whet.registry import register_environment
 from whet.rewards.code import Suite, extract_code, run_tests
-from whet.sandbox.open import open_sandbox
-from whet.sandbox.protocol import Limits
+from whet.sandbox.protocol import Limits, open_sandbox
 from whet.types import Message, Prompt
 from whet_environments.small_functions import CALLS
 

@@ -8,8 +8,7 @@ from functools import partial
 
 from whet.options import Count, Positive
 from whet.registry import register_tool
-from whet.sandbox.open import open_sandbox
-from whet.sandbox.protocol import Limits, Program
+from whet.sandbox.protocol import Limits, Program, open_sandbox
 
 
 @register_tool("python")
