@@ -86,6 +86,37 @@ class Prompt:
     domain: str = ""  # of `reward.domains`
     is_text: bool = False  # the row has a text as its prompt, not messages
 
+    @property
+    def num_tokens(self) -> int:
+        """The length."""
+        return len(self.token_ids)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """The part that a step reads, without media."""
+        return self.token_ids, self.data_source, self.ground_truth, self.extra_info
+
+
+class Example(Protocol):
+    """An example of a run on examples, which the `builder` of its data section makes from rows."""
+
+    media: tuple[Media, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """The length, which `data.max_length` limits."""
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """The part that a step reads, without media: a resume compares its digest."""
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Token ids and loss mask of each text, by what `whet data` adds to the name of the example: ", chosen"."""
+
+    def facts(self) -> Mapping[str, object]:
+        """More that `whet data` shows."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Turn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whet.config.schema import PreferenceDataConfig
@@ -13,23 +13,37 @@ from whet.data.chat import encode_texts, roles
 from whet.data.prompts import PromptFormat, Row, at_row, find_field, read_messages
 from whet.data.supervised import encode_conversation, encode_response
 from whet.errors import DataError
+from whet.types import Example, Media
 
 logger = logging.getLogger(__name__)
 _TEXT = "only text in preference pairs"
 
 
 @dataclass(frozen=True)
-class PreferencePair:
+class PreferencePair(Example):
     """The token ids of the better and of the worse response, each with its prompt, and the margin of their scores."""
 
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
     margin: float = 0.0
+    media: tuple[Media, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """The length of the longer one."""
         return max(len(self.chosen), len(self.rejected))
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return self.chosen, self.rejected, self.margin
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Returns both responses; the mask is 1 on tokens in which they may differ."""
+        both, shared = {"chosen": self.chosen, "rejected": self.rejected}, self.num_shared
+        return {f", {name}": (ids, (0,) * shared + (1,) * (len(ids) - shared)) for name, ids in both.items()}
+
+    def facts(self) -> Mapping[str, object]:
+        return {"margin": self.margin}
 
     @property
     def num_shared(self) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whet.config.schema import SupervisedDataConfig
@@ -15,13 +15,13 @@ from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, r
 from whet.data.written import NO_END, end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
-from whet.types import Media, Message
+from whet.types import Example, Media, Message
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SupervisedExample:
+class SupervisedExample(Example):
     """A training sequence: `loss_mask` is 1 on trained tokens, 0 on context."""
 
     input_ids: tuple[int, ...]
@@ -32,6 +32,13 @@ class SupervisedExample:
     def num_tokens(self) -> int:
         """The length."""
         return len(self.input_ids)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return self.input_ids, self.loss_mask
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {"": (self.input_ids, self.loss_mask)}
 
 
 def build_examples(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -59,7 +60,8 @@ class Site:
             shown = path.name if name == "." else name
             names = {"metrics": curves.names(), "main": curves.main()}
             found.append({"id": name, "name": shown, **curves.summary(), **names, "files": records.steps()})
-        panels = [name.lstrip("-~") for names in MAIN for name in names]
+        known = sorted({name for run in found for name in run["metrics"]})
+        panels = [name for row in MAIN for each in row for name in known if fnmatchcase(name, each.lstrip("-~"))]
         return {"folder": self.root.name, "runs": found, "panels": panels}
 
     def curves(self, query: Mapping[str, str]) -> Any:
