@@ -441,6 +441,7 @@ ROLLOUT_ENGINES = Registry(
 KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
 # `whet algorithms` does not list these.
 HINTS = Registry("hint source", "trainers", "register_hint")
+ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=False)  # names: MODEL_TYPE/KIND
 TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
 
 register_adv_est = ADV_ESTIMATORS.register
@@ -460,4 +461,5 @@ register_tool_parser = TOOL_PARSERS.register
 register_sampler = SAMPLERS.register
 register_engine = ENGINES.register
 register_rollout = ROLLOUT_ENGINES.register
+register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register

@@ -48,7 +48,7 @@ class Media:
     digest: str  # of the bytes, and of the limits within which they are read
     source: Any = field(compare=False)  # encoded bytes, a path, or a tuple of either: the frames of a video
     frames: tuple[int, ...] = field(default=(), compare=False)  # numbers of those that are read, of a video
-    tokens: MediaTokens | None = field(default=None, compare=False)  # once a model's vision has measured it
+    tokens: MediaTokens | None = field(default=None, compare=False)  # once a model's encoder has measured it
     origin: str = field(default="", compare=False)  # the row of a data set, for errors: "row 17"
 
 

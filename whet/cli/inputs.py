@@ -229,7 +229,7 @@ def _print_media(output: Console, row: Shown, folder: Path | None) -> None:
     for number, each in enumerate(row.media):
         assert each.tokens is not None
         height, width = each.tokens.size
-        frames = f", {len(each.frames)} frames" if each.kind == "video" else ""
+        frames = f", {len(each.frames)} frames" if each.frames else ""
         size = f"{each.tokens.count} tokens, {width} x {height} pixels{frames}"
         line = f"{each.kind} {number}: {size}, {each.digest[:12]}"
         if folder is not None:

@@ -28,11 +28,11 @@ from whet.engines.role import RoleSettings
 from whet.errors import EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
+from whet.models.encoders.load import encoders_of
 from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
-from whet.models.vision.load import vision_of
 from whet.phases import counted, span
 
 
@@ -117,8 +117,8 @@ class Engine(ABC):
         Takes none where no token counts (metric `empty_updates`), or where loss or gradient is not finite
         (`skipped_updates` of the run, `skipped_in_a_row`)."""
         columns: Columns = {**batch.tensors(), **batch.non_tensor_batch}
-        counts, vision = self.begin(columns, objective), vision_of(self.model)
-        before = 0.0 if vision is None else vision.waited_seconds
+        counts, encoders = self.begin(columns, objective), encoders_of(self.model)
+        before = 0.0 if encoders is None else encoders.waited_seconds
         metrics = Metrics()
         if counts is None:
             metrics.max(f"{objective.name}/empty_updates", 1)
@@ -129,9 +129,9 @@ class Engine(ABC):
             loss = self.schedule(columns, objective, counts, metrics)
         with span("optimizer"):
             self.finish(objective.name, loss, metrics)
-        if vision is not None:
+        if encoders is not None:
             ranks = 1 if self.process_group is None else self.process_group.size()
-            metrics.seconds("perf/media_wait_seconds", (vision.waited_seconds - before) / ranks)
+            metrics.seconds("perf/media_wait_seconds", (encoders.waited_seconds - before) / ranks)
         return metrics
 
     def begin(self, columns: Columns, objective: Objective) -> Columns | None:
@@ -274,12 +274,12 @@ class Engine(ABC):
             prompts=prompts,
             first_fit=settings.in_stretches,
         )
-        if (vision := vision_of(self.model)) is not None:
+        if (encoders := encoders_of(self.model)) is not None:
             fields = [columns[name] for name in (MEDIA, LATER_MEDIA) if name in columns]
             by_pass = [
                 dict.fromkeys(each for row in rows for field in fields for each in field[row]) for rows in passes
             ]
-            vision.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
+            encoders.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
         return passes
 
     def _move(self, device: torch.device, *, weights: bool) -> None:

@@ -117,7 +117,7 @@ def forecast(
     config = with_dtypes(config, elsewhere=device is not None)
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
-    if not lengths and any(each.vision is not None for each in setup.outlines.values()):
+    if not lengths and any(each.encoders is not None for each in setup.outlines.values()):
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
