@@ -13,10 +13,10 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
+from whet.models.encoders.base import Encoders, Prepared
+from whet.models.encoders.load import encoders_of
 from whet.models.init import Arch, init_model
 from whet.models.load import load_tokenizer
-from whet.models.vision.base import Pixels, Vision
-from whet.models.vision.load import vision_of
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.types import Group, Media, Prompt, Trajectory, Turn
@@ -41,14 +41,14 @@ def picture(seed: int, size: tuple[int, int] = (56, 56)) -> bytes:
     return file.getvalue()
 
 
-def image(vision: Vision, seed: int, size: tuple[int, int] = (56, 56)) -> Media:
+def image(vision: Encoders, seed: int, size: tuple[int, int] = (56, 56)) -> Media:
     """A measured image."""
     encoded = picture(seed, size)
     media = Media("image", hashlib.sha256(encoded).hexdigest(), encoded)
     return vision.measured(media, size[1], size[0])
 
 
-def video(vision: Vision, seed: int, frames: int, size: tuple[int, int] = (56, 56)) -> Media:
+def video(vision: Encoders, seed: int, frames: int, size: tuple[int, int] = (56, 56)) -> Media:
     """A measured video of some frames, two a second."""
     encoded = tuple(picture(seed + frame, size) for frame in range(frames))
     digest = hashlib.sha256(b"".join(encoded)).hexdigest()
@@ -56,7 +56,7 @@ def video(vision: Vision, seed: int, frames: int, size: tuple[int, int] = (56, 5
     return vision.measured(media, size[1], size[0], [frame / 2 for frame in range(frames)])
 
 
-def together(pixels: Sequence[Pixels]) -> Pixels:
+def together(pixels: Sequence[Prepared]) -> Prepared:
     """The arguments of a forward pass of transformers for one row: patches one after the other, tiles of an image."""
     axis = 1 if pixels and "pixel_attention_mask" in pixels[0] else 0
     names = dict.fromkeys(name for each in pixels for name in each)
@@ -84,7 +84,7 @@ def batch_of_rows(folder: Path, rows: int = 12, seed: int = 0) -> DataProto:
     """Rows of three answers to a prompt: with an image, with two, with a second image after the first answer, with
     none; the columns of `engine_conformance.ragged_batch`."""
     tokenizer = load_tokenizer(folder)
-    vision, draws = vision_of(tokenizer), random.Random(seed)
+    vision, draws = encoders_of(tokenizer), random.Random(seed)
     assert vision is not None
     groups = []
     for number in range(rows // 3):
@@ -107,7 +107,7 @@ def batch_of_rows(folder: Path, rows: int = 12, seed: int = 0) -> DataProto:
 
 
 def _answer(
-    prompt: Prompt, sample: int, draws: random.Random, tokenizer: PreTrainedTokenizerBase, vision: Vision, later: bool
+    prompt: Prompt, sample: int, draws: random.Random, tokenizer: PreTrainedTokenizerBase, vision: Encoders, later: bool
 ) -> Trajectory:
     def turn(context: tuple[int, ...], media: tuple[Media, ...]) -> Turn:
         length = draws.randint(2, 9)

@@ -16,8 +16,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from docs.generate.layers import layers, limit
+from whet.config.commands import commands, schema_of
 from whet.config.keys import is_free, is_section
-from whet.config.schema import EvalConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "whet"
@@ -200,7 +200,7 @@ def test_files_functions_and_package_stay_small() -> None:
 def test_the_config_stays_small_and_every_key_says_what_it_is() -> None:
     """Keys of all commands; a section that stands in several places, or that others build on, is counted once."""
     keys: dict[tuple[str, str], FieldInfo] = {}
-    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, EvalConfig, GenerateConfig):
+    for schema in map(schema_of, commands()):
         for _, section in schema().sections():
             for name, field in type(section).model_fields.items():
                 owner = [each for each in type(section).__mro__ if name in vars(each).get("__annotations__", {})][-1]

@@ -737,7 +737,7 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
     shutil.rmtree(checkpoint)
     wrong("folder of another config", opened(lr=1e-4))
     wrong("other data than before", opened("sha256 now"))
-    Path("mine", "config.yaml").write_text("optim: {lr: 1e-6}\n")
+    Path("mine", "inputs.json").write_text(json.dumps({"command": "sft"}))
     wrong("folder of another command", opened())
     Path("mine", "rollouts").symlink_to(Path.cwd())
     wrong("link in a run's folder", opened())

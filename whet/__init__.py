@@ -8,6 +8,7 @@ from whet.api import (
     export as export,
     generate as generate,
     plot as plot,
+    run as run,
     sft as sft,
     train as train,
     train_reward as train_reward,
@@ -15,6 +16,7 @@ from whet.api import (
 from whet.registry import (
     register_adv_est as register_adv_est,
     register_aggregation as register_aggregation,
+    register_encoder as register_encoder,
     register_engine as register_engine,
     register_environment as register_environment,
     register_filter as register_filter,
@@ -27,6 +29,7 @@ from whet.registry import (
     register_sampler as register_sampler,
     register_tool as register_tool,
     register_tool_parser as register_tool_parser,
+    register_trainer as register_trainer,
     register_value_loss as register_value_loss,
     register_weight as register_weight,
     register_wrapper as register_wrapper,

@@ -33,6 +33,23 @@ STANDS_FOR = {"reward": "reward.function", "data": "data.train_files", "val_data
 
 
 @no_exit()
+def run(trainer: str, recipe: Recipe = None, **arguments: Any) -> Any:
+    """Trains as the command of a trainer does and returns the finished run.
+
+    `trainer` is a registered name, `package.module:function` or `path/file.py:function`. Of the arguments the trainer
+    takes those that its signature names (data=, ...); the others are overrides."""
+    from whet.config.commands import schema_of
+    from whet.registry import trainer_of
+    from whet.threads import yield_soon
+
+    entry = trainer_of(trainer)
+    given = {name: arguments.pop(name) for name in entry.options if name in arguments}
+    config = _config(schema_of(entry.name), recipe, arguments, **given)
+    yield_soon()
+    with _lines(config), _argument("reward", RewardError if given.get("reward") is not None else ()):
+        return entry.load()(config, **given)  # after the config is checked, since this loads torch
+
+
 def train(
     recipe: Recipe = None,
     *,
@@ -45,20 +62,10 @@ def train(
 
     `reward`, `data` and `val_data` (rows or prompts) stand in for `reward.function`, `data.train_files` and
     `data.val_files`."""
-    from whet.config import TrainConfig
-
-    config = _config(TrainConfig, recipe, overrides, reward=reward, data=data, val_data=val_data)
-
-    from whet.threads import yield_soon
-
-    yield_soon()
-    from whet.trainers import build  # after the config is checked, since this loads torch
-
-    with _lines(config), _argument("reward", RewardError if reward is not None else ()):
-        return build.train(config, reward=reward, data=data, val_data=val_data)
+    made: Run = run("train", recipe, reward=reward, data=data, val_data=val_data, **overrides)
+    return made
 
 
-@no_exit()
 def sft(
     recipe: Recipe = None,
     *,
@@ -68,29 +75,16 @@ def sft(
     **overrides: Any,
 ) -> SFTRun:
     """Trains on examples as `whet sft` does and returns the finished run; `callbacks` get it after every step."""
-    from whet.config import SFTConfig
-
-    config = _config(SFTConfig, recipe, overrides, data=data, val_data=val_data)
-
-    from whet.trainers.sft import train_sft
-
-    with _lines(config):
-        return train_sft(config, data=data, val_data=val_data, callbacks=callbacks)
+    made: SFTRun = run("sft", recipe, data=data, val_data=val_data, callbacks=callbacks, **overrides)
+    return made
 
 
-@no_exit()
 def train_reward(
     recipe: Recipe = None, *, data: Rows | None = None, val_data: Rows | None = None, **overrides: Any
 ) -> RewardTrainingRun:
     """Trains a reward model on preference pairs as `whet train-reward` does and returns the finished run."""
-    from whet.config import RewardTrainingConfig
-
-    config = _config(RewardTrainingConfig, recipe, overrides, data=data, val_data=val_data)
-
-    from whet.trainers.train_reward import train_reward as run
-
-    with _lines(config):
-        return run(config, data=data, val_data=val_data)
+    made: RewardTrainingRun = run("train-reward", recipe, data=data, val_data=val_data, **overrides)
+    return made
 
 
 @no_exit()
@@ -142,11 +136,11 @@ def export(
     `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved;
     `dtype` is that of the written weights, by default that of the run's rollout, without a rollout float32.
     The folder is uploaded to the repository `hub` (owner/name), which is made where it is missing."""
-    from whet.checkpoints.export import export as run
+    from whet.checkpoints.export import export as write
 
     with _argument("checkpoint"):
         folder = _run_folder(checkpoint)
-    written = run(folder, Path(out), adapter=adapter, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
+    written = write(folder, Path(out), adapter=adapter, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
     if hub is not None:
         from whet.checkpoints.hub import upload
 
@@ -163,7 +157,7 @@ def plot(
 ) -> Drawing:
     """Draws metrics of one or several runs as `whet plot` does.  Returns the matplotlib figure, which notebooks show.
 
-    `runs` are folders of runs, folders with runs, or what `whet.train`, `whet.sft` and `whet.train_reward` returned.
+    `runs` are folders of runs, folders with runs, or what `whet.train`, `whet.run`, ... returned.
     `metrics` are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well.
     Raises: DataError naming the argument."""
     from whet.cli.runs import check_png, drawn, with_metrics
@@ -183,13 +177,13 @@ def plot(
     return figure
 
 
-def _run_folder(run: Any) -> Path:
-    if isinstance(run, str | Path):
-        return Path(run)
+def _run_folder(made: Any) -> Path:
+    if isinstance(made, str | Path):
+        return Path(made)
     try:
-        return Path(run.run_dir)
+        return Path(made.run_dir)
     except AttributeError:
-        raise DataError("", run, "a run's folder, or the result of whet.train", "name a run") from None
+        raise DataError("", made, "a run's folder, or the result of whet.train", "name a run") from None
 
 
 @contextmanager

@@ -96,11 +96,16 @@ class Entry:
         """The function or class itself, which is imported if needed.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
+    def marked(self, mark: str) -> Any:
+        """The function or class that a mark is, or names as `package.module:name`; None without the mark."""
+        found = self.marks.get(mark)
+        return found if found is None or callable(found) else load_target(found)
+
     def check_row(self, *row: Any) -> None:
         """Checks the ground truth of a row, (ground truth, extra_info, data_source), with the function that the mark
         `rows_checked_by` names, if there is one.  Raises: what that function raises."""
-        if checked_by := self.marks.get("rows_checked_by"):
-            load_target(checked_by)(*row)
+        if checked_by := self.marked("rows_checked_by"):
+            checked_by(*row)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Calls the function with the values in `supplied` that its parameters before `*` name, and with `options`."""
@@ -173,7 +178,7 @@ class Registry:
         def decorate(function: F) -> F:
             entry = self.entry_of(function, name, marks)
             for each in (entry, *_alias_entries(entry, aliases)):
-                taken = self._live.get(each.name) or self._shipped.get(each.name)
+                taken = self._live.get(each.name) or self.shipped.get(each.name)
                 if taken is not None and taken.target != each.target:
                     found = f"already registered as {taken.target}"
                     change = f"register {each.target} under another name"
@@ -185,19 +190,19 @@ class Registry:
 
     def names(self) -> list[str]:
         """Returns the known names, aliases included, sorted."""
-        return sorted({**self._installed, **self._shipped, **self._live})
+        return sorted({**self._installed, **self.shipped, **self._live})
 
     def __iter__(self) -> Iterator[Entry]:
         return (self[name] for name in self.names())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._live or name in self._shipped or name in self._installed
+        return name in self._live or name in self.shipped or name in self._installed
 
     def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
         """The entry of a name, a path, or a function object.  Raises: RegistryError."""
         if callable(reference):
             return self.registered(reference) or self.entry_of(reference, reference.__name__, {})
-        found = self._live.get(reference) or self._shipped.get(reference)
+        found = self._live.get(reference) or self.shipped.get(reference)
         if found is not None:
             return found
         if reference in self._installed:
@@ -216,7 +221,8 @@ class Registry:
         return next(own, None)
 
     @cached_property
-    def _shipped(self) -> Mapping[str, Entry]:
+    def shipped(self) -> Mapping[str, Entry]:
+        """The functions that ship with whet by name, in the order of files and lines."""
         return _read_shipped(self)
 
     @cached_property
@@ -266,6 +272,18 @@ def entry_of(
         },
         function=function,
     )
+
+
+def trainer_of(command: str) -> Entry:
+    """The trainer of a command. One that does not ship with whet has the name that is written after `whet`: that of its
+    entry point, or its place.  Raises: RegistryError."""
+    entry = TRAINERS[command]
+    if entry.marks.get("config") is None:
+        change = "decorate it with @register_trainer(name, config=...)"
+        raise RegistryError(command, "a function without a config", "a registered trainer", change)
+    location, colon, name = command.rpartition(":")
+    whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location
+    return entry if entry.name in TRAINERS.shipped else replace(entry, name=f"{whole}{colon}{name}")
 
 
 def load_target(target: str, *, is_called: bool = True) -> Any:
@@ -421,7 +439,10 @@ ROLLOUT_ENGINES = Registry(
     ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model", "cache_room"),
 )
 KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
-HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources", "chat"))  # listed nowhere
+# `whet algorithms` does not list these.
+HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources", "chat"))
+ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=False)  # names: MODEL_TYPE/KIND
+TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -440,3 +461,5 @@ register_tool_parser = TOOL_PARSERS.register
 register_sampler = SAMPLERS.register
 register_engine = ENGINES.register
 register_rollout = ROLLOUT_ENGINES.register
+register_encoder = ENCODERS.register
+register_trainer = TRAINERS.register

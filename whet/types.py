@@ -48,7 +48,7 @@ class Media:
     digest: str  # of the bytes, and of the limits within which they are read
     source: Any = field(compare=False)  # encoded bytes, a path, or a tuple of either: the frames of a video
     frames: tuple[int, ...] = field(default=(), compare=False)  # numbers of those that are read, of a video
-    tokens: MediaTokens | None = field(default=None, compare=False)  # once a model's vision has measured it
+    tokens: MediaTokens | None = field(default=None, compare=False)  # once a model's encoder has measured it
     origin: str = field(default="", compare=False)  # the row of a data set, for errors: "row 17"
 
 
@@ -85,6 +85,37 @@ class Prompt:
     media: tuple[Media, ...] = ()  # in the order of their placeholders in `token_ids`
     domain: str = ""  # of `reward.domains`
     is_text: bool = False  # the row has a text as its prompt, not messages
+
+    @property
+    def num_tokens(self) -> int:
+        """The length."""
+        return len(self.token_ids)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """The part that a step reads, without media."""
+        return self.token_ids, self.data_source, self.ground_truth, self.extra_info
+
+
+class Example(Protocol):
+    """An example of a run on examples, which the `builder` of its data section makes from rows."""
+
+    media: tuple[Media, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """The length, which `data.max_length` limits."""
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """The part that a step reads, without media: a resume compares its digest."""
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Token ids and loss mask of each text, by what `whet data` adds to the name of the example: ", chosen"."""
+
+    def facts(self) -> Mapping[str, object]:
+        """More that `whet data` shows."""
+        return {}
 
 
 @dataclass(frozen=True)

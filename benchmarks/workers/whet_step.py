@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.workers.turns import Turns
 from benchmarks.workload import score
 from whet.config import TrainConfig, load_config
-from whet.models.vision.base import PIXELS
+from whet.models.encoders.base import PREPARED
 from whet.rollout.protocol import Event, Request, RolloutEngine
 from whet.tracking.tracker import read_records
 from whet.trainers.build import build, build_scorer
@@ -82,7 +82,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        get = PIXELS.get
+        get = PREPARED.get
 
         def measured(*args: Any) -> Any:
             start = time.perf_counter()
@@ -91,7 +91,7 @@ class Waiting:
             finally:
                 self._seconds += time.perf_counter() - start
 
-        PIXELS.get = measured  # type: ignore[method-assign]
+        PREPARED.get = measured  # type: ignore[method-assign]
 
     def take(self) -> float:
         """The seconds since the last call."""

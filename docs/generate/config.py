@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
+from whet.config.commands import commands, schema_of
 from whet.config.keys import describe_type, is_section
 from whet.config.render import inline
-from whet.config.schema import EvalConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from whet.config.section import Section
 
 MARK = "<!-- Below this line the page is written by `make pages`. -->\n"
@@ -18,11 +19,11 @@ def page(text: str) -> str:
     return text.partition(MARK)[0] + MARK + reference()
 
 
-def reference() -> str:
-    """Every key of every command by section; a section that is equal to an earlier one only refers to it."""
+def reference(names: Sequence[str] = ()) -> str:
+    """Every key of these commands, or of all that ship; a section that is equal to an earlier one only refers to it."""
     lines: list[str] = []
     seen: dict[tuple[type[Section], str], str] = {}
-    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, EvalConfig, GenerateConfig):
+    for schema in map(schema_of, names or commands()):
         lines += ["", f"## `whet {schema.command}`"]
         lines += _section(schema(), "", f" of `whet {schema.command}`", seen)
     return "\n".join(lines) + "\n"

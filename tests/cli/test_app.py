@@ -170,9 +170,9 @@ def test_h_is_help_and_a_flag_has_no_type(command: list[str], capsys: pytest.Cap
 
 
 def test_choices_are_not_broken_inside_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert whet("config", "-h") == 0
-    shown = [line[29:51].strip() for line in capsys.readouterr().out.splitlines()]
-    assert shown[6:9] == ["<train | sft |", "train-reward | eval |", "generate | convert>"]
+    assert whet("init-model", "-h") == 0
+    shown = [line[24:45].strip() for line in capsys.readouterr().out.splitlines()]
+    assert shown[9:11] == ["<qwen2.5 | qwen3 |", "qwen3_moe | llama |"]
 
 
 @pytest.mark.parametrize(

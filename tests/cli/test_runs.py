@@ -48,6 +48,7 @@ def test_runs_are_listed_with_their_state_best_metric_and_command(capsys: pytest
         "best": 0.75,
         "best_step": 3,
         "error": "RuntimeError: no memory",
+        "trainer": "train",
         "command": "whet train runs/a/config.yaml trainer.run_dir=runs/a",
     }
     assert second["state"] == "finished" and second["command"] == "whet export runs/b runs/b_model"
@@ -89,7 +90,7 @@ def test_a_single_run_is_shown_with_first_last_and_best(capsys: pytest.CaptureFi
 def test_the_command_to_go_on_fits_the_kind_of_run() -> None:
     given = make_run(Path("given"), config=to_yaml(TrainConfig()))  # its rows came from Python
     write_state(given, "stopped")
-    assert next_command(read_run(given)) == "call whet.train again: the data of given came from Python"
+    assert next_command(read_run(given)) == "call whet.run('train', ...) again: the data of given came from Python"
     values = {
         "data": {"train_files": ["x.jsonl"]},
         "trainer": {"resume": "never", "project_name": "p", "experiment_name": "e"},

@@ -90,6 +90,6 @@ def test_an_editor_can_offer_what_is_registered() -> None:
         for each in sections:
             part = SCHEMA["$defs"][part["properties"][each]["anyOf"][0]["$ref"].rpartition("/")[2]]
         offered = part["properties"][name]["examples"]  # other tests register more, before and after
-        assert offered and {*choice.registry._shipped} <= {*offered} <= {*choice.registry.names()}
+        assert offered and {*choice.registry.shipped} <= {*offered} <= {*choice.registry.names()}
     n = SCHEMA["$defs"]["RolloutConfig"]["properties"]["n"]
     assert (n["description"], n["default"]) == ("responses a prompt", 8)

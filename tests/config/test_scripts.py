@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from whet.config import load_config
+from whet.config.commands import schema_of
 from whet.config.compose import flatten
 from whet.config.convert import Converted, convert
 from whet.config.foreign_files import read
-from whet.config.schema import COMMANDS
 from whet.errors import ConfigError
 
 SCRIPTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text())
@@ -74,7 +74,7 @@ def test_the_recipe_is_one_that_the_command_reads(name: str, tmp_path: Path) -> 
     """The text loads, key by key, as the values that were converted."""
     found, file = converted(name, tmp_path), tmp_path / "recipe.yaml"
     file.write_text(found.to_yaml())
-    config = load_config(COMMANDS[found.command], file, checked=False).config
+    config = load_config(schema_of(found.command), file, checked=False).config
     loaded = dict(flatten(config.model_dump(mode="json")))
     for key, value in flatten(found.values):
         stored = loaded.get(key, dict(flatten(loaded)).get(key))

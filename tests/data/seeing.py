@@ -59,7 +59,7 @@ def seeing(tokenizer: Any) -> Any:
     names = ["<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     tokenizer.chat_template = TEMPLATE
-    tokenizer.vision = PatchVision(tokenizer)
+    tokenizer.encoders = PatchVision(tokenizer)
     return tokenizer
 
 

@@ -25,7 +25,7 @@ RED = (200, 30, 30)
 
 @pytest.fixture
 def vision(sighted: PreTrainedTokenizerBase) -> PatchVision:
-    return sighted.vision  # type: ignore[attr-defined, no-any-return]
+    return sighted.encoders  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_what_does_not_fit_names_the_row(
 def test_a_text_that_writes_the_models_own_token_stays_text(sighted: PreTrainedTokenizerBase) -> None:
     row = {"prompt": f"<image> is not {IMAGE}", "images": [WIDE]}
     [prompt] = prompts(sighted, [row])
-    own = sighted.vision.ids["image"]  # type: ignore[attr-defined]
+    own = sighted.encoders.ids["image"]  # type: ignore[attr-defined]
     assert prompt.token_ids.count(own) == 2 and text(sighted, prompt.token_ids).count(IMAGE) == 3
     for options, key, found in (
         ({"chat_template_kwargs": {"sanitize_control_tokens": False}}, "chat template", re.compile(" 2 .* 1 ")),
@@ -256,7 +256,7 @@ def test_an_example_is_not_cut_inside_an_image(sighted: PreTrainedTokenizerBase)
     ]
     row = {"messages": messages, "images": [WIDE, TALL]}
     [whole] = examples(sighted, [row])
-    own = sighted.vision.ids["image"]  # type: ignore[attr-defined]
+    own = sighted.encoders.ids["image"]  # type: ignore[attr-defined]
     second = [place for place, token in enumerate(whole.input_ids) if token == own][2]
     for length, num_media in ((second, 1), (second + 3, 2)):
         [cut] = examples(sighted, [row], max_length=length)
@@ -311,12 +311,12 @@ def test_a_video_has_limits_of_its_own(sighted: PreTrainedTokenizerBase) -> None
         (4, 2, 2),
         (4, 1, 1),
     ]
-    seconds = sighted.vision.seconds  # type: ignore[attr-defined]
+    seconds = sighted.encoders.seconds  # type: ignore[attr-defined]
     assert sorted(each[-1] for each in seconds) == [4.5, 5.0, 5.0, 10.0, 20.0]
 
 
 def test_limits_of_the_data_give_way_to_those_of_an_item(sighted: PreTrainedTokenizerBase) -> None:
-    reader = MediaReader(MediaLimits(min_pixels=6000, max_pixels=9000), sighted.vision)  # type: ignore[attr-defined]
+    reader = MediaReader(MediaLimits(min_pixels=6000, max_pixels=9000), sighted.encoders)  # type: ignore[attr-defined]
     assert reader._for({"max_pixels": 3136}).limits == MediaLimits(min_pixels=3136, max_pixels=3136)
     assert reader._for({"min_pixels": 10_000}).limits == MediaLimits(min_pixels=10_000, max_pixels=10_000)
     assert reader._for({"min_pixels": 1, "max_pixels": None}).limits == MediaLimits(min_pixels=1, max_pixels=9000)

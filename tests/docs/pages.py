@@ -41,8 +41,8 @@ from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
 from whet.cli.sweep import members
 from whet.config import load_config, problems
+from whet.config.commands import commands, schema_of
 from whet.config.render import json_schema
-from whet.config.schema import COMMANDS
 from whet.config.section import Section
 from whet.errors import ConfigError
 
@@ -51,7 +51,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: title=\"(?P<title>[^
 MARKER = re.compile(r"^ *<!-- (?P<kind>slow|check|skip|recipe): (?P<reason>.+) -->$")
 PIECES = ("whet/", "examples/")  # titles of blocks that are pieces of files
 LANGUAGES = {"python", "bash", "yaml", "json", "jinja", "text"}
-SCHEMAS = COMMANDS
+SCHEMAS = {each: schema_of(each) for each in commands()}
 SHELL = set("|;&<>$`(){}*#")
 DEADLINE_SECONDS = 280
 

@@ -22,11 +22,11 @@ from tests import pictures
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
+from whet.models.encoders import base
+from whet.models.encoders.cache import BoundedCache
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
-from whet.models.vision import base
-from whet.models.vision.cache import BoundedCache
-from whet.models.vision.load import vision_of
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.types import Media
@@ -53,7 +53,7 @@ def test_log_probs_are_those_of_transformers(folder: Path) -> None:
     """Of each row alone, with the positions that the model itself computes. Rows of several turns too."""
     plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
     model, batch = load_policy(folder), pictures.batch_of_rows(folder)
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     needs, columns = frozenset({"log_probs"}), {**batch.tensors(), **batch.non_tensor_batch}
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_log_probs_are_those_of_transformers(folder: Path) -> None:
             real = columns["attention_mask"][row].bool()
             ids = columns["input_ids"][row][real][None]
             media = (*columns["media"][row], *columns["response_media"][row])
-            pixels = [vision.pixels(each) for each in media]
+            pixels = [vision.prepared(each) for each in media]
             given = pictures.together(pixels)
             if media and vision.config.model_type.startswith("qwen"):
                 given["mm_token_type_ids"] = (ids == media[0].tokens.token_id).int()
@@ -111,10 +111,10 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     before = {name: weight.clone() for name, weight in frozen.model.named_parameters()}
     suite.update(frozen, batch_at(), suite.OBJECTIVES[1])
     suite.check_forward(engine(folder, PADDED), engine(folder, PADDED, freeze=("vision",)), batch_at)
-    vision, calls = vision_of(frozen.model), list[int]()
+    vision, calls = encoders_of(frozen.model), list[int]()
     assert vision is not None
-    encode = vision._features
-    vision._features = lambda body, pixels: calls.append(len(pixels)) or encode(body, pixels)  # type: ignore
+    encode = vision.by_kind["image"].embed
+    vision.by_kind["image"].embed = lambda body, pixels: calls.append(len(pixels)) or encode(body, pixels)  # type: ignore
     sampler = NativeEngine()
     sampler.attach(frozen.model, 0)
     [media] = batch_at().non_tensor_batch["media"][0]
@@ -147,19 +147,19 @@ def test_a_text_model_refuses_rows_with_images(folder: Path, model_folder: Path)
 def test_a_batch_larger_than_the_cache_of_pixels_is_prepared_once_a_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = BoundedCache(2**30, base.PIXELS._size, 2)
-    monkeypatch.setattr(base, "PIXELS", cache)
+    cache = BoundedCache(2**30, base.PREPARED._size, 2)
+    monkeypatch.setattr(base, "PREPARED", cache)
     limit = 840_000 if load_policy(folder).config.model_type == "smolvlm" else 400_000  # 2.7 of the largest images
     built, made = engine(folder, suite.Variant(True, 200), media_cache_gib=limit / 2**30), Counter[str]()
-    vision = vision_of(built.model)
+    vision = encoders_of(built.model)
     assert vision is not None
-    own = vision._pixels
+    own = vision.by_kind["image"].prepare
 
-    def counted(media: Media) -> base.Pixels:
+    def counted(media: Media) -> base.Prepared:
         made[media.digest] += 1
         return own(media)
 
-    monkeypatch.setattr(vision, "_pixels", counted)
+    monkeypatch.setattr(vision.by_kind["image"], "prepare", counted)
     batch = pictures.batch_of_rows(folder, 24)
     shown = {each.digest for name in ("media", "response_media") for row in batch[name] for each in row}
     for _ in range(2):

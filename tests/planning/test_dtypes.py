@@ -15,8 +15,8 @@ import yaml
 from tests.raising import raises
 from whet import devices
 from whet.config import TrainConfig, load_config
+from whet.config.commands import commands, schema_of
 from whet.config.compose import flatten
-from whet.config.schema import COMMANDS
 from whet.errors import ConfigError
 from whet.planning.dtypes import choose, with_dtypes
 from whet.trainers.build import train
@@ -87,7 +87,7 @@ def test_the_older_name_of_the_limit_holds_too(set_machine: SetMachine) -> None:
 @pytest.mark.parametrize(("machine", "expected"), [("avx2", "float32"), ("avx512_bf16", "bfloat16")])
 def test_auto_is_the_machines_own_in_every_command(machine: str, expected: str, set_machine: SetMachine) -> None:
     set_machine(machine)
-    for schema in COMMANDS.values():
+    for schema in map(schema_of, commands()):
         config = schema()
         named: Any = with_dtypes(config)
         assert {each.dtype for _, each in named.sections() if "dtype" in each} == {expected}, schema

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.models.vision.conftest import image_of, picture
+from tests.models.encoders.conftest import image_of, picture
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
+from whet.models.encoders.load import encoders_of
 from whet.models.init import init_model
 from whet.models.load import load_policy
-from whet.models.vision.load import vision_of
 from whet.planning.outline import Outline, RowLength, TensorBytes
 
 ROWS = [RowLength(prompt, 40, 10) for prompt in (1, 1, 2)]
@@ -33,12 +33,12 @@ def outline_of(folder: Path, media_share: float, **changed: Any) -> Outline:
 
 def test_the_towers_weights_and_saved_activations_are_near_those_of_a_pass(folder: Path) -> None:
     model = load_policy(folder)
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     media = [vision.measured(image_of(picture(seed, 128, 128)), 128, 128) for seed in (1, 2)]
     tokens = sum(each.tokens.count for each in media if each.tokens is not None)
     for each in media:
-        vision.pixels(each)
+        vision.prepared(each)
     counted = TensorBytes()
     with counted:
         kept = vision.features(model, media)
@@ -46,7 +46,7 @@ def test_the_towers_weights_and_saved_activations_are_near_those_of_a_pass(folde
     assert kept[0].hidden.requires_grad
     rows = [RowLength(number, each.tokens.count, 4) for number, each in enumerate(media) if each.tokens is not None]
     plan = outline_of(folder, media_share=1.0)
-    assert plan.patches(rows) == tokens * vision.patches_per_token
+    assert plan.patches(rows) == tokens * vision.own[0].patches_per_token
     assert plan.vision_weights == sum(
         weight.numel() for name, weight in model.named_parameters() if name in set(vision.tower_weights(model))
     )
@@ -66,7 +66,7 @@ def test_shared_prompts_count_once_and_a_frozen_tower_saves_nothing(folder: Path
     again = outline_of(folder, media_share=0.5, gradient_checkpointing=True)
     assert 0 < again.vision_bytes(ROWS) < plan.vision_bytes(ROWS)
     model = load_policy(folder)
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     tower = set(vision.tower_weights(model))
     head = model.get_output_embeddings().weight

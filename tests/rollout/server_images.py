@@ -26,9 +26,9 @@ from pictures import asked, image, video
 from whet.config import TrainConfig, load_config
 from whet.data.drawn.figures import counting
 from whet.errors import EngineError
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer
-from whet.models.vision.base import Vision
-from whet.models.vision.load import vision_of
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.rollout.servers.engine import ServerEngine
@@ -59,8 +59,8 @@ def shown(model: PreTrainedModel) -> list[tuple[Media, ...]]:
     return [(first,), (), (first, *others), (others[0], others[0])]
 
 
-def seeing(model: PreTrainedModel) -> Vision:
-    found = vision_of(model)
+def seeing(model: PreTrainedModel) -> Encoders:
+    found = encoders_of(model)
     assert found is not None
     return found
 

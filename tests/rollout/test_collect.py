@@ -425,7 +425,7 @@ def test_observations_have_images(
     data = DataConfig(train_files=["unused"], apply_chat_template=apply_chat_template)
     row = {"prompt": "<image>?", "images": [encoded(picture(56))]}
     [prompt] = load_items(data, sighted, rows=[row], with_answers=False).items
-    reader = MediaReader(MediaLimits(), sighted.vision, tmp_path / "media")
+    reader = MediaReader(MediaLimits(), sighted.encoders, tmp_path / "media")
     warn_once.cache_clear()  # another test may have had the warning
     collector = Collector(
         Scripted(sighted, *"abcd"),

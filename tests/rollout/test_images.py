@@ -13,9 +13,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests import pictures
+from whet.models.encoders.base import Encoders, _cache_of
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer
-from whet.models.vision.base import Vision, _cache_of
-from whet.models.vision.load import vision_of
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
@@ -50,16 +50,16 @@ def native(model: PreTrainedModel, **options: Any) -> NativeEngine:
 def prompts(folder: Path) -> list[tuple[tuple[int, ...], tuple[Media, ...]]]:
     """With an image, two, a video between images, and none."""
     tokenizer = load_tokenizer(folder)
-    vision = vision_of(tokenizer)
+    vision = encoders_of(tokenizer)
     assert vision is not None
     one, two, three = (pictures.image(vision, seed, size) for seed, size in enumerate(pictures.SIZES))
     film = pictures.video(vision, 5, 4)
     return [(pictures.asked(tokenizer, media), media) for media in ((one,), (two, three), (one, film, two), ())]
 
 
-def expected(folder: Path, vision: Vision, ids: tuple[int, ...], media: tuple[Media, ...]) -> list[int]:
+def expected(folder: Path, vision: Encoders, ids: tuple[int, ...], media: tuple[Media, ...]) -> list[int]:
     plain = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
-    prompt, given = torch.tensor([ids]), pictures.together([vision.pixels(each) for each in media])
+    prompt, given = torch.tensor([ids]), pictures.together([vision.prepared(each) for each in media])
     if media and vision.config.model_type.startswith("qwen"):
         image, film = vision.config.image_token_id, vision.config.video_token_id
         given["mm_token_type_ids"] = (prompt == image).int() + 2 * (prompt == film).int()
@@ -78,7 +78,7 @@ def expected(folder: Path, vision: Vision, ids: tuple[int, ...], media: tuple[Me
 @pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
 def test_tokens_are_those_of_generate(kind: type[Any], folder: Path, model: PreTrainedModel) -> None:
     """Three answers to each of several prompts side by side."""
-    engine, vision = kind(), vision_of(model)
+    engine, vision = kind(), encoders_of(model)
     engine.attach(model, 0)
     assert vision is not None
     asked = prompts(folder)
@@ -94,10 +94,10 @@ def test_tokens_are_those_of_generate(kind: type[Any], folder: Path, model: PreT
 
 def test_an_image_is_encoded_once(folder: Path, model: PreTrainedModel) -> None:
     """For all answers, and again only where the weights of the tower changed."""
-    engine, vision, (ids, media) = native(model), vision_of(model), prompts(folder)[0]
+    engine, vision, (ids, media) = native(model), encoders_of(model), prompts(folder)[0]
     assert vision is not None
-    calls = []
-    encode, vision._features = vision._features, lambda *given: calls.append(1) or encode(*given)  # type: ignore
+    encoder, calls = vision.by_kind["image"], []
+    encode, encoder.embed = encoder.embed, lambda *given: calls.append(1) or encode(*given)  # type: ignore
 
     def ask(attempt: int) -> list[Completion]:
         return sampled(engine, [Request(f"{attempt}:{n}", ids, GREEDY, n, media=media) for n in range(4)])
@@ -118,7 +118,7 @@ def test_an_image_is_encoded_once(folder: Path, model: PreTrainedModel) -> None:
 
 def test_a_turn_goes_on_in_the_middle_of_an_image(folder: Path, model: PreTrainedModel) -> None:
     """Blocks of 16 tokens end inside images; another image in the same place shares only what is before it."""
-    tokenizer, vision = load_tokenizer(folder), vision_of(model)
+    tokenizer, vision = load_tokenizer(folder), encoders_of(model)
     assert vision is not None
     first, second, other = (pictures.image(vision, seed, (112, 112)) for seed in (1, 2, 3))
     shared = pictures.asked(tokenizer, [first])

@@ -25,10 +25,10 @@ from whet.data.drawn.figures import counting
 from whet.data.drawn.videos import direction
 from whet.data.load import load_items
 from whet.errors import ConfigError, EngineError
+from whet.models.encoders.load import encoders_of
 from whet.models.init_vision import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
-from whet.models.vision.load import vision_of
 from whet.rollout.batch import to_batch
 from whet.rollout.build import check_media
 from whet.rollout.hf import HFEngine
@@ -108,8 +108,8 @@ def test_an_export_is_a_model_that_sees(folder: Path, tmp_path: Path) -> None:
     run_of(folder, tmp_path / "run", **{"trainer.total_steps": 2, "model.freeze": ["vision"]})
     out = export(tmp_path / "run", tmp_path / "out")
     made, start = load_policy(out), load_policy(folder)
-    vision, own = vision_of(load_tokenizer(out)), vision_of(made)
-    assert vision is not None and own is not None and own.identity == vision.identity
+    vision, own = encoders_of(load_tokenizer(out)), encoders_of(made)
+    assert vision is not None and own is not None and own.by_kind["image"].identity == vision.by_kind["image"].identity
     tower = [name for name, _ in made.named_parameters() if ".visual." in name]
     assert tower and all(made.get_parameter(name).equal(start.get_parameter(name)) for name in tower)
 

@@ -33,9 +33,9 @@ from whet import files
 from whet.controller.worker_group import WorkerGroup
 from whet.data.chat import template_text
 from whet.errors import CheckpointError, StorageError, WhetError
+from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
 from whet.models.load import stop_token_ids
-from whet.models.vision.load import vision_of
 from whet.serialization import fits
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,9 @@ def save(
             written.chat_template = template_text(tokenizer, chat)
         written.save_pretrained(partial / "model")
         model_config.save_pretrained(partial / "model")
-        if (vision := vision_of(tokenizer)) is not None:
-            vision.save(partial / "model")
+        if (encoders := encoders_of(tokenizer)) is not None:
+            for encoder in encoders.own:
+                encoder.save(partial / "model")
         generation = Path(split_adapters(model_path)[0]) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, partial / "model")

@@ -28,7 +28,7 @@ from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.runs import plot, runs, show
 from whet.cli.serve import serve, serve_sandbox, view
-from whet.cli.train import quickstart, sft, train, train_reward
+from whet.cli.train import command_of, quickstart
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.threads import yield_soon
 from whet.version import __version__
@@ -48,7 +48,7 @@ app = typer.Typer(
 FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (quickstart, init_model),
-    "Training": (train, sft, train_reward),
+    "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
     "After training": (runs, plot, show, view, evaluate, generate, compare, lm_eval, serve, serve_sandbox, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _check_encoding(words)
         if words and not words[0].startswith("-") and words[0] not in _own_commands():
-            sys.exit(_installed_command(words[0])(words[1:]))
+            if ":" not in words[0] and words[0] not in registry.TRAINERS:
+                sys.exit(_installed_command(words[0])(words[1:]))
+            app.command(words[0], cls=Command)(command_of(registry.trainer_of(words[0])))
         app(args=[word for word in words if word != "--debug"], prog_name="whet")
     except WhetError as error:
         if debug:
@@ -139,7 +141,8 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
         return registry.load_target(installed[name])
-    hint = did_you_mean(name, [*_own_commands(), *installed, *COME_WITH], "`whet --help` lists the commands")
+    known = [*_own_commands(), *registry.TRAINERS.names(), *installed, *COME_WITH]
+    hint = did_you_mean(name, known, "`whet --help` lists the commands")
     raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))
 
 

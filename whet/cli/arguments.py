@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from whet.registry import TRAINERS
+
 
 class _Plain:
     """Mixin: help shows no type for a flag, which takes no value; that of an element for a list; and choices apart."""
@@ -52,11 +54,12 @@ def program() -> str:
 
 def complete(context: typer.Context, incomplete: str) -> list[str]:
     """Returns the recipes and keys that complete a word, for the shell."""
+    from whet.config.commands import READERS, schema_of
     from whet.config.compose import shipped_recipes
     from whet.config.keys import leaf_fields
-    from whet.config.schema import COMMANDS, TrainConfig
 
-    keys = leaf_fields(COMMANDS.get(context.info_name or "", TrainConfig))
+    name = context.info_name or ""
+    keys = leaf_fields(schema_of(name if name in READERS or name in TRAINERS else "train"))
     return [word for word in (*shipped_recipes(), *(f"{key}=" for key in keys)) if word.startswith(incomplete)]
 
 

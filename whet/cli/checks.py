@@ -13,7 +13,9 @@ from rich.text import Text
 
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
+from whet.errors import ConfigError
 from whet.planning.units import plural
+from whet.registry import trainer_of
 
 if TYPE_CHECKING:
     from whet.config.schema import RunConfig
@@ -61,13 +63,13 @@ def plan(
 
 def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
     """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
-    from whet.config import RewardTrainingConfig, SFTConfig
     from whet.planning.forecast import forecast
-    from whet.trainers import build, sft, train_reward
     from whet.trainers.frame import run_folder
 
-    setups = {SFTConfig: sft.SFTRun.setup, RewardTrainingConfig: train_reward.RewardTrainingRun.setup}
-    return forecast(config, setups.get(type(config), build.setup), run_folder(config.trainer), device_gib, host_gib)
+    if (setup := trainer_of(config.command).marked("setup")) is None:
+        expected, change = "a trainer that can be planned", "give it one: @register_trainer(..., setup=...)"
+        raise ConfigError("--for", config.command, expected, change)
+    return forecast(config, setup, run_folder(config.trainer), device_gib, host_gib)
 
 
 def doctor(

@@ -173,9 +173,9 @@ def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], bef
 
 
 def _tell_picture(folder: Path, media: Media) -> None:
-    from whet.data.media import images
+    from whet.data.media import has_pixels, images
 
-    if media.kind != "image" and not isinstance(media.source, tuple):  # a film, whose frames nobody has chosen
+    if not has_pixels(media):  # a film, whose frames nobody has chosen
         typer.echo(f"[{media.kind}{f' {media.source}' if isinstance(media.source, str) else ''}]")
         return
     for image in images(media):

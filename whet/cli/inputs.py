@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +15,12 @@ from rich.text import Text
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.errors import ConfigError
+from whet.registry import TRAINERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from whet.config.schema import EvalConfig, GenerateConfig, RunConfig
+    from whet.config.schema import RunConfig, WholeConfig
     from whet.config.section import Section
     from whet.data.preview import Preview, Shown
 
@@ -31,17 +32,17 @@ OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, where there are no colours
 MAX_FACT_CHARACTERS = 300
 
 
-Command = Literal["train", "sft", "train-reward", "eval", "generate"]  # what reads a config
+TRAINING = ", ".join(TRAINERS.shipped)
 For = Annotated[
-    Command | None,
-    typer.Option("--for", help="the command that the config is for; unset: train, or sft if only sft accepts it"),
+    str | None,
+    typer.Option("--for", help=f"command of the config ({TRAINING}, ...); unset: train, or sft if only sft accepts it"),
 ]
 
 
 def config(
     command: Annotated[
-        Literal[Command, "convert"],
-        typer.Argument(help="the command that reads the config; convert: FILE or 'COMMAND' to a recipe"),
+        str,
+        typer.Argument(help=f"the command ({TRAINING}, eval, ...); convert: FILE or 'COMMAND' to a recipe"),
     ],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
@@ -52,16 +53,16 @@ def config(
     variables: Annotated[list[str] | None, typer.Option("--set", help="convert: NAME=VALUE of the script")] = None,
 ) -> None:
     """Print a resolved config, or convert another framework's."""
-    from whet.config.schema import COMMANDS
+    from whet.config.commands import schema_of
 
     if command == "convert":
         _convert(words or [], system, output, variables or [])
     elif schema:
         from whet.config.render import json_schema
 
-        typer.echo(json.dumps(json_schema(COMMANDS[command]), indent=1))
+        typer.echo(json.dumps(json_schema(schema_of(command)), indent=1))
     else:
-        _print(COMMANDS[command], *split_recipe(words, config_name), meanings=meanings)
+        _print(schema_of(command), *split_recipe(words, config_name), meanings=meanings)
 
 
 def _convert(words: list[str], system: str | None, output: Path | None, variables: list[str]) -> None:
@@ -146,28 +147,28 @@ def data(
         _print_media(output, row, thumbnails)
 
 
-def config_of(command: Command | None, recipe: str | None, words: list[str]) -> RunConfig | EvalConfig | GenerateConfig:
+def config_of(command: str | None, recipe: str | None, words: list[str]) -> WholeConfig:
     """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
-    from whet.config import SFTConfig, TrainConfig, load_config
-    from whet.config.schema import COMMANDS
+    from whet.config import load_config
+    from whet.config.commands import schema_of
 
-    schemas: list[type[Any]] = [COMMANDS[command]] if command else [TrainConfig, SFTConfig]
     refused: list[ConfigError] = []
-    for schema in schemas:
+    for each in [command] if command else ["train", "sft"]:
         try:
+            schema: type[Any] = schema_of(each)
             return load_config(schema, recipe, words, checked=False).config
         except ConfigError as error:
             refused.append(error)
     raise refused[0]
 
 
-def run_config_of(command: Command | None, recipe: str | None, overrides: list[str]) -> RunConfig:
+def run_config_of(command: str | None, recipe: str | None, overrides: list[str]) -> RunConfig:
     """Loads the config of a training run.  Raises: ConfigError for the config of another command."""
     from whet.config import EvalConfig, GenerateConfig
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig | GenerateConfig):
-        raise ConfigError("--for", command, "a training run: train, sft or train-reward", "name one")
+        raise ConfigError("--for", command, f"the command of a trainer: {TRAINING}", "name one")
     return config
 
 
@@ -228,7 +229,7 @@ def _print_media(output: Console, row: Shown, folder: Path | None) -> None:
     for number, each in enumerate(row.media):
         assert each.tokens is not None
         height, width = each.tokens.size
-        frames = f", {len(each.frames)} frames" if each.kind == "video" else ""
+        frames = f", {len(each.frames)} frames" if each.frames else ""
         size = f"{each.tokens.count} tokens, {width} x {height} pixels{frames}"
         line = f"{each.kind} {number}: {size}, {each.digest[:12]}"
         if folder is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 COLOURS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "killed": "red"}
-TOKENS = ("perf/total_num_tokens", "sft/tokens", "reward_model/tokens")
+TOKENS = ("perf/total_num_tokens", "*/tokens")  # patterns of a step's metric
 
 
 def runs(
@@ -59,12 +59,14 @@ def runs(
         show_end(found[0])
     else:
         names = [str(run.path.relative_to(folder)) for run in found]
-        made = runs_table(found, [{f"run in {folder}": name} for name in names])
+        several = len({run.command for run in found}) > 1
+        kinds = [{"trainer": run.command.rpartition(":")[2]} if several else {} for run in found]
+        made = runs_table(found, [{f"run in {folder}": name, **kind} for name, kind in zip(names, kinds, strict=True)])
         whole = console.measure(made, options=console.options.update(width=10_000)).maximum
         if whole > console.width:  # names go before the table, whose first column numbers them
             for number, name in enumerate(names, start=1):
                 console.print(f"{number}  {name}", markup=False, soft_wrap=True)
-            made = runs_table(found, [{"run": str(number + 1)} for number in range(len(names))])
+            made = runs_table(found, [{"run": str(number), **kind} for number, kind in enumerate(kinds, start=1)])
         console.print(made)
         open_runs = [run for run in found if run.state in ("stopped", "killed", "failed")]
         for run in open_runs:
@@ -141,6 +143,7 @@ def as_record(run: RunFolder) -> dict[str, object]:
     best = run.best(run.best_metric)
     return {
         "path": str(run.path),
+        "trainer": run.command,
         "state": run.state,
         "step": run.step,
         "total_steps": run.total_steps,
@@ -175,24 +178,19 @@ def state_of(run: RunFolder) -> Text:
 
 def next_command(run: RunFolder) -> str:
     """The command that goes on with a run: resumes it, stops it if it runs, exports it if it is finished."""
-    from whet.config import RewardTrainingConfig, SFTConfig, TrainConfig
-    from whet.config.section import Section
-
     path = shlex.quote(str(run.path))
     if run.state == "running":
         return f"touch {path}/stop"
     if run.state in ("finished", "ended"):
         return f"{program()} export {path} {path}_model"
-    kinds: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
-    command = max(kinds, key=lambda each: len(each.model_fields.keys() & run.config.keys())).command
     data, trainer = run.config.get("data") or {}, run.config.get("trainer") or {}
     if not data.get("train_files"):
-        return f"call whet.{command.replace('-', '_')} again: the data of {path} came from Python"
+        return f"call whet.run({run.command!r}, ...) again: the data of {path} came from Python"
     words = ["trainer.resume=auto"] if trainer.get("resume") in ("never", "overwrite") else []
     default = Path("runs", str(trainer.get("project_name")), str(trainer.get("experiment_name")))
     if Path(trainer.get("run_dir") or default).absolute() != run.path.absolute():
         words.append(f"trainer.run_dir={path}")
-    return " ".join([program(), command, f"{path}/config.yaml", *words])
+    return " ".join([program(), shlex.quote(run.command), f"{path}/config.yaml", *words])
 
 
 def show_end(run: RunFolder) -> None:
@@ -227,10 +225,10 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
     totals: dict[str, float] = {}
     for record in run.records:
         for name, value in record.items():
-            if name.startswith("time/") or name in TOKENS:
+            if name.startswith("time/") or any(fnmatchcase(name, each) for each in TOKENS):
                 totals[name.removeprefix("time/")] = totals.get(name.removeprefix("time/"), 0.0) + value
     seconds = totals.pop("step", 0.0) + totals.get("validation", 0.0)
-    tokens = next((totals.pop(name) for name in TOKENS if name in totals), None)
+    tokens = next((totals.pop(name) for each in TOKENS for name in list(totals) if fnmatchcase(name, each)), None)
     if seconds:
         parts = sorted(totals.items(), key=lambda each: -each[1])[:4]
         yield "time", clock_time(seconds) + "".join(f", {name} {clock_time(value)}" for name, value in parts)

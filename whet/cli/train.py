@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet train`, `whet sft`, `whet train-reward` and `whet quickstart`."""
+"""The commands of trainers (`whet train`, `whet sft`, ...) and `whet quickstart`."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ import typer
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, program, split_recipe
 from whet.cli.runs import show_end
 from whet.cli.sweep import sweep
+from whet.registry import Entry
 
 if TYPE_CHECKING:
     from whet.config.schema import RunConfig
@@ -25,70 +27,43 @@ Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="run each combi
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, load one batch, stop")]
 
 
-def train(
-    words: RecipeAndOverrides = None,
-    config_name: ConfigName = None,
-    dry_run: DryRun = False,
-    multirun: Multirun = False,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-) -> None:
-    """Train a model with reinforcement learning (PPO, GRPO, ...)."""
-    is_elsewhere = device_memory is not None or host_memory is not None
-    if is_elsewhere and (multirun or not dry_run):
-        raise typer.BadParameter("--device-memory and --host-memory state a machine that is not here: add --dry-run")
-    if (config := _config("train", words, config_name, dry_run, multirun)) is None:
-        return
-    if is_elsewhere:
-        from whet.trainers.dry_run import dry_run_elsewhere
+def command_of(trainer: Entry) -> Callable[..., None]:
+    """The command of a trainer, with the options that it offers."""
 
-        with shown(config, writes=False):
-            dry_run_elsewhere(config, device_memory, host_memory)
-    else:
-        from whet.trainers.build import train as run  # after the config is checked, since this loads torch
+    def command(
+        words: RecipeAndOverrides = None,
+        config_name: ConfigName = None,
+        dry_run: DryRun = False,
+        multirun: Multirun = False,
+        device_memory: DeviceMemory = None,
+        host_memory: HostMemory = None,
+    ) -> None:
+        from whet.config import load_config
+        from whet.config.commands import schema_of
 
+        is_elsewhere = device_memory is not None or host_memory is not None
+        if is_elsewhere and (multirun or not dry_run):
+            raise typer.BadParameter("--device-memory and --host-memory are of a machine elsewhere: add --dry-run")
+        schema: Any = schema_of(trainer.name)
+        if multirun:
+            sweep(schema, *split_recipe(words, config_name), dry_run=dry_run)
+            return
+        config = load_config(schema, *split_recipe(words, config_name)).config
+        if is_elsewhere:
+            with shown(config, writes=False):
+                trainer.marked("elsewhere")(config, device_memory, host_memory)
+            return
         with _as_command(config, writes=not dry_run):
-            run(config, dry_run=dry_run)
+            trainer.load()(config, **({"dry_run": True} if dry_run else {}))  # loaded here, since this loads torch
 
-
-def sft(
-    words: RecipeAndOverrides = None,
-    config_name: ConfigName = None,
-    dry_run: DryRun = False,
-    multirun: Multirun = False,
-) -> None:
-    """Train a model on examples (supervised fine-tuning)."""
-    if (config := _config("sft", words, config_name, dry_run, multirun)) is not None:
-        from whet.trainers.sft import train_sft
-
-        with _as_command(config, writes=not dry_run):
-            train_sft(config, dry_run=dry_run)
-
-
-def train_reward(
-    words: RecipeAndOverrides = None,
-    config_name: ConfigName = None,
-    dry_run: DryRun = False,
-    multirun: Multirun = False,
-) -> None:
-    """Train a reward model on preference pairs (Bradley-Terry)."""
-    if (config := _config("train-reward", words, config_name, dry_run, multirun)) is not None:
-        from whet.trainers.train_reward import train_reward as run
-
-        with _as_command(config, writes=not dry_run):
-            run(config, dry_run=dry_run)
-
-
-def _config(command: str, words: list[str] | None, config_name: str | None, dry_run: bool, multirun: bool) -> Any:
-    """The config of a command; None after a sweep, which it starts."""
-    from whet.config import load_config
-    from whet.config.schema import COMMANDS
-
-    schema: Any = COMMANDS[command]
-    if multirun:
-        sweep(schema, *split_recipe(words, config_name), dry_run=dry_run)
-        return None
-    return load_config(schema, *split_recipe(words, config_name)).config
+    left_out = {"dry_run"} - trainer.options.keys()
+    if "elsewhere" not in trainer.marks:
+        left_out |= {"device_memory", "host_memory"}
+    whole = inspect.signature(command, eval_str=True)
+    offered = [each for name, each in whole.parameters.items() if name not in left_out]
+    vars(command)["__signature__"] = whole.replace(parameters=offered)
+    command.__name__, command.__doc__ = trainer.name, trainer.marks.get("summary", trainer.summary)
+    return command
 
 
 @contextmanager

@@ -45,14 +45,16 @@ def problems(config: schema.Section, given: Collection[str] = ()) -> list[Config
     """Returns the errors that `check` would raise."""
     found: dict[str, ConfigError] = {}
     for key, section in config.sections():
+        at = Place(key, config, given)
+        found |= {str(each): each for each in _errors(section.problems, at)}
         for kind, rule in RULES:
             if isinstance(section, kind):
-                found |= {str(each): each for each in _errors(rule, section, Place(key, config, given))}
+                found |= {str(each): each for each in _errors(rule, section, at)}
     return list(found.values())
 
 
 def check_context(
-    config: schema.TrainConfig | schema.ExamplesConfig | schema.EvalConfig | schema.GenerateConfig,
+    config: schema.WholeConfig,
     max_position_embeddings: int,
 ) -> None:
     """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
@@ -69,9 +71,7 @@ def check_context(
         raise ConfigError(both, prompt + response, most, f"lower data.{lower}")
 
 
-def check_data(
-    config: schema.TrainConfig | schema.ExamplesConfig | schema.EvalConfig | schema.GenerateConfig, *, validation: bool
-) -> None:
+def check_data(config: schema.WholeConfig, *, validation: bool) -> None:
     """Checks only what `whet data` needs: data files, data options, model.  Raises: ConfigError."""
     if isinstance(config, schema.GenerateConfig):
         key, entries = config.source_key, config.sources
@@ -236,13 +236,6 @@ def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[ConfigE
         yield ConfigError("algorithm.adv_estimator", algorithm.adv_estimator, expected, change)
 
 
-def _no_adapter(config: schema.RewardTrainingConfig, at: Place) -> Iterator[ConfigError]:
-    if config.model.lora.path is not None:
-        found = f"{config.model.lora.path} is an adapter of a language model"
-        change = "export the merged model first (`whet export`), and name it as model.path"
-        yield ConfigError("model.lora.path", found, "a whole model for `whet train-reward`", change)
-
-
 def _mix(data: schema.DataConfig, at: Place) -> Iterator[ConfigError]:
     """Requires shares that sum to 1 at every step, and nothing else that chooses among the rows."""
     steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
@@ -330,7 +323,7 @@ RULES: list[tuple[type[schema.Section], Rule]] = [
     (next(iter(get_type_hints(rule).values())), rule)  # the first argument is the section that a rule checks
     for rule in (
         *(_chosen, _model, _pixels, _files, _sampling, _staleness, _reward),
-        *(_reward_model, _no_adapter, _mix, _trainer, _output),
+        *(_reward_model, _mix, _trainer, _output),
         *(group_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
         *(engine_rule, cluster_rule, processes_rule, neighbours_rule),
     )

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from whet.config.commands import commands, schema_of
 from whet.config.foreign import foreign_config, foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
-from whet.config.schema import COMMANDS
 from whet.config.section import Section, Values
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
@@ -171,7 +171,7 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
         return ConfigError(key, f"one name with dots ({source})", "nested sections", "write a section for each part")
     meant = f"did you mean {near}?" if near else "`whet config` lists all keys; put keys of your own below extra"
     is_elsewhere = key.partition(".")[0] not in schema.model_fields
-    own = next((each.command for each in COMMANDS.values() if is_elsewhere and is_known(each, key)), None)
+    own = next((each for each in commands() if is_elsewhere and is_known(schema_of(each), key)), None)
     of_another = f"a key of `whet {own}`, which `whet {schema.command}` does not read; leave it out"
     hint = (of_another if own and schema.command else foreign_key(schema, key)) or meant
     return ConfigError(key, f"unknown key ({source})", change=hint)

@@ -12,6 +12,7 @@ from typing import Any
 from whet.config import convert_units
 from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import problems
+from whet.config.commands import schema_of
 from whet.config.convert_units import Key, place
 from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
@@ -20,7 +21,7 @@ from whet.config.foreign_shell_language import OTHER
 from whet.config.keys import field_at, is_free, is_known, leaf_fields
 from whet.config.load import load_config
 from whet.config.render import value_lines
-from whet.config.schema import COMMANDS, TrainConfig
+from whet.config.schema import TrainConfig
 from whet.config.section import Section, Values
 from whet.errors import ConfigError
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
@@ -55,7 +56,7 @@ class Converted:
             for each in sections:
                 place = place.setdefault(each, {})
             place[name] = value
-        order = list(COMMANDS[self.command].model_fields)
+        order = list(schema_of(self.command).model_fields)
         ordered = {name: tree[name] for name in sorted(tree, key=order.index)}
         lines = [f"# Converted from {self.system} by `whet config convert`."]
         lines += [f"# For `whet {self.command}`."] if self.command != "train" else []
@@ -139,7 +140,7 @@ class Conversion:
         told = map(re.compile(r"(?:--)?([\w.]+)[ =]").match, written.unread)
         self.unread = {renamed.get(found[1], found[1]) for found in told if found}
         command = next(each.command for each in of_system if each.trainer == written.trainer)
-        self.schema = COMMANDS[command]
+        self.schema = schema_of(command)
         self.result = Converted(system, command, check=list(written.unread))
         self.tables = [each for each in of_system if each.command == command]
         own = [row for table in self.tables if table.trainer for row in table.rows]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
@@ -17,8 +18,9 @@ from whet.config.algorithm import (
 from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.environment import EnvironmentConfig as EnvironmentConfig, StageConfig as StageConfig
 from whet.config.managers import LIMIT_NAMES, LIMITS, MANAGER, MANAGERS, TOKENS_PER_REQUEST, Manager
-from whet.config.section import Choice, Section as Section, Values, key
+from whet.config.section import Choice, Place, Section as Section, Values, key
 from whet.config.trainer import SamplingConfig as SamplingConfig, TrainerConfig as TrainerConfig
+from whet.errors import ConfigError
 from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average
@@ -377,6 +379,8 @@ class ExamplesDataConfig(MediaRowsConfig):
     max_length: PositiveInt = key(1024, "most tokens of prompt and response together")
     train_batch_size: PositiveInt = key(64, "examples an optimizer step")
 
+    builder: ClassVar[str] = "whet.data.supervised:build_examples"  # makes the examples from rows
+
 
 UNWRITTEN = (
     "what to do with conversations of which the chat template leaves text out, such as thoughts of earlier turns: "
@@ -401,9 +405,11 @@ class PreferenceDataConfig(ExamplesDataConfig):
     margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
     overlong: Literal["drop", "error"] = key("drop", "what to do with pairs of which one response is over max_length")
 
+    builder: ClassVar[str] = "whet.data.supervised:build_pairs"
+
 
 class ExamplesConfig(Section):
-    """The config of a run on examples."""
+    """The config of a run on examples, which those of trainers derive from."""
 
     model: ModelConfig = ModelConfig()
     data: ExamplesDataConfig = ExamplesDataConfig()
@@ -438,6 +444,12 @@ class RewardTrainingConfig(ExamplesConfig):
 
     command: ClassVar[str] = "train-reward"
     rows_an_example: ClassVar[int] = 2
+
+    def problems(self, at: Place) -> Iterator[ConfigError]:
+        if self.model.lora.path is not None:
+            found = f"{self.model.lora.path} is an adapter of a language model"
+            change = "export the merged model first (`whet export`), and name it as model.path"
+            yield ConfigError("model.lora.path", found, "a whole model for `whet train-reward`", change)
 
 
 RunConfig = TrainConfig | ExamplesConfig  # of a run that trains
@@ -485,7 +497,4 @@ class GenerateConfig(Section):
         return self.input or self.data.val_files
 
 
-# The config of each command, by its name.
-COMMANDS: dict[str, type[Section]] = {
-    each.command: each for each in (TrainConfig, SFTConfig, RewardTrainingConfig, EvalConfig, GenerateConfig)
-}
+WholeConfig = RunConfig | EvalConfig | GenerateConfig  # of any command

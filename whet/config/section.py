@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -33,7 +33,7 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
-    command: ClassVar[str] = ""  # the command whose whole config this is
+    command: ClassVar[str] = ""  # the command whose whole config this is; a trainer's is set by `schema_of`
 
     @field_validator("*", mode="before")
     @classmethod
@@ -67,6 +67,10 @@ class Section(BaseModel):
     def items(self) -> list[tuple[str, Any]]:
         """Pairs of name and value, in order of declaration."""
         return list(self.__dict__.items())
+
+    def problems(self, at: Place) -> Iterable[ConfigError]:
+        """Yields what the values do not go together with, for sections of a trainer's own."""
+        return ()
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
         """Yields the sections below this one, those in mappings too, then itself, each with its dotted key."""

@@ -13,11 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from whet.config.schema import DataConfig, ExamplesDataConfig, PreferenceDataConfig
+from whet.config.schema import DataConfig, ExamplesDataConfig
 from whet.config.sources import Source, files_of, read_sources, read_weights
 from whet.data.prompts import PromptFormat, build_prompts, fit_prompts
 from whet.data.sources import DataRow, read_hub, read_rows
-from whet.data.supervised import PreferencePair, SupervisedExample, build_examples, build_pairs
 from whet.errors import ConfigError, DataError, did_you_mean
 from whet.options import is_number
 from whet.phases import phase
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 TRAIN, VAL = "data.train_files", "data.val_files"
 MAX_ITEMS = 20_000_000  # an iterable with more rows is taken for an endless one
-T = TypeVar("T", Prompt, SupervisedExample, PreferencePair)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ def load_items(
     with_answers: bool = True,
     media_folder: Path | None = None,
 ) -> Loaded[Any]:
-    """Loads what a data section describes: prompts, the examples of `whet sft` with their loss masks, or the pairs of
-    `whet train-reward`; from `data.train_files` or `data.val_files`, or from `rows` instead. `where` is the filter.
-    `with_answers=False` reads no ground truths. `media_folder` takes images and videos that are in no file.
+    """Loads the prompts of a data section, or the examples that its `builder` makes, from `data.train_files` or
+    `data.val_files`, or from `rows` instead. `where` is the filter. `with_answers=False` reads no ground truths.
+    `media_folder` takes images and videos that are in no file.
 
     Raises: DataError naming the entry, or the `argument` that has the rows, and the row; ConfigError."""
     named = data.train_files if key == TRAIN else data.val_files
@@ -122,8 +121,8 @@ def _prompts(
 def _examples(data: Any, prompt_format: PromptFormat, read: _Read) -> Sequence[Any]:
     if read.prompts:
         raise DataError("item type", "Prompt", "mappings: examples and pairs are made from rows", "return rows")
-    make = build_pairs if isinstance(data, PreferenceDataConfig) else build_examples
-    return make(read.rows, prompt_format, data, numbers=read.numbers)
+    examples: Sequence[Any] = load_target(data.builder)(read.rows, prompt_format, data, numbers=read.numbers)
+    return examples
 
 
 def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of rows and observations: read within limits, identified by a digest, decoded to RGB."""
+"""Images, videos and audio of rows and observations: read within limits, identified by a digest, decoded to RGB."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ import base64
 import binascii
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import IO, Any, Literal, Protocol, cast
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 import numpy as np
 from PIL import Image
 
 from whet import files
+from whet.data.audio import audio_header
 from whet.data.pixels import Header, from_array, image_header, image_pixels, opened, png, video_header, video_pixels
 from whet.errors import DataError, StorageError
 from whet.types import Media
 
-Kind = Literal["image", "video"]
-KINDS: tuple[Kind, ...] = ("image", "video")
+Kind = Literal["image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+TAGGED = frozenset({"image", "video"})  # kinds that texts of rows mention whether or not the model reads them
 Encoded = str | bytes  # a path, or the bytes of a file
 URL_SECONDS, URL_ATTEMPTS, URL_BYTES = 30.0, 3, 64 * 2**20  # for one media
 # Limits of an object's own, as in {"image": PATH, "max_pixels": 65536}, by the field of MediaLimits that they replace.
 OWN_LIMITS = {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "video_fps", "max_frames": "max_frames"}
 UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "video_start", "video_end")
-CONTENT = ("bytes", "path", "url", "image", "video")  # fields of an object, the first that it has
+CONTENT = ("bytes", "path", "url", *KINDS)  # fields of an object, the first that it has
 MAX_TOKENS = 2**18  # of one media
+HEADERS: Mapping[Kind, Callable[[IO[bytes]], Header]] = {"image": image_header, "audio": audio_header}
 _writing = threading.Lock()  # two threads may store the same bytes
 
 
 class Measures(Protocol):
-    """The part of a model's vision that reading needs."""
+    """The part of a model's encoders that reading needs."""
 
     kinds: frozenset[str]  # that the model reads
     forbidden: tuple[int, ...]  # token ids that only media may bring into a context
@@ -87,18 +90,24 @@ class MediaLimits:
 class MediaReader:
     """Reads the media of one model within limits. Safe for several threads."""
 
-    def __init__(self, limits: MediaLimits, vision: Measures | None, folder: Path | None = None) -> None:
+    def __init__(self, limits: MediaLimits, encoders: Measures | None, folder: Path | None = None) -> None:
         """`folder` takes what is not in a file, under its digest; without one the bytes stay in memory."""
-        self.limits, self.vision, self.folder = limits, vision, folder
+        self.limits, self.encoders, self.folder = limits, encoders, folder
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds that have places in messages."""
+        own = frozenset[str]() if self.encoders is None else self.encoders.kinds
+        return tuple(kind for kind in KINDS if kind in TAGGED | own)
 
     def read(self, kind: Kind, value: Any) -> Media:
-        """Finds, checks, identifies and measures an image or video, of which only the header is decoded.
+        """Finds, checks, identifies and measures an image, video or audio, of which only the header is decoded.
 
         `value`: a path, the bytes of a file, a data: URI, {"bytes": , "path": }, a PIL image, an array, a Media; of a
-        video also a list of frames; an http(s) URL where data.allow_media_urls is set; {"image": or "video": any of
-        these}, with limits of its own (`OWN_LIMITS`). Raises: DataError."""
-        if self.vision is None or kind not in self.vision.kinds:
-            reads = "text" if self.vision is None else f"text and {' and '.join(sorted(self.vision.kinds))}s"
+        video also a list of frames; an http(s) URL where data.allow_media_urls is set; {"image": , "video": or "audio":
+        any of these}, with limits of its own (`OWN_LIMITS`). Raises: DataError."""
+        if self.encoders is None or kind not in self.encoders.kinds:
+            reads = "text" if self.encoders is None else f"text and {' and '.join(sorted(self.encoders.kinds))}s"
             raise DataError(kind, f"the model reads {reads} alone", "", "exclude such rows (data.filter)")
         try:
             content, own = unwrapped(value)
@@ -123,18 +132,19 @@ class MediaReader:
                 raise DataError("min_pixels", low, f"at most max_pixels={high}", "lower it, or raise max_pixels")
             both = high if "max_pixels" in given else low
             limits = replace(limits, min_pixels=both, max_pixels=both)
-        return MediaReader(limits, self.vision, self.folder)
+        return MediaReader(limits, self.encoders, self.folder)
 
     def _read(self, kind: Kind, value: Any) -> Media:
         source = self._source(kind, value)
         if kind == "video":
             return self._video(source)
         if isinstance(source, tuple):
-            raise DataError("type", "list", "one image")
-        header = _frame_header(source)
+            raise DataError("type", "list", f"one {kind}")
+        with opened(source) as file:
+            header = HEADERS[kind](file)
         digest = self._digest(kind, source)
         media = Media(kind, digest, self._stored(digest, source, header.suffix))
-        return self._measured(media, header, ())
+        return self._measured(media, header, header.seconds)
 
     def _video(self, source: Encoded | tuple[Encoded, ...]) -> Media:
         if not isinstance(source, tuple):
@@ -158,9 +168,9 @@ class MediaReader:
         return self._measured(media, header, [header.seconds[number] for number in frames])
 
     def _measured(self, media: Media, header: Header, seconds: Sequence[float]) -> Media:
-        assert self.vision is not None
+        assert self.encoders is not None
         low, high = self.limits.min_pixels, self.limits.max_pixels
-        found = self.vision.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
+        found = self.encoders.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
         if found.tokens is not None and found.tokens.count > MAX_TOKENS:
             is_enlarged = low is not None and header.height * header.width < low
             limit = f"min_pixels={low} (data.min_pixels)" if is_enlarged else f"max_pixels={high} (data.max_pixels)"
@@ -264,6 +274,11 @@ def _unmeasured(kind: Kind, value: Any) -> Media:
     own = source if isinstance(source, tuple) else (source,)
     digests = "".join(reader._digest(kind, each) for each in own)
     return Media(kind, digests if len(own) == 1 else hashlib.sha256(digests.encode()).hexdigest(), source)
+
+
+def has_pixels(media: Media) -> bool:
+    """Tells whether `images` can decode it, measured or not."""
+    return media.kind == "image" or isinstance(media.source, tuple)
 
 
 def images(media: Media) -> list[Image.Image]:

@@ -15,18 +15,17 @@ from whet.data.media import KINDS, OWN_LIMITS, UNREAD, Kind, MediaReader
 from whet.errors import DataError
 from whet.types import Media, Message
 
-FIELDS: dict[Kind, tuple[str, str]] = {"image": ("images", "image"), "video": ("videos", "video")}
-OBJECTS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
-TAG = re.compile("<(image|video)>")
+FIELDS: dict[Kind, tuple[str, str]] = {kind: (f"{kind}s", kind) for kind in KINDS}
+OBJECTS: dict[str, Kind] = {name: kind for kind in KINDS for name in (kind, f"{kind}_url", f"input_{kind}")}
 THREADS = 4  # that read files side by side
-Value = tuple[Kind, Any]  # an image or a video in a form that MediaReader.read takes
+Value = tuple[Kind, Any]  # a media in a form that MediaReader.read takes
 
 
 def values_of(row: Mapping[str, Any], keys: Mapping[Kind, str]) -> list[Value]:
-    """The images, then the videos in the fields of a row; `images` is also `image`, or `multi_modal_data.image`."""
+    """The media in the fields of a row, by kind: `images` is also `image`, or `multi_modal_data.image`."""
     nested = row.get("multi_modal_data") or {}
     found: list[Value] = []
-    for kind in KINDS:
+    for kind in keys:
         plural, single = FIELDS[kind]
         names = (plural, single) if keys[kind] == plural else (keys[kind],)
         value = next((each[name] for each in (row, nested) for name in names if has(each, name)), None)
@@ -44,18 +43,18 @@ def has(row: Mapping[str, Any], name: str) -> bool:
 
 
 def place(
-    messages: Sequence[Message], given: Sequence[Value], owner: str = "row"
+    messages: Sequence[Message], given: Sequence[Value], kinds: Sequence[Kind], owner: str = "row"
 ) -> tuple[tuple[Message, ...], list[Value]]:
     """Makes a content part of each tag; returns the messages without their objects, and these in order.
 
-    A tag, or a part without an object, stands for the next of the `given` values of its kind. What the model itself
-    wrote has no tags. Raises: DataError where numbers differ, which names the `owner` of the messages, and for parts of
-    other kinds."""
-    left = {kind: deque(value for own, value in given if own == kind) for kind in KINDS}
-    num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(KINDS, 0)
+    A tag, or a part without an object, stands for the next of the `given` values of its kind, one of `kinds`. What the
+    model itself wrote has no tags. Raises: DataError where numbers differ, which names the `owner` of the messages, and
+    for parts of other kinds."""
+    left = {kind: deque(value for own, value in given if own == kind) for kind in kinds}
+    num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(kinds, 0)
     placed, found = [], list[Value]()
     for number, message in enumerate(messages):
-        parts = list(_parts(message, number))
+        parts = list(_parts(message, number, kinds))
         for kind, value in ((each["type"], each["value"]) for each in parts if each["type"] in KINDS):
             if value is None:
                 num_tags[kind] += 1
@@ -65,7 +64,7 @@ def place(
             contents = [{"type": each["type"]} if each["type"] in KINDS else each for each in parts]
             message = Message(message.role, contents, message.fields)
         placed.append(message)
-    for kind in KINDS:
+    for kind in kinds:
         if num_tags[kind] != num_given[kind]:
             places = f"(the tag <{kind}>, or a part of type {kind!r} without an object)"
             key, expected = (
@@ -82,21 +81,25 @@ def has_parts(messages: Sequence[Message]) -> bool:
     return any(part.get("type") in OBJECTS for parts in contents for part in parts)
 
 
-def has_tag(messages: Sequence[Message]) -> bool:
+def has_tag(messages: Sequence[Message], kinds: Sequence[Kind]) -> bool:
     """Tells whether the texts of messages have a tag."""
-    return any(isinstance(message.content, str) and TAG.search(message.content) for message in messages)
+    return any(isinstance(each.content, str) and re.search(_tag(kinds), each.content) for each in messages)
 
 
-def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
-    """The parts of a message; `value` of an image or video is its object, None where it has none."""
+def _tag(kinds: Sequence[Kind]) -> str:
+    return f"<({'|'.join(kinds)})>"
+
+
+def _parts(message: Message, number: int, kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
+    """The parts of a message; `value` of a media is its object, None where it has none."""
     if isinstance(message.content, str):
-        yield from _split({"type": "text", "text": message.content}) if message.role != "assistant" else ()
+        yield from _split({"type": "text", "text": message.content}, kinds) if message.role != "assistant" else ()
         return
     parts = message.content or []
     has_objects = has_parts([message])
     for part in parts:
         form = str(part.get("type"))
-        if form in OBJECTS:
+        if OBJECTS.get(form) in kinds:
             names = (form, OBJECTS[form], "url", "path", "bytes")
             value = next((part[name] for name in names if has(part, name)), None)
             limits = {name: part[name] for name in (*OWN_LIMITS, *UNREAD) if has(part, name)}
@@ -105,13 +108,13 @@ def _parts(message: Message, number: int) -> Iterator[dict[str, Any]]:
         elif "audio" in form:
             raise DataError(f"message {number}", f"has a part of type {form!r}", "only text, images and videos")
         elif form == "text" and not has_objects and message.role != "assistant":
-            yield from _split(part)
+            yield from _split(part, kinds)
         else:
             yield {name: each for name, each in part.items() if each is not None}  # parts of a table have all keys
 
 
-def _split(part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for place, piece in enumerate(TAG.split(str(part.get("text") or ""))):
+def _split(part: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
+    for place, piece in enumerate(re.split(_tag(kinds), str(part.get("text") or ""))):
         if place % 2:
             yield {"type": piece, "value": None}
         elif piece:
@@ -161,7 +164,7 @@ def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[in
 
 def media_tokens(media: Media) -> Any:
     """The tokens of a measured media."""
-    assert media.tokens is not None, "a media that no vision has measured"
+    assert media.tokens is not None, "a media that no encoder has measured"
     return media.tokens
 
 

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import files
-from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RunConfig
+from whet.config.schema import EvalConfig, ExamplesConfig, GenerateConfig, RunConfig, WholeConfig
 from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, load_items
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
 from whet.data.pixels import png
 from whet.data.samplers import make_loader, order_of
-from whet.data.supervised import PreferencePair, SupervisedExample
 from whet.errors import DataError
-from whet.types import Media, Prompt
+from whet.types import Example, Media, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 WINDOW = 4  # earlier tokens decoded together with a token: gives correct spaces, and characters of several tokens
 NO_LIMIT = 2**31
 SIDE = 128  # of a thumbnail, in pixels
-Item = Prompt | SupervisedExample | PreferencePair
+Item = Prompt | Example
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Preview:
 
 
 def preview(
-    config: RunConfig | EvalConfig | GenerateConfig,
+    config: WholeConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_rows: int,
@@ -101,13 +100,13 @@ def preview(
     over = config.data["overlong" if is_supervised else "overlong_prompts"]
     return Preview(
         parts=whole.parts,
-        lengths=[len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in whole.items],
+        lengths=[item.num_tokens for item in whole.items],
         limit=limit,
         limit_key=f"data.{limit_name}",
         over_limit={"truncate": "cut", "drop": "dropped", "error": "an error"}[over],
         data_sources=Counter(prompt.data_source for prompt in prompts),
         num_unanswered=with_answers * sum(prompt.ground_truth is None for prompt in prompts),
-        rows=[row for number, item in chosen[:num_rows] for row in _shown(f"{what} {number}", item, limit)],
+        rows=[row for number, item in chosen[:num_rows] for row in _shown(number, item, limit)],
     )
 
 
@@ -183,14 +182,10 @@ def _numbered(items: Sequence[Item]) -> list[tuple[int, Item]]:
     return [(item.index if isinstance(item, Prompt) else place, item) for place, item in enumerate(items)]
 
 
-def _shown(title: str, item: Item, limit: int) -> list[Shown]:
-    """Returns the rows of an item. Of a pair the tokens in which the responses may differ are marked."""
-    if isinstance(item, SupervisedExample):
-        return [Shown(title, item.input_ids[:limit], item.loss_mask[:limit], media=item.media)]
-    if isinstance(item, PreferencePair):
-        facts, shared = {"margin": item.margin}, item.num_shared
-        texts = {"chosen": item.chosen, "rejected": item.rejected}
-        masks = {name: (0,) * shared + (1,) * (len(ids) - shared) for name, ids in texts.items()}
-        return [Shown(f"{title}, {name}", ids, masks[name], facts) for name, ids in texts.items()]
-    answers = {"ground truth": item.ground_truth, "data source": item.data_source}
-    return [Shown(title, item.token_ids, None, {**answers, **item.extra_info}, item.media)]
+def _shown(number: int, item: Item, limit: int) -> list[Shown]:
+    """Returns the rows of an item."""
+    if isinstance(item, Prompt):
+        answers = {"ground truth": item.ground_truth, "data source": item.data_source}
+        return [Shown(f"row {number}", item.token_ids, None, {**answers, **item.extra_info}, item.media)]
+    rows = [(f"example {number}{name}", ids[:limit], mask[:limit]) for name, (ids, mask) in item.texts().items()]
+    return [Shown(*row, item.facts(), item.media) for row in rows]

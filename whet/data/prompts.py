@@ -17,7 +17,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whet.data.chat import DESCRIBED, TOOLS, encode_rendered, encode_texts, plain_text, render_chat, roles
-from whet.data.media import Kind, MediaLimits, MediaReader
+from whet.data.media import KINDS, Kind, MediaLimits, MediaReader
 from whet.data.placeholders import FIELDS, Value, check_ids, expanded, has, place, read_all, values_of
 from whet.data.written import as_written, row_tools, unwritten, warn_once
 from whet.errors import ConfigError, DataError
@@ -37,9 +37,8 @@ _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", 
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; the reward gets all other fields
 _MESSAGES = 'a list of messages {"role": ..., "content": ...}'
 _TEXT = "only text: the model reads no media, and would train without them"
-_MEDIA = ("image", "video", "audio")
 _MEDIA_KEYS: dict[Kind, str] = {kind: plural for kind, (plural, _) in FIELDS.items()}
-_MEDIA_FIELDS = (*_MEDIA, *(f"{kind}s" for kind in _MEDIA), "multi_modal_data")
+_MEDIA_FIELDS = (*KINDS, *_MEDIA_KEYS.values(), "multi_modal_data")
 
 
 class PromptFormat:
@@ -84,15 +83,15 @@ class PromptFormat:
     ) -> PromptFormat:
         """The format that a data section of the config describes. `beside` is the folder of the data file, for relative
         paths of media; `media_folder` takes those that are in no file."""
-        vision = getattr(tokenizer, "vision", None)
+        encoders = getattr(tokenizer, "encoders", None)
         return cls(
             tokenizer,
             system_prompt=data.get("system_prompt"),
             format_prompt=data.get("format_prompt"),
             apply_chat_template=data.apply_chat_template,
             chat_template_kwargs=data.chat_template_kwargs,
-            reader=None if vision is None else MediaReader(MediaLimits.of(data, beside), vision, media_folder),
-            media_keys={"image": data.image_key, "video": data.video_key},
+            reader=None if encoders is None else MediaReader(MediaLimits.of(data, beside), encoders, media_folder),
+            media_keys={**_MEDIA_KEYS, "image": data.image_key, "video": data.video_key},
         )
 
     def messages(self, row: Row, field: str) -> tuple[Message, ...]:
@@ -133,7 +132,7 @@ class PromptFormat:
                 raise DataError(f"field {name!r}", "it holds images, videos or audio", expected, change)
         for number, message in enumerate(messages):
             parts = message.content if isinstance(message.content, list) else []
-            if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in _MEDIA)]:
+            if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in KINDS)]:
                 raise DataError(f"message {number}", f"has a part of type {kinds[0]!r}", expected, change)
 
     def place(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
@@ -143,9 +142,10 @@ class PromptFormat:
         if self.reader is None:
             self.refuse_media(row, messages)
             return tuple(messages), []
-        if has(row, "audio") or has(row, "audios"):
-            raise DataError("audio", "is in a field", "only images and videos", "exclude such rows (data.filter)")
-        placed, values = place(messages, values_of(row, self.media_keys))
+        others = [kind for kind in KINDS if kind not in self.reader.kinds]
+        if unread := [kind for kind in others if any(has(row, name) for name in FIELDS[kind])]:
+            raise DataError(unread[0], "is in a field", "only images and videos", "exclude such rows (data.filter)")
+        placed, values = place(messages, values_of(row, self.media_keys), self.reader.kinds)
         limit = self.reader.limits.limit_images
         if limit is not None and len(values) > limit:
             expected = f"at most data.limit_images={limit}"
@@ -200,8 +200,8 @@ class PromptFormat:
 
     def check(self, ids: Sequence[int], media: Sequence[Media]) -> None:
         """Checks that a text has the tokens of its media and of no other.  Raises: DataError."""
-        if self.reader is not None and self.reader.vision is not None:
-            check_ids(ids, media, self.reader.vision.forbidden)
+        if self.reader is not None and self.reader.encoders is not None:
+            check_ids(ids, media, self.reader.encoders.forbidden)
 
     def text(self, messages: Sequence[Message], row: int | None = None, media: Sequence[Media] = ()) -> str:
         """Renders the text of a prompt, up to the start of the response, for `encode_rendered`."""
@@ -359,7 +359,7 @@ def _encoded(
 def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
     """The prompt with ids, and its media measured, from its messages.  Raises: DataError if it is empty."""
     with at_row(prompt.index):
-        fields = [(cast(Kind, each.kind), each) for each in prompt.media]
+        fields = [(each.kind, each) for each in prompt.media]
         row = {prompt_format.media_keys[kind]: [each for own, each in fields if own == kind] for kind, _ in fields}
         messages, media = prompt_format.with_media(row, prompt.messages)
     ids = prompt_format.encode([messages], [prompt.index], [media])[0] if messages else []

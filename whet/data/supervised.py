@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whet.config.schema import PreferenceDataConfig, SupervisedDataConfig
@@ -18,13 +18,13 @@ from whet.data.written import NO_END, end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
 from whet.options import is_number
-from whet.types import Media, Message
+from whet.types import Example, Media, Message
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SupervisedExample:
+class SupervisedExample(Example):
     """A training sequence: `loss_mask` is 1 on trained tokens, 0 on context."""
 
     input_ids: tuple[int, ...]
@@ -35,6 +35,13 @@ class SupervisedExample:
     def num_tokens(self) -> int:
         """The length."""
         return len(self.input_ids)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return self.input_ids, self.loss_mask
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {"": (self.input_ids, self.loss_mask)}
 
 
 def build_examples(
@@ -224,17 +231,30 @@ _TEXT = "only text in preference pairs"
 
 
 @dataclass(frozen=True)
-class PreferencePair:
+class PreferencePair(Example):
     """The token ids of the better and of the worse response, each with its prompt, and the margin of their scores."""
 
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
     margin: float = 0.0
+    media: tuple[Media, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """The length of the longer one."""
         return max(len(self.chosen), len(self.rejected))
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return self.chosen, self.rejected, self.margin
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Returns both responses; the mask is 1 on tokens in which they may differ."""
+        both, shared = {"chosen": self.chosen, "rejected": self.rejected}, self.num_shared
+        return {f", {name}": (ids, (0,) * shared + (1,) * (len(ids) - shared)) for name, ids in both.items()}
+
+    def facts(self) -> Mapping[str, object]:
+        return {"margin": self.margin}
 
     @property
     def num_shared(self) -> int:

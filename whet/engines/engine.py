@@ -29,11 +29,11 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
+from whet.models.encoders.load import encoders_of
 from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
-from whet.models.vision.load import vision_of
 from whet.phases import counted, span
 
 
@@ -50,7 +50,7 @@ class Engine(ABC):
     def __init__(
         self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        self.model, self.role, self.vision = model, role, vision_of(model)
+        self.model, self.role = model, role
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
         self.forward_settings = replace(role.forward, in_stretches=in_stretches)
@@ -136,7 +136,8 @@ class Engine(ABC):
         rows = columns["response_mask"].any(1).nonzero()[:1, 0].tolist()
         self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
         ranks = 1 if self.process_group is None else self.process_group.size()
-        with self._weights_read(), nullcontext() if self.vision is None else self.vision.timed(metrics, ranks):
+        encoders = encoders_of(self.model)
+        with self._weights_read(), nullcontext() if encoders is None else encoders.timed(metrics, ranks):
             loss = self.schedule(columns, objective, counts, metrics)
         self._loss = loss if self._loss is None else self._loss + loss
         return metrics
@@ -283,12 +284,12 @@ class Engine(ABC):
             prompts=prompts,
             first_fit=settings.in_stretches,
         )
-        if self.vision is not None:
+        if (encoders := encoders_of(self.model)) is not None:
             fields = [columns[name] for name in (MEDIA, LATER_MEDIA) if name in columns]
             by_pass = [
                 dict.fromkeys(each for row in rows for field in fields for each in field[row]) for rows in passes
             ]
-            self.vision.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
+            encoders.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
         return passes
 
     def _move(self, device: torch.device, *, weights: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from whet.config.schema import MICRO_BATCH_TOKENS, EngineConfig, OptimConfig
+from whet.models.encoders.base import keep_prepared
 from whet.models.freeze import freeze
 from whet.models.load import (
     TrainedModel,
@@ -21,7 +22,6 @@ from whet.models.load import (
 )
 from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings
-from whet.models.vision.base import keep_pixels
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class RoleSettings:
     def _prepared(self, model: TrainedModel) -> TrainedModel:
         """The same module: what is trained of it is marked, and how its layers run is set."""
         freeze(model, self.freeze)
-        keep_pixels(self.media_cache_gib)
+        keep_prepared(self.media_cache_gib)
         if self.lora is not None:
             add_adapter(body_of(model), self.lora, self.seed, torch_dtype(self.dtype))
         if self.gradient_checkpointing:

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from whet.devices import runs_triton
 from whet.errors import EngineError
 from whet.models.attention import LONGEST_HEAD, head_size, key_value_heads
+from whet.models.encoders.load import encoders_of
 from whet.models.fused import RMSNorm, gradients
 from whet.models.linear import FastLinear
 from whet.models.log_probs import LogitForm
 from whet.models.lora import adapted_layers
 from whet.models.narrow import NarrowLinear
 from whet.models.packing import tile_tokens
-from whet.models.vision.load import vision_of
 
 DTYPE = torch.bfloat16
 KEY = "rollout.engine.options.batch_invariant"
@@ -110,7 +110,7 @@ def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -
         return f"computes in bfloat16, and model.dtype is {str(dtype).removeprefix('torch.')}"
     if adapted_layers(model):
         return "trains whole models: a rollout adds an adapter to the weights, and rounds other numbers"
-    if vision_of(model) is not None:
+    if encoders_of(model) is not None:
         return f"is for models of text, and {kind} sees"
     if LogitForm.of(config) != LogitForm() or config.to_dict().get("attn_logit_softcapping"):
         return f"knows no scale or cap of logits and scores, and {kind} has one"

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from whet.errors import ModelError
-from whet.models.vision.load import vision_of
+from whet.models.encoders.load import encoders_of
 
 log = logging.getLogger(__name__)
 TOWER = "vision"
@@ -19,7 +19,7 @@ TOWER = "vision"
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Switches off the gradient of every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell);
-    the pattern `vision` is the tower of a model that reads images, with what joins it to the text.
+    the pattern `vision` is the towers of a model that reads media, with what joins it to the text.
 
     A tied weight has two names; a match of either freezes it.  Raises: ModelError for a pattern without a match, and
     where no trainable weight would remain.
@@ -29,8 +29,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         matched = [name for name in named if fnmatchcase(name, pattern)]
-        if pattern == TOWER and (vision := vision_of(model)) is not None:
-            matched = vision.tower_weights(model)
+        if pattern == TOWER and (encoders := encoders_of(model)) is not None:
+            matched = encoders.tower_weights(model)
         if not matched:
             near = get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
             found = f"no weight of {type(model).__name__} matches {pattern!r}"

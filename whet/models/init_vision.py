@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from whet.models.vision.load import VIDEO_PROCESSOR
+from whet.models.encoders.images import VIDEO_PROCESSOR
 
 VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"]
 MERGE, TIMES = 2, 2  # patches on a side of a token; frames of a time

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -30,12 +29,12 @@ from whet.data.written import end_of_turn
 from whet.errors import ModelError, WeightSyncError
 from whet.keyed import key
 from whet.models import attention, experts
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import attach, load_encoders, names_of
 from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
 from whet.models.lora import HEAD, merge_adapter
 from whet.models.supported import check_supported
-from whet.models.vision.base import Vision
-from whet.models.vision.load import FAMILIES, attach, load_vision, sees
 
 log = logging.getLogger(__name__)
 OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
@@ -50,7 +49,7 @@ def load_policy(
     path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Loads the causal language model at `path` in float32, with whet's attention and without dropout. One that reads
-    images knows how (`vision_of`), and its vision tower has torch's attention.
+    images knows how (`encoders_of`), and its vision tower has torch's attention.
 
     Adapters are merged into the weights: those of `path`, where it is an adapter's folder, and that at `adapter_path`.
     With dropout the updated policy would differ from the one that sampled, by random numbers without a seed.
@@ -58,21 +57,21 @@ def load_policy(
     """
     base, adapters = split_adapters(path)
     config = load_config(base, trust_remote_code=trust_remote_code)
-    vision = load_vision(base, config, trust_remote_code=trust_remote_code)
+    encoders = load_encoders(base, config, trust_remote_code=trust_remote_code)
     check_weights(base, allow_pickle=allow_pickle)
     with reading(base, "is not a causal language model that transformers can load"):
-        model, missing = _load_whole(_class_of(config), base, config, allow_pickle, trust_remote_code)
+        model, missing = _load_whole(_class_of(encoders), base, config, allow_pickle, trust_remote_code)
     check_complete(model, base, missing)
     for adapter in [*adapters, *([adapter_path] if adapter_path is not None else [])]:
         model = merge_adapter(model, adapter, allow_pickle=allow_pickle)
     check_finite(model, path)
     _prepare(model, path)
-    attach(model, vision)
+    attach(model, encoders)
     return model
 
 
-def _class_of(config: Any) -> Any:
-    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+def _class_of(encoders: Encoders | None) -> Any:
+    return AutoModelForCausalLM if encoders is None else encoders.own[0].auto_class
 
 
 @torch.no_grad()
@@ -230,15 +229,16 @@ def outline(
     else:
         config = load_config(path, trust_remote_code=trust_remote_code)
         kind = "is not the config of a causal language model"
+        encoders = load_encoders(split_adapters(path)[0], config, trust_remote_code=trust_remote_code)
     with reading(path, kind):
-        auto: Any = AutoModelForSequenceClassification if is_reward_model else _class_of(config)
+        auto: Any = AutoModelForSequenceClassification if is_reward_model else _class_of(encoders)
         options = {"attn_implementation": attention.implementation(config), **OPTIONS}
         model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **options)
         if is_reward_model:
             _check_causal(model)
     _prepare(model, path)
     if not is_reward_model:
-        attach(model, load_vision(split_adapters(path)[0], config, trust_remote_code=trust_remote_code))
+        attach(model, encoders)
     return _value_model(model) if is_value_model else model
 
 
@@ -294,7 +294,7 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
 def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
 
-    It knows how the first of `models`, or the model at `path`, reads images (`vision_of`).
+    It knows how the first of `models`, or the model at `path`, reads images (`encoders_of`).
     Raises: ModelError, also where one of `models` has fewer embedding rows than the tokenizer has tokens.
     """
     base, adapters = split_adapters(path)
@@ -320,17 +320,17 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
             found = f"has token ids up to {needed - 1}, and the model at {model} only {rows} embedding rows"
             change = "name the tokenizer that belongs to the model (model.tokenizer_path)"
             raise ModelError(f"tokenizer at {path}", found, "", change)
-    attach(tokenizer, _vision_at(models[0] if models else base, trust_remote_code))
+    attach(tokenizer, _encoders_at(models[0] if models else base, trust_remote_code))
     return tokenizer
 
 
-def _vision_at(path: str | Path, trust_remote_code: bool) -> Vision | None:
-    """The vision of the model at `path`; None for a text model and for a folder with only a tokenizer."""
+def _encoders_at(path: str | Path, trust_remote_code: bool) -> Encoders | None:
+    """The encoders of the model at `path`; None for a text model and for a folder with only a tokenizer."""
     base, _ = split_adapters(path)
     with suppress(OSError):
-        if PreTrainedConfig.get_config_dict(base)[0].get("model_type") in FAMILIES:
+        if names_of(PreTrainedConfig.get_config_dict(base)[0].get("model_type", "")):
             config = load_config(base, trust_remote_code=trust_remote_code)
-            return load_vision(base, config, trust_remote_code=trust_remote_code)
+            return load_encoders(base, config, trust_remote_code=trust_remote_code)
     return None
 
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from whet.errors import ModelError, pip_install
 from whet.keyed import key
+from whet.models.encoders.load import encoders_of
 from whet.models.folder import check_weights, reading
-from whet.models.vision.load import vision_of
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
@@ -99,8 +99,8 @@ def _has(layers: Iterable[str], target: str) -> bool:
 
 def _tower(model: PreTrainedModel) -> str | None:
     """A pattern for the names of the modules of the model's vision tower."""
-    vision = vision_of(model)
-    return None if vision is None else rf"(.*\.)?({'|'.join(vision.towers)})\..*"
+    encoders = encoders_of(model)
+    return None if encoders is None else rf"(.*\.)?({'|'.join(encoders.towers)})\..*"
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from whet.columns import POLICY_OUTPUTS, SCORE_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
+from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
-from whet.models.vision.load import vision_of
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,17 @@ def _media(
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """Arguments of the forward pass for the rows' media; without any, on a sharded model, a zero that the vision tower
     has computed."""
-    vision = vision_of(body)
-    if where.media and vision is None:
+    encoders = encoders_of(body)
+    if where.media and encoders is None:
         found = f"reads text, and a row has {where.media[0].kind}s"
         raise EngineError(type(body).__name__, found, "", "use one that reads images")
     if where.media and settings.token_share is not None:
         found, change = "rows with images or videos cannot be split over ranks by tokens", "set it to 1 in the options"
         raise EngineError("sequence_parallel_size", found, "", f"{change} of the engine")
-    if vision is None or (not where.media and not settings.is_sharded):
+    if encoders is None or (not where.media and not settings.is_sharded):
         return {}, None
     if not where.media:
-        return {}, vision.dummy(body)
+        return {}, encoders.dummy(body)
     # Ranks of a sharded model run the tower alike: none may find in its cache what another has to compute.
-    version = None if settings.is_sharded else vision.frozen_version(body)
-    return vision.encode(body, where.media, version), None
+    version = None if settings.is_sharded else encoders.frozen_version(body)
+    return encoders.encode(body, where.media, version), None

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from whet import devices
 from whet.compiled import cache_folder, compiler
-from whet.config.schema import ClusterConfig, ExamplesConfig, TrainConfig
+from whet.config.schema import ClusterConfig, RunConfig, TrainConfig
 from whet.errors import CHECKOUT, ConfigError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
@@ -244,7 +244,7 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def examine_cluster(config: TrainConfig | ExamplesConfig, run_dir: Path) -> dict[str, list[Finding]]:
+def examine_cluster(config: RunConfig, run_dir: Path) -> dict[str, list[Finding]]:
     """Checks the cluster: a section for the cluster and one for each node."""
     try:
         from whet.controller.ray.survey import survey, versions

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from whet.compiled import instruction_set
-from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, TrainConfig
+from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, RunConfig, TrainConfig
 from whet.planning.machine import free_memory
 from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ROLLOUT_ENGINES
@@ -60,9 +60,7 @@ def tokens_within(room: float, held: float, of_token: float) -> int:
     return min(MOST_TOKENS, max(TOKEN_STEP, int(left / of_token) // TOKEN_STEP * TOKEN_STEP))
 
 
-def first_answer(
-    config: TrainConfig | ExamplesConfig, device_gib: float | None, host_gib: float | None
-) -> Iterator[str]:
+def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | None) -> Iterator[str]:
     """Yields whether a run fits, the smallest accelerator for it, and three settings that help; nothing where the
     model's config.json is not on this machine. Without stated sizes those of this machine count."""
     shape = _shape(str(config.model.path))
@@ -98,16 +96,12 @@ def _accelerator_gib() -> float | None:
     return min((int(each) / 1024 for each in said if each.isdecimal()), default=None)
 
 
-def bytes_of(
-    config: TrainConfig | ExamplesConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None
-) -> int:
+def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None) -> int:
     """Bytes of the largest process, on the host or on an accelerator, of `gib` if that is known."""
     return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
 
 
-def _bytes_of_pool(
-    config: TrainConfig | ExamplesConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None
-) -> int:
+def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
     """Bytes of a process of a pool: the larger of sampling and updates."""
     weights, words, layers = (float(shape[name]) for name in ("weights", "words", "layers"))
     narrow = config.model.dtype == "bfloat16" or (
@@ -155,9 +149,7 @@ def _bytes_of_pool(
     return round(2**30 + 1.1 * (held + copy + cache + max(update, logits)))
 
 
-def _sampling(
-    config: TrainConfig | ExamplesConfig, shape: Mapping[str, float], item: int, narrow: bool
-) -> tuple[float, float, float]:
+def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: bool) -> tuple[float, float, float]:
     """Bytes of the rollout's own weights, its cache and its logits."""
     assert isinstance(config, TrainConfig)
     engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(config.rollout.dtype, item)
@@ -168,7 +160,7 @@ def _sampling(
     return shape["weights"] * sampled * has_copy, cache, rows * shape["vocabulary"] * (sampled + 16)
 
 
-def _tokens(config: TrainConfig | ExamplesConfig, role: str) -> int:
+def _tokens(config: RunConfig, role: str) -> int:
     """The tokens of a mini-batch in one process, with all rows at their limit."""
     processes = config.cluster.processes_of(role)
     if isinstance(config, ExamplesConfig):
@@ -179,12 +171,12 @@ def _tokens(config: TrainConfig | ExamplesConfig, role: str) -> int:
     return -(-prompts * config.rollout.n // processes) * longest
 
 
-def section_of(config: TrainConfig | ExamplesConfig, role: str) -> tuple[ExamplesConfig | ActorConfig, str]:
+def section_of(config: RunConfig, role: str) -> tuple[ExamplesConfig | ActorConfig, str]:
     """The section with the engine and the optimizer of a role, and the beginning of its keys."""
     return (config, "") if isinstance(config, ExamplesConfig) else (config[role], f"{role}.")
 
 
-def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, object]) -> TrainConfig | ExamplesConfig:
+def changed(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     """The config with some values replaced, by dotted key."""
     tree = config.model_dump()
     for key, value in values.items():
@@ -193,7 +185,7 @@ def changed(config: TrainConfig | ExamplesConfig, values: Mapping[str, object]) 
     return type(config).model_validate(tree)
 
 
-def _roles(config: TrainConfig | ExamplesConfig) -> list[str]:
+def _roles(config: RunConfig) -> list[str]:
     """The roles with a model: trained ones, and a reference that is no adapter's base."""
     if isinstance(config, ExamplesConfig):
         return ["actor"]
@@ -202,7 +194,7 @@ def _roles(config: TrainConfig | ExamplesConfig) -> list[str]:
     return ["actor", *["critic"] * bool({"values", "process_rewards"} & {*reads}), *["ref"] * has_ref]
 
 
-def _settings(config: TrainConfig | ExamplesConfig) -> Iterator[tuple[str, object]]:
+def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
     """Settings that reduce memory, where they are not set."""
     role, prefix = section_of(config, "actor")
     if not config.model.gradient_checkpointing:

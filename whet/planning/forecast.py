@@ -20,10 +20,9 @@ import yaml
 
 from whet.config.checks import check_context
 from whet.config.compose import flatten
-from whet.config.schema import ExamplesConfig, TrainConfig
+from whet.config.schema import ExamplesConfig, RunConfig, TrainConfig
 from whet.data.load import TRAIN, VAL, load_items
 from whet.data.loader import run_steps
-from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
 from whet.planning.dtypes import with_dtypes
@@ -33,7 +32,6 @@ from whet.planning.memory import Memory, Setup, cache_room, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
 from whet.tracking.runs import CONFIG, read_steps
-from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 MakeSetup = Callable[[Any, Sequence[int]], Setup]
@@ -100,7 +98,7 @@ class Forecast:
 
 
 def forecast(
-    config: TrainConfig | ExamplesConfig,
+    config: RunConfig,
     make_setup: MakeSetup,
     run_dir: Path,
     device_gib: float | None = None,
@@ -119,7 +117,7 @@ def forecast(
     config = with_dtypes(config, elsewhere=device is not None)
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
-    if not lengths and any(each.vision is not None for each in setup.outlines.values()):
+    if not lengths and any(each.encoders is not None for each in setup.outlines.values()):
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
@@ -147,7 +145,7 @@ def forecast(
     return Forecast(setup, plans, found, tuple(advised), run_dir, disk, speed, cache, counts, measured, tuple(notes))
 
 
-def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, float]:
+def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
     """Returns the lengths of the prompts or examples, empty if the data cannot be read, a note about them, and the
     share of images and videos in their tokens (1.0 where that is unknown, which counts for models that see)."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
@@ -166,7 +164,7 @@ def row_lengths(config: TrainConfig | ExamplesConfig) -> tuple[list[int], str, f
     return lengths, note, of_media / sum(lengths)
 
 
-def _num_val(config: TrainConfig | ExamplesConfig) -> int:
+def _num_val(config: RunConfig) -> int:
     """The number of prompts or examples of a validation; 0 without validation, or if the data cannot be read here."""
     if not config.data.val_files or config.trainer.val_freq < 0:
         return 0
@@ -176,20 +174,16 @@ def _num_val(config: TrainConfig | ExamplesConfig) -> int:
         return 0
 
 
-def _read(config: TrainConfig | ExamplesConfig, key: str) -> list[tuple[int, int]]:
+def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
     """The number of tokens of each prompt or example, and of those the number of its images and videos."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
     items = load_items(config.data, tokenizer, key, where=where, seed=seed).items
-    lengths = [len(item.token_ids) if isinstance(item, Prompt) else item.num_tokens for item in items]
-    seen = [item.media if isinstance(item, Prompt | SupervisedExample) else () for item in items]
-    media = [sum(each.tokens.count for each in of_row if each.tokens is not None) for of_row in seen]
-    return list(zip(lengths, media, strict=True))
+    media = [sum(each.tokens.count for each in item.media if each.tokens is not None) for item in items]
+    return [(item.num_tokens, count) for item, count in zip(items, media, strict=True)]
 
 
-def _earlier_run(
-    run_dir: Path, config: TrainConfig | ExamplesConfig
-) -> tuple[dict[str, float], float | None, list[str]]:
+def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], float | None, list[str]]:
     """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; nothing
     of a run with other values of keys that its speed depends on, but the names of these keys."""
     try:

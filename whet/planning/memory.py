@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from whet.config.schema import ExamplesConfig, RolloutConfig, TrainConfig
+from whet.config.schema import ExamplesConfig, RolloutConfig, RunConfig, TrainConfig
 from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread, TrainEngine
@@ -90,7 +90,7 @@ class Memory:
 class Setup:
     """A config, with its roles, objectives and lengths."""
 
-    config: TrainConfig | ExamplesConfig
+    config: RunConfig
     roles: Mapping[str, RoleSettings]  # roles with a model
     objectives: Mapping[str, Objective]  # of the trained roles
     lengths: Lengths
@@ -317,9 +317,7 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     return [[rows[index] for index in chosen] for chosen in split]
 
 
-def mini_batch(
-    config: TrainConfig | ExamplesConfig, name: str, lengths: Lengths, row_ranks: int = 1
-) -> list[RowLength]:
+def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 1) -> list[RowLength]:
     """The rows of an optimizer step in one process, or in `row_ranks` that compute them together."""
     if isinstance(config, ExamplesConfig):
         count = -(-config.data.train_batch_size * row_ranks // config.cluster.processes_of("actor"))

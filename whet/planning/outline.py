@@ -22,14 +22,14 @@ from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
 from whet.models import attention
+from whet.models.encoders.base import body_of as vision_body
+from whet.models.encoders.load import encoders_of
 from whet.models.freeze import freeze
 from whet.models.load import body_of, cast_weights, layers, outline, recompute_activations
 from whet.models.lora import add_adapter
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
-from whet.models.vision.base import body_of as vision_body
-from whet.models.vision.load import vision_of
 from whet.planning.first import COMPILED, PLAIN, Kept, is_compiled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
@@ -75,8 +75,8 @@ class Outline:
         if role.lora is not None:
             with torch.device("meta"):
                 add_adapter(body, role.lora, 0, role.forward.dtype)
-        self.vision = vision_of(self.model)
-        self.vision_is_frozen = self.vision is not None and self.vision.is_frozen(self.model)
+        self.encoders = encoders_of(self.model)
+        self.vision_is_frozen = self.encoders is not None and self.encoders.is_frozen(self.model)
         _as_if_on_cpu(self.model, self._mode)
         if role.gradient_checkpointing:
             recompute_activations(self.model)
@@ -137,8 +137,8 @@ class Outline:
 
     @property
     def _towers(self) -> list[nn.Module]:
-        vision = self.vision
-        return [] if vision is None else [vision_body(self.model).get_submodule(name) for name in vision.towers]
+        encoders = self.encoders
+        return [] if encoders is None else [vision_body(self.model).get_submodule(name) for name in encoders.towers]
 
     @property
     def vision_weights(self) -> int:
@@ -148,11 +148,11 @@ class Outline:
     @property
     def patches_per_token(self) -> float:
         """Patches that become a token; 0 in a text model."""
-        return 0.0 if self.vision is None else self.vision.patches_per_token
+        return 0.0 if self.encoders is None else max(each.patches_per_token for each in self.encoders.own)
 
     def patches(self, rows: Sequence[RowLength]) -> float:
         """The number of patches of the rows' images and videos; a shared prompt counts once."""
-        if self.vision is None:
+        if self.encoders is None:
             return 0.0
         shares = self.role.forward.packing and self.role.forward.share_prompts
         # An example is one token and its response: what it has of media is in both.
@@ -165,7 +165,7 @@ class Outline:
 
         Estimated, because a tower's pass depends on the numbers of its grids. 0 where it is frozen. With gradient
         checkpointing each layer saves its input alone."""
-        if self.vision is None or self.vision_is_frozen:
+        if self.encoders is None or self.vision_is_frozen:
             return 0
         inner = [layer for tower in self._towers for layer in layers(tower)]
         sizes = [sum(each.in_features + each.out_features for each in _linear(layer)) for layer in inner]

@@ -18,10 +18,10 @@ from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
 from whet.errors import ConfigError, EnvError
+from whet.models.encoders.base import keep_prepared
+from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
 from whet.models.load import cast_weights, load_policy
-from whet.models.vision.base import keep_pixels
-from whet.models.vision.load import vision_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage, Turns
 from whet.rollout.constraints import bad_word_ids
@@ -44,7 +44,7 @@ def rollout_engine(
     `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
     `cache_room`: beside what is trained in the process."""
     entry = ROLLOUT_ENGINES[config.engine.name]
-    keep_pixels(model.media_cache_gib)
+    keep_prepared(model.media_cache_gib)
     given = {
         "dtype": dtype,
         "max_batch_size": config.max_batch_size,
@@ -83,10 +83,10 @@ def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig
 
 def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:
     """Checks that the engine reads the images of the model.  Raises: EngineError with the row number."""
-    engine, vision = ROLLOUT_ENGINES[rollout.engine.name].load(), vision_of(tokenizer)
+    engine, encoders = ROLLOUT_ENGINES[rollout.engine.name].load(), encoders_of(tokenizer)
     for prompt in prompts:
         if prompt.media and isinstance(engine, ChecksMedia):
-            engine.check_media(vision, prompt.media, f"row {prompt.index}")
+            engine.check_media(encoders, prompt.media, f"row {prompt.index}")
 
 
 def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -131,7 +131,7 @@ def build_collector(
     by sub-agent; otherwise this process has them. `media_folder` takes the images and videos of observations.
 
     Raises: ConfigError, ToolError."""
-    environment, vision = config.environment, getattr(tokenizer, "vision", None)
+    environment, encoders = config.environment, getattr(tokenizer, "encoders", None)
     return Collector(
         engine,
         tokenizer,
@@ -141,7 +141,7 @@ def build_collector(
         seed=seed,
         deadline_seconds=config.rollout.deadline_seconds,
         hosts=hosts,
-        reader=None if vision is None else MediaReader(MediaLimits.of(config.data), vision, media_folder),
+        reader=None if encoders is None else MediaReader(MediaLimits.of(config.data), encoders, media_folder),
         turns=turns,
     )
 
@@ -198,8 +198,8 @@ def sampling_params(
     config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
     """The sampling parameters of a config; tokens of images and videos are never sampled."""
-    allowed, vision = config.allowed_token_ids, vision_of(tokenizer)
-    patches = () if vision is None else tuple((token_id,) for token_id in vision.forbidden)
+    allowed, encoders = config.allowed_token_ids, encoders_of(tokenizer)
+    patches = () if encoders is None else tuple((token_id,) for token_id in encoders.forbidden)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=config.temperature,

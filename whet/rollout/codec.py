@@ -10,7 +10,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
-from whet.data.media import Kind, MediaReader
+from whet.data.media import MediaReader
 from whet.data.placeholders import expanded, has_parts, has_tag, place
 from whet.data.written import warn_once
 from whet.environments.protocol import Observation
@@ -54,8 +54,8 @@ class TemplateCodec:
             raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
         if observation.media or has_parts(observation.messages):
             return self._with_media(observation)
-        if self.reader is not None and has_tag(observation.messages):  # perhaps text of somebody else
-            warn_once(BARE_TAG)
+        if self.reader is not None and has_tag(observation.messages, self.reader.kinds):
+            warn_once(BARE_TAG)  # perhaps text of somebody else
         return observation
 
     def _with_media(self, observation: Observation) -> Observation:
@@ -64,8 +64,8 @@ class TemplateCodec:
             return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
             raise DataError("observation", "has images or videos", "text, as the model reads it", "leave them out")
-        given = [(cast(Kind, each.kind), each) for each in observation.media]
-        placed, values = place(observation.messages, given, owner="observation that the environment returned")
+        given, owner = [(each.kind, each) for each in observation.media], "observation that the environment returned"
+        placed, values = place(observation.messages, given, self.reader.kinds, owner)
         media = tuple(self.reader.read(*value) for value in values)
         return replace(observation, messages=placed, media=media)
 

@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.models.attention import NAME
+from whet.models.encoders.load import encoders_of
 from whet.models.positions import position_ids, rotary_positions
-from whet.models.vision.load import vision_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -44,7 +44,7 @@ class Batch:
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
         width, media = max(map(len, fed)), [each for request in requests for each in request.media]
-        vision = vision_of(module) if media else None
+        encoders = encoders_of(module) if media else None
         rotary = [rotary_positions(request.prompt_ids, request.media, request.opening) for request in requests]
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in fed], device=device)
         positions = position_ids(mask, rotary if any(each is not None for each in rotary) else None)
@@ -64,7 +64,7 @@ class Batch:
             positions=positions if positions.dim() == 2 else positions.transpose(0, 1),
             mask=mask,
             cache=DynamicCache(config=module.config),
-            seen={} if vision is None else vision.encode(module, media),
+            seen={} if encoders is None else encoders.encode(module, media),
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:

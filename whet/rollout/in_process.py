@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import EngineError
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import encoders_of
 from whet.models.load import cast_weights, fitting
 from whet.models.lora import plain_copy
-from whet.models.vision.base import Vision
-from whet.models.vision.load import vision_of
 from whet.phases import span
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.protocol import Completion, Event, Finished, Likeliest, Partial, Request, Status, Weights
@@ -160,15 +160,16 @@ class InProcessEngine(ABC, Generic[L]):
         self._first_late_at = min(self._first_late_at, live.late_at)
         return True
 
-    def _readable(self, request: Request) -> Vision:
-        """The vision of the model.  Raises: EngineError where it does not read a media of the request."""
-        vision = vision_of(self.policy.require())
+    def _readable(self, request: Request) -> Encoders:
+        """The encoders of the model.  Raises: EngineError where it does not read a media of the request."""
+        encoders = encoders_of(self.policy.require())
         for each in request.media:
-            if vision is None or each.kind not in vision.kinds or each.tokens is None:
-                reads = "text" if vision is None else f"text, {', '.join(f'{kind}s' for kind in sorted(vision.kinds))}"
+            if encoders is None or each.kind not in encoders.kinds or each.tokens is None:
+                kinds = () if encoders is None else sorted(encoders.kinds)
+                reads = ", ".join(["text", *(f"{kind}s" for kind in kinds)])
                 raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads {reads}")
-        assert vision is not None
-        return vision
+        assert encoders is not None
+        return encoders
 
     @torch.no_grad()
     def poll(self, timeout_seconds: float) -> list[Event]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from whet.config.schema import KV_CACHE_BYTES, ModelConfig, SamplingConfig
 from whet.devices import room_for_tensors
 from whet.errors import ConfigError
-from whet.models.vision.base import Vision
+from whet.models.encoders.base import Encoders
 from whet.rollout.protocol import SamplingParams
 from whet.types import Media
 
@@ -97,6 +97,6 @@ class ChecksAhead(Protocol):
 class ChecksMedia(Protocol):
     """A class of rollout engines that do not read the images of every model."""
 
-    def check_media(self, vision: Vision | None, media: Sequence[Media], whose: str) -> None:
+    def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
         """Raises: EngineError where it cannot read the media of `whose` prompt; a class method."""
         ...

@@ -19,10 +19,12 @@ from typing import Any, Literal
 import yaml
 
 from whet import files
+from whet.config.commands import likely_command
 from whet.errors import DataError
 from whet.tracking.tracker import METRIC_FILES, read_records, with_nan
 
 STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
+COMMAND = "command"  # of the run's trainer, in INPUTS
 # ended: by an older version of whet; not begun: of a sweep
 State = Literal["running", "finished", "stopped", "failed", "killed", "ended", "not begun"]
 # The panels of `whet plot` and `whet view`, and the rows of a run's end: each is the first of these metrics that a run
@@ -32,7 +34,7 @@ MAIN = (
     ("filter/sampled_accuracy", "reward/accuracy"),
     ("val/accuracy",),
     ("val/reward",),
-    ("-sft/loss", "-reward_model/loss"),
+    ("-*/loss",),  # of the trainers on examples: sft/loss, ...
     ("-val/loss",),
     ("reward_model/accuracy",),
     ("~response_length/mean",),
@@ -40,7 +42,7 @@ MAIN = (
     ("~actor/grad_norm",),
     ("perf/throughput",),
 )
-BEST = ("val/accuracy", "-val/loss", "filter/sampled_score", "critic/score/mean", "-sft/loss", "-reward_model/loss")
+BEST = ("val/accuracy", "-val/loss", "filter/sampled_score", "critic/score/mean", "-*/loss")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RunFolder:
     total_steps: int | None
     error: str  # first line of what ended a failed run
     records: list[dict[str, float]]  # metrics and timings of each step, with `step`; NaN where a file has null
+    command: str = ""  # of its trainer
 
     @property
     def step(self) -> int:
@@ -79,7 +82,7 @@ class RunFolder:
         means that lower is better."""
         chosen = (self.config.get("trainer") or {}).get("best_metric")
         known = {name for record in self.records for name in record}
-        usual = next((name for name in BEST if name.removeprefix("-") in known), BEST[0])
+        usual = next(filter(None, (first_of([name], known) for name in BEST)), BEST[0])
         return chosen if chosen and str(chosen).removeprefix("-") in known else usual
 
     def best(self, metric: str) -> tuple[float, int] | None:
@@ -121,14 +124,18 @@ def read_run(folder: Path) -> RunFolder:
         raise DataError(str(folder), what, f"a folder with {CONFIG} and {INPUTS}", hint)
     try:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        noted = json.loads((folder / STATE).read_bytes()) if (folder / STATE).is_file() else {}
-        if not isinstance(config, dict) or not isinstance(noted, dict):
+        noted, inputs = (
+            json.loads(f.read_bytes()) if (f := folder / name).is_file() else {} for name in (STATE, INPUTS)
+        )
+        if not all(isinstance(each, dict) for each in (config, noted, inputs)):
             raise ValueError("not a mapping")
     except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
-        raise DataError(str(folder), f"a damaged {CONFIG} or {STATE} ({error})", change="restore the file") from error
+        found = f"a damaged {CONFIG}, {STATE} or {INPUTS} ({error})"
+        raise DataError(str(folder), found, change="restore the file") from error
     was, steps = noted.get("state", "ended"), noted.get("total_steps")
     state: State = "running" if is_locked(folder) else "killed" if was == "running" else was
-    return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), read_steps(folder))
+    command = str(inputs.get(COMMAND) or likely_command(config))
+    return RunFolder(folder, config, state, steps, str(noted.get("error") or ""), read_steps(folder), command)
 
 
 def is_locked(folder: Path) -> bool:
@@ -155,9 +162,17 @@ def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
 
 def main_names(known: Collection[str], curve: Callable[[str], object]) -> list[str]:
     """The main metrics among the `known` ones, without those whose curves an earlier one has."""
-    rows = [next((name for name in names if name.lstrip("-~") in known), "") for names in MAIN]
+    rows = [first_of(names, known) for names in MAIN]
     curves = [curve(name.lstrip("-~")) if name else None for name in rows]
     return [name for at, name in enumerate(rows) if name and curves[at] not in curves[:at]]
+
+
+def first_of(patterns: Iterable[str], known: Collection[str]) -> str:
+    """The first known metric of a row of `MAIN`, or of `BEST`, with its sign; "" without one."""
+    pairs = ((pattern, pattern.lstrip("-~")) for pattern in patterns)
+    found = [(row.removesuffix(name), each) for row, name in pairs for each in sorted(known) if fnmatchcase(each, name)]
+    first = min(found, key=lambda each: each[1] == "val/loss", default=("", ""))  # other losses before it
+    return "".join(first)
 
 
 def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[str]:

@@ -32,7 +32,7 @@ from whet.models.load import stop_token_ids
 from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, cache_room, sized
-from whet.registry import FILTERS, VALUE_LOSSES, load_target
+from whet.registry import FILTERS, VALUE_LOSSES, load_target, register_trainer
 from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
 from whet.rollout.background import Background
 from whet.rollout.build import (
@@ -70,6 +70,13 @@ log = logging.getLogger(__name__)
 Rows = Iterable[Mapping[str, Any] | Prompt] | None
 
 
+@register_trainer(
+    "train",
+    config="whet.config.schema:TrainConfig",
+    setup="whet.trainers.build:setup",
+    elsewhere="whet.trainers.dry_run:dry_run_elsewhere",
+    summary="Train a model with reinforcement learning (PPO, GRPO, ...).",
+)
 def train(
     config: TrainConfig,
     *,

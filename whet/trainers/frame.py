@@ -22,7 +22,7 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.checkpoints.hub import Uploads
 from whet.config.checks import check
-from whet.config.schema import Dtype, RewardTrainingConfig, RunConfig, SFTConfig, TrainConfig, TrainerConfig
+from whet.config.schema import Dtype, ExamplesConfig, RunConfig, TrainConfig, TrainerConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, LostWorkerError, WhetError
 from whet.metrics import Metrics
@@ -44,7 +44,7 @@ from whet.trainers.stop import Stopped, StopSignals, likely_steps
 log = logging.getLogger(__name__)
 SAVE_SECONDS = 600.0  # between two checkpoints of trainer.save_freq=auto
 OWN_TRACKERS = frozenset({"console", "jsonl"})  # of `trainer.logger`; the others are services
-C = TypeVar("C", TrainConfig, SFTConfig, RewardTrainingConfig)
+C = TypeVar("C", TrainConfig, ExamplesConfig)
 R = TypeVar("R")
 
 

@@ -32,16 +32,16 @@ import yaml
 from whet import files
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
+from whet.config.commands import likely_command
 from whet.config.compose import flatten
 from whet.config.load import rename
 from whet.config.render import to_yaml
-from whet.config.schema import RewardTrainingConfig, RunConfig, Section, SFTConfig, TrainConfig
-from whet.data.supervised import PreferencePair, SupervisedExample
+from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.registry import PACKAGE
-from whet.tracking.runs import CONFIG, INPUTS
+from whet.tracking.runs import COMMAND, CONFIG, INPUTS
 from whet.tracking.tracker import METRIC_FILES, cut_back, with_nan
-from whet.types import Prompt
+from whet.types import Example, Prompt
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
@@ -60,7 +60,7 @@ FREE = (
 BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 OTHER_FOLDER = "choose another trainer.run_dir or trainer.experiment_name"
-Items = Sequence[Prompt] | Sequence[SupervisedExample] | Sequence[PreferencePair]
+Items = Sequence[Prompt] | Sequence[Example]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
             log.info("deleted %s: trainer.save_limit=%s", folder, limit)
         checkpoint.delete_oldest(path / "checkpoints", limit)
         files.write(path / CONFIG, to_yaml(config))
-        files.write(path / INPUTS, json.dumps(inputs or {}, indent=1))
+        files.write(path / INPUTS, json.dumps({COMMAND: config.command, **(inputs or {})}, indent=1))
         undo.pop_all()
     return RunDir(path, found, lock, history)
 
@@ -250,11 +250,11 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
             ) from error
     if found.get("rollout.dtype", "") is None:  # an older run: that of the model
         found["rollout.dtype"] = found.get("model.dtype")
-    sections = {key.partition(".")[0] for key in found}
-    commands: list[type[Section]] = [TrainConfig, SFTConfig, RewardTrainingConfig]
-    other = max(commands, key=lambda each: len(sections & each.model_fields.keys()))  # the first of equals
-    if sections & (other.model_fields.keys() - type(config).model_fields.keys()):
-        has, expected = f"has a run of `whet {other.command}`", f"one of `whet {config.command}`"
+    sections, before = {key.partition(".")[0] for key in found}, found.pop(COMMAND, None)
+    if before is None:  # an older run
+        before = config.command if sections <= type(config).model_fields.keys() else likely_command(sections)
+    if before.rpartition(":")[2] != config.command.rpartition(":")[2]:  # its file may have moved
+        has, expected = f"has a run of `whet {before}`", f"one of `whet {config.command}`"
         raise ConfigError(str(path), has, expected, OTHER_FOLDER)
     return found
 
@@ -263,7 +263,7 @@ def digests(config: RunConfig, train: Items, val: Items, reward: Callable[..., A
     """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
     import, by key, and of a reward function that was given as an object, as far as its source is known."""
     found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
-    for key, value in flatten(config.model_dump(mode="json")):
+    for key, value in ((COMMAND, config.command), *flatten(config.model_dump(mode="json"))):
         for target in value if isinstance(value, list) else [value]:
             if isinstance(target, str) and (file := _file_of(target)) is not None:
                 found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
@@ -282,15 +282,7 @@ def _of_rows(rows: Items) -> str:
     """Digest of all that a step reads of them; of an object that is not plain only the type counts."""
     found = hashlib.sha256()
     for row in rows:
-        read: tuple[Any, ...]
-        if isinstance(row, Prompt):
-            read = row.token_ids, row.data_source, row.ground_truth, row.extra_info
-        elif isinstance(row, PreferencePair):
-            read = row.chosen, row.rejected, row.margin
-        else:
-            read = row.input_ids, row.loss_mask
-        if not isinstance(row, PreferencePair) and row.media:
-            read = (*read, [media.digest for media in row.media])
+        read = (*row.content, [media.digest for media in row.media]) if row.media else row.content
         found.update(json.dumps(read, skipkeys=True, default=lambda each: type(each).__name__).encode())
     return _of(found.digest())
 

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -29,7 +28,7 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, sized
-from whet.registry import load_target
+from whet.registry import load_target, register_trainer
 from whet.tracking.console import USE, Column
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
@@ -48,6 +47,7 @@ COLUMNS = (
 )
 R = TypeVar("R", bound="ExamplesRun")
 Rows = Sequence[Mapping[str, Any]] | None
+Callbacks = Sequence[Callable[[Any], None]]  # get the run after every step
 
 
 @dataclass(kw_only=True, repr=False)
@@ -55,10 +55,10 @@ class ExamplesRun(Frame):
     """A run on examples. A trainer adds `objective_of`, `batch` and `validate`; `callbacks` come after every step."""
 
     default_best_metric = "-val/loss"
-    noun = "examples"
+    noun: ClassVar[str] = "examples"
 
     config: ExamplesConfig
-    examples: Sequence[Any]
+    examples: Sequence[Any]  # of whet.types.Example
     val_examples: Sequence[Any]
     loader: OrderLoader[int]
 
@@ -81,10 +81,6 @@ class ExamplesRun(Frame):
 
     def batch(self, examples: Sequence[Any]) -> Batch:
         """Examples as rows."""
-        raise NotImplementedError
-
-    def texts(self, example: Any) -> dict[str, Sequence[int]]:
-        """The token ids of an example, by the name under which a dry run shows them."""
         raise NotImplementedError
 
     def validate(self, step: int = 0) -> Metrics:
@@ -137,9 +133,6 @@ class SFTRun(ExamplesRun):
     def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
         return to_batch(examples, self.pad_token_id)
 
-    def texts(self, example: SupervisedExample) -> dict[str, Sequence[int]]:
-        return {"example": example.input_ids}
-
     def validate(self, step: int = 0) -> Metrics:
         """Loss over the held-out examples, each token weighing the same."""
         batch = self.batch(self.val_examples)
@@ -157,7 +150,7 @@ def train_on_examples(
     *,
     data: Rows = None,
     val_data: Rows = None,
-    callbacks: Sequence[Callable[[R], None]] = (),
+    callbacks: Callbacks = (),
     dry_run: bool = False,
 ) -> R:
     """Builds a run of this kind, trains it to the end and returns it; `data` stands in for `data.train_files`,
@@ -169,14 +162,12 @@ def train_on_examples(
     if dry_run:
         counts = len(run.examples), run.noun, len(run.val_examples), run.total_steps
         log.info("dry run: %d %s to train on, %d to validate on, %d steps", *counts)
-        for name, ids in run.texts(run.examples[0]).items():
-            log.info("the first %s:\n%s", name, run.tokenizer.decode(list(ids)))
+        for name, (ids, _) in run.examples[0].texts().items():
+            log.info("the first %s%s:\n%s", run.noun.removesuffix("s"), name, run.tokenizer.decode(list(ids)))
     return run
 
 
-def _train(
-    kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Sequence[Callable[[R], None]], dry_run: bool
-) -> R:
+def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Callbacks, dry_run: bool) -> R:
     config = with_named_dtypes(config)
     tokenizer, seed = tokenizer_of(config), config.trainer.seed
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
@@ -187,8 +178,7 @@ def _train(
             config.data, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=folder
         ).items
     examples, shuffle = loaded.items, config.data.shuffle
-    seen = [each.media if isinstance(each, SupervisedExample) else () for each in examples]  # pairs have only text
-    check_media(config, {f"example {number}": media for number, media in enumerate(seen)})
+    check_media(config, {f"example {number}": each.media for number, each in enumerate(examples)})
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
     loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)
@@ -218,7 +208,17 @@ def _train(
     return run
 
 
-train_sft = partial(train_on_examples, SFTRun)
+@register_trainer(
+    "sft",
+    config="whet.config.schema:SFTConfig",
+    setup="whet.trainers.sft:SFTRun.setup",
+    summary="Train a model on examples (supervised fine-tuning).",
+)
+def train_sft(
+    config: SFTConfig, *, data: Rows = None, val_data: Rows = None, callbacks: Callbacks = (), dry_run: bool = False
+) -> SFTRun:
+    """Fine-tunes a model as `train_on_examples` does."""
+    return train_on_examples(SFTRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:

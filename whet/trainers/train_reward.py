@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
 from whet.models.positions import position_ids
+from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import PreferenceObjective, measure_pairs
-from whet.trainers.sft import ExamplesRun, train_on_examples
+from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
 
 COLUMNS = (
     Column("loss", ("reward_model/loss",), ".4f"),
@@ -66,9 +67,6 @@ class RewardTrainingRun(ExamplesRun):
     def batch(self, examples: Sequence[PreferencePair]) -> Batch:
         return to_batch(examples, self.pad_token_id)
 
-    def texts(self, example: PreferencePair) -> dict[str, Sequence[int]]:
-        return {"pair, chosen": example.chosen, "pair, rejected": example.rejected}
-
     def validate(self, step: int = 0) -> Metrics:
         """Loss, accuracy and scores over the held-out pairs."""
         batch, metrics = self.batch(self.val_examples), Metrics()
@@ -78,7 +76,23 @@ class RewardTrainingRun(ExamplesRun):
         return metrics
 
 
-train_reward = partial(train_on_examples, RewardTrainingRun)
+@register_trainer(
+    "train-reward",
+    config="whet.config.schema:RewardTrainingConfig",
+    setup="whet.trainers.train_reward:RewardTrainingRun.setup",
+    summary="Train a reward model on preference pairs (Bradley-Terry).",
+)
+def train_reward(
+    config: RewardTrainingConfig,
+    *,
+    data: Rows = None,
+    val_data: Rows = None,
+    callbacks: Callbacks = (),
+    dry_run: bool = False,
+) -> RewardTrainingRun:
+    """Trains a reward model as `train_on_examples` does."""
+    kind = RewardTrainingRun
+    return train_on_examples(kind, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
 def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> Batch:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -52,14 +53,15 @@ class Site:
 
     def runs(self, _: Mapping[str, str]) -> object:
         """Lists the runs: name, steps, state, the names of its metrics and of the main ones, the steps of its files."""
-        found = []
+        found, known = [], set[str]()
         for name, path in find_runs(self.root).items():
             curves, records = self._opened(path)
             curves.refresh()
             shown = path.name if name == "." else name
             names = {"metrics": curves.names(), "main": curves.main()}
+            known |= {*curves.names()}
             found.append({"id": name, "name": shown, **curves.summary(), **names, "files": records.steps()})
-        panels = [name.lstrip("-~") for names in MAIN for name in names]
+        panels = [name for row in MAIN for each in row for name in sorted(known) if fnmatchcase(name, each.lstrip("-~"))]
         return {"folder": self.root.name, "runs": found, "panels": panels}
 
     def curves(self, query: Mapping[str, str]) -> object:

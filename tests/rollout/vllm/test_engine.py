@@ -36,8 +36,8 @@ from fake_engines import CPU, Start, events_of, request, starting
 from tests import pictures
 from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
+from whet.models.encoders.base import Encoders
 from whet.models.load import load_policy
-from whet.models.vision.base import Pixels, Vision
 from whet.planning.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import (
@@ -143,12 +143,13 @@ def test_images_are_refused_where_the_model_reads_text(start: Start) -> None:
 class Prepared:
     """Counts preparations, and those at the same time; the first two wait for each other."""
 
-    def __init__(self, vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, vision: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count: Counter[str] = Counter()
-        self._own, self._both = vision._pixels, threading.Barrier(2)
-        monkeypatch.setattr(vision, "_pixels", self._pixels)
+        encoder = vision.by_kind["image"]
+        self._own, self._both = encoder.prepare, threading.Barrier(2)
+        monkeypatch.setattr(encoder, "prepare", self._prepare)
 
-    def _pixels(self, media: Media) -> Pixels:
+    def _prepare(self, media: Media) -> Any:
         self.count[media.digest] += 1
         if self.count.total() <= 2:
             self._both.wait(20)  # breaks where they come one after the other
@@ -164,10 +165,10 @@ def seeing(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
 
 def test_images_are_prepared_while_requests_wait(seeing: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = seeing(batch=2)
-    assert engine.vision is not None
-    prepared = Prepared(engine.vision, monkeypatch)
-    shown = [pictures.image(engine.vision, 700 + seed) for seed in range(6)]
-    pads = (engine.vision.forbidden[0],) * 4
+    assert engine.encoders is not None
+    prepared = Prepared(engine.encoders, monkeypatch)
+    shown = [pictures.image(engine.encoders, 700 + seed) for seed in range(6)]
+    pads = (engine.encoders.forbidden[0],) * 4
     for number, image in enumerate([*shown, *shown]):
         made = request(fake.STUCK if number < 2 else fake.QUICK, uid=str(number))
         engine.submit(replace(made, prompt_ids=(*made.prompt_ids, *pads), media=(image,)))
@@ -182,9 +183,9 @@ def test_images_are_prepared_while_requests_wait(seeing: Start, monkeypatch: pyt
 
 def test_media_of_two_requests_are_written_side_by_side(seeing: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = seeing()
-    assert engine.vision is not None
-    prepared, broken = Prepared(engine.vision, monkeypatch), pictures.image(engine.vision, 799)
-    shown = [pictures.image(engine.vision, 800 + seed) for seed in range(2)]
+    assert engine.encoders is not None
+    prepared, broken = Prepared(engine.encoders, monkeypatch), pictures.image(engine.encoders, 799)
+    shown = [pictures.image(engine.encoders, 800 + seed) for seed in range(2)]
 
     def path(image: Media) -> str:
         with engine._media._file(image) as found:

@@ -20,9 +20,9 @@ from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
 from whet.models.attention import NAME, PagedContext, token_bytes
 from whet.models.compiled_layers import compile_layers
+from whet.models.encoders.load import encoders_of
 from whet.models.fixed import fix_tiles
 from whet.models.log_probs import LogitForm
-from whet.models.vision.load import vision_of
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
@@ -264,13 +264,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _encoded(self, parts: Sequence[tuple[Media, slice]]) -> Mapping[str, Any]:
         module = self.policy.require()
-        vision = vision_of(module)
-        if vision is None:
+        encoders = encoders_of(module)
+        if encoders is None:
             return {}
         if self._tower is None or self._tower[0] != self.policy.version:
-            self._tower = self.policy.version, vision.fingerprint(module)
-        features = vision.features(module, [media for media, _ in parts], self._tower[1])
-        return vision.outputs([each.part(where) for each, (_, where) in zip(features, parts, strict=True)])
+            self._tower = self.policy.version, encoders.fingerprint(module)
+        features = encoders.features(module, [media for media, _ in parts], self._tower[1])
+        return encoders.outputs([each.part(where) for each, (_, where) in zip(features, parts, strict=True)])
 
     def _forward(
         self,

@@ -19,18 +19,17 @@ from transformers import PreTrainedModel
 
 from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncError
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import load_encoders
 from whet.models.folder import split_adapters
 from whet.models.load import MisfitError, fitting, outline
-from whet.models.vision.base import Vision
-from whet.models.vision.load import load_vision
-from whet.models.vision.qwen import QwenVision
 from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Environment, Package, find_environment, longest
-from whet.rollout.servers.media import Sees, SharedMedia, check_media
+from whet.rollout.servers.media import QWEN, Sees, SharedMedia, check_media
 from whet.rollout.servers.parts import KeptWeights, Part, in_parts
 from whet.rollout.servers.process import Server, free_port
 from whet.rollout.servers.weights import as_in_checkpoints
@@ -53,7 +52,7 @@ class ServerEngine(ServerWords):
 
     length_option: ClassVar[str]  # its name for the longest sequence
     package: ClassVar[Package]
-    sees: ClassVar[Sees] = (QwenVision,)
+    sees: ClassVar[Sees] = QWEN
     server: Server
 
     def __init__(
@@ -79,8 +78,8 @@ class ServerEngine(ServerWords):
         with torch.device("meta"):
             whole: Any = outline(self.base, trust_remote_code=model.trust_remote_code)
         self._outline: PreTrainedModel = whole
-        self.vision = load_vision(self.base, whole.config, trust_remote_code=model.trust_remote_code)
-        self._media = SharedMedia(self.vision)
+        self.encoders = load_encoders(self.base, whole.config, trust_remote_code=model.trust_remote_code)
+        self._media = SharedMedia(self.encoders)
         config = whole.config.get_text_config()
         self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
         self._live = Ledger[Live]()
@@ -148,9 +147,9 @@ class ServerEngine(ServerWords):
             )
 
     @classmethod
-    def check_media(cls, vision: Vision | None, media: Sequence[Media], whose: str) -> None:
+    def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
         """Raises: EngineError where the server cannot read the media of `whose` prompt."""
-        check_media(vision, cls.package.title, cls.sees, media, whose)
+        check_media(encoders, cls.package.title, cls.sees, media, whose)
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -338,7 +337,7 @@ class ServerEngine(ServerWords):
         params, uid = request.params, request.uid
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:
-            self.check_media(self.vision, request.media, f"request {request.uid}")
+            self.check_media(self.encoders, request.media, f"request {request.uid}")
         check_request(request, self.vocab_size)
         if needed > self.max_length:
             raise EngineError(

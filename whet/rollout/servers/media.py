@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from whet.errors import EngineError
+from whet.models.encoders.base import Encoders
 from whet.models.positions import patches, rotary_positions
-from whet.models.vision.base import Vision
-from whet.models.vision.tiles import SmolVision
 from whet.rollout.protocol import Request
 from whet.rollout.servers.weights import weights_file
 from whet.types import Media
 
-Sees = tuple[type[Vision], ...]  # families of models whose images a server reads
+Sees = tuple[str, ...]  # types of models whose images a server reads
+QWEN: Sees = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 
 
@@ -37,24 +37,24 @@ class Shown:
 class SharedMedia:
     """Pixel values in shared memory: each media once, for as long as a request needs it."""
 
-    def __init__(self, vision: Vision | None) -> None:
-        self.vision = vision
+    def __init__(self, encoders: Encoders | None) -> None:
+        self.encoders = encoders
         self._lock = Lock()
         self._files: dict[str, tuple[Future[str], ExitStack]] = {}  # by digest: the path, once written
         self._users: dict[str, int] = {}
 
     def prefetch(self, request: Request) -> None:
         """Prepares the media of a request in threads, ahead of `opened`."""
-        if self.vision is not None and request.media:
-            self.vision.prefetch(request.media)
+        if self.encoders is not None and request.media:
+            self.encoders.prefetch(request.media)
 
     @contextmanager
     def opened(self, request: Request) -> Iterator[list[Shown]]:
         """The media of a request, whose files are there until the end of the context.  Raises: DataError."""
-        assert self.vision is not None
+        assert self.encoders is not None
         with ExitStack() as held:
             yield [
-                Shown(self.vision.streams[media.kind], media.digest, held.enter_context(self._file(media)), places)
+                Shown(self.encoders.stream(media.kind), media.digest, held.enter_context(self._file(media)), places)
                 for media, places in zip(request.media, patches(request.prompt_ids, request.media), strict=True)
             ]
 
@@ -78,24 +78,24 @@ class SharedMedia:
                     written.close()
 
     def _write(self, media: Media, file: Future[str], written: ExitStack) -> None:
-        assert self.vision is not None
+        assert self.encoders is not None
         try:
-            pixels = self.vision.pixels(media)
+            pixels = self.encoders.prepared(media)
             file.set_result(written.enter_context(weights_file(pixels.items(), header_bytes=HEADER_BYTES)))
         except BaseException as error:  # for the other requests that wait for this media
             file.set_exception(error)
 
 
-def check_media(vision: Vision | None, title: str, sees: Sees, media: Sequence[Media], whose: str) -> None:
+def check_media(encoders: Encoders | None, title: str, sees: Sees, media: Sequence[Media], whose: str) -> None:
     """Raises: EngineError where a server, which `sees` with these families, cannot read the media of `whose` prompt."""
-    if not isinstance(vision, sees):
-        model = "reads text" if vision is None else f"is {vision.config.model_type}"
-        families = f"Qwen2-VL, Qwen2.5-VL, Qwen3-VL{' and SmolVLM' * (SmolVision in sees)}, whose images {title} reads"
+    if encoders is None or encoders.config.model_type not in sees:
+        model = "reads text" if encoders is None else f"is {encoders.config.model_type}"
+        families = f"Qwen2-VL, Qwen2.5-VL, Qwen3-VL{' and SmolVLM' * ('smolvlm' in sees)}, whose images {title} reads"
         change = "change the model, or rollout.engine.name to native or hf"
         raise EngineError(whose, f"has {media[0].kind}s, and the model {model}", families, change)
     for each in media:
-        if each.kind not in vision.kinds or each.tokens is None:
-            reads = ", ".join(f"{kind}s" for kind in sorted(vision.kinds))
+        if each.kind not in encoders.kinds or each.tokens is None:
+            reads = ", ".join(f"{kind}s" for kind in sorted(encoders.kinds))
             raise EngineError(whose, f"has {each.kind}s", f"what the model reads: text, {reads}")
 
 

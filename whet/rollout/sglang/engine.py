@@ -127,7 +127,7 @@ class SGLangEngine(ServerEngine):
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
         self._load_tokenizer, self._stops = cache(load), LastStops()
-        self._never = () if self.vision is None else self.vision.forbidden
+        self._never = () if self.encoders is None else self.encoders.forbidden
         given = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
         self.launch(command, arguments, given, python=python, port=port, server=server)
 

@@ -19,8 +19,6 @@ from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
 from whet.models.lora import adapter_config
-from whet.models.vision.qwen import QwenVision
-from whet.models.vision.tiles import SmolVision
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
@@ -28,7 +26,7 @@ from whet.rollout.protocol import Completion, Request, Weights
 from whet.rollout.servers.client import HOST as ADDRESS
 from whet.rollout.servers.engine import ServerEngine
 from whet.rollout.servers.environment import Environment, Package, where_found
-from whet.rollout.servers.media import config_overrides
+from whet.rollout.servers.media import QWEN, config_overrides
 from whet.rollout.servers.parts import Part
 from whet.rollout.servers.process import variables
 from whet.rollout.servers.weights import Adapter, adapter_folder
@@ -91,7 +89,7 @@ class VLLMEngine(ServerEngine):
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
-    length_option, package, sees = "max_model_len", PACKAGE, (QwenVision, SmolVision)
+    length_option, package, sees = "max_model_len", PACKAGE, (*QWEN, "smolvlm")
     _adapter: Adapter | None = None
     _has_adapter = _is_adapter_known = False  # requests name it; the server has one under that name
 
@@ -147,7 +145,7 @@ class VLLMEngine(ServerEngine):
             "trust_remote_code": model.trust_remote_code,
             "generation_config": "vllm",  # no defaults of the folder's generation_config.json
             "max_logprobs": MOST_LIKELIEST + 1,
-            **inside(found, self.vision is not None),
+            **inside(found, self.encoders is not None),
             **config_overrides("hf_overrides", self._outline.config),
             **(_for_adapter(model) if adapter else {}),
         }

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from tests.models.vision.conftest import FAMILIES, image_of, picture, text_of, video_of
+from tests.models.encoders.conftest import FAMILIES, image_of, picture, text_of, video_of
 from tests.raising import raises
 from whet.errors import DataError, ModelError
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer, load_value_model, outline
-from whet.models.vision.base import Vision
-from whet.models.vision.load import vision_of
 from whet.types import Media
 
 Folders = Callable[[str], Path]
@@ -23,7 +23,7 @@ TEXT = "{0} What is in it? And {1} now?"
 CAUSAL = [family for family in FAMILIES if family != "gemma3"]
 
 
-def measured(vision: Vision) -> list[Media]:
+def measured(vision: Encoders) -> list[Media]:
     images = [picture(1, 60, 44), picture(2, 30, 30)]
     return [vision.measured(image_of(image), image.height, image.width) for image in images]
 
@@ -32,9 +32,9 @@ def ids_of(folder: Path, media: list[Media]) -> torch.Tensor:
     return torch.tensor([load_tokenizer(folder)(TEXT.format(*(text_of(each) for each in media)))["input_ids"]])
 
 
-def stock_inputs(vision: Vision, media: list[Media], ids: torch.Tensor) -> dict[str, Any]:
+def stock_inputs(vision: Encoders, media: list[Media], ids: torch.Tensor) -> dict[str, Any]:
     """What transformers' processor would pass to its model's forward."""
-    parts = [vision.pixels(each) for each in media]
+    parts = [vision.prepared(each) for each in media]
     axis = 1 if vision.config.model_type == "smolvlm" else 0
     found: dict[str, Any] = {name: torch.cat([part[name] for part in parts], axis) for name in parts[0]}
     if vision.config.model_type.startswith("qwen"):
@@ -56,7 +56,7 @@ def position_ids(model: Any, stock: dict[str, Any]) -> torch.Tensor:
 def test_log_probs_and_gradients_equal_transformers_own(family: str, folder_of: Folders) -> None:
     folder = folder_of(family)
     model, reference = load_policy(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     media = measured(vision)
     ids = ids_of(folder, media)
@@ -90,12 +90,12 @@ def test_the_forward_of_gemma_3_holds_with_transformers_mask_and_its_images_are_
 ) -> None:
     folder = folder_of("gemma3")
     model, reference = load_policy(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    vision = vision_of(model)
-    assert vision is not None and vision.both_ways
+    vision = encoders_of(model)
+    assert vision is not None and vision.by_kind["image"].both_ways
     with raises(DataError, "gemma3", change=re.compile("Qwen-VL, SmolVLM")):
         measured(vision)
     with monkeypatch.context() as patch:
-        patch.setattr(type(vision), "both_ways", False)
+        patch.setattr(type(vision.by_kind["image"]), "both_ways", False)
         media = measured(vision)
     ids = ids_of(folder, media)
     stock = stock_inputs(vision, media, ids)
@@ -116,7 +116,7 @@ def test_the_forward_of_gemma_3_holds_with_transformers_mask_and_its_images_are_
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str, folder_of: Folders) -> None:
     model = load_policy(folder_of(family))
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     video = vision.measured(video_of([picture(seed, 40, 40) for seed in range(4)]), 40, 40, [0.0, 0.5, 1.0, 1.5])
     first, second = measured(vision)
@@ -144,7 +144,7 @@ def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dummy_pass_is_0_and_reaches_every_tower(family: str, folder_of: Folders) -> None:
     model = load_policy(folder_of(family))
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     out = vision.dummy(model)
     assert float(out.detach()) == 0
@@ -158,14 +158,14 @@ def test_a_dummy_pass_is_0_and_reaches_every_tower(family: str, folder_of: Folde
 def test_value_models_and_outlines_know_how_their_model_reads_images(folder_of: Folders) -> None:
     folder = folder_of("qwen2_5_vl")
     critic, policy = load_value_model(folder), load_policy(folder)
-    vision = vision_of(critic)
+    vision = encoders_of(critic)
     assert vision is not None
     media = measured(vision)
     assert torch.equal(vision.features(critic, media)[0].hidden, vision.features(policy, media)[0].hidden)  # type: ignore[arg-type]
     with torch.device("meta"):
         for is_value_model in (False, True):
             made = outline(folder, is_value_model=is_value_model)
-            assert vision_of(made) is not None
+            assert encoders_of(made) is not None
             assert {name for name, _ in made.named_parameters()} == {
                 name for name, _ in (critic if is_value_model else policy).named_parameters()
             }

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.vision.conftest import image_of, picture
+from tests.models.encoders.conftest import image_of, picture
+from whet.models.encoders.base import PREPARED, _cache_of, body_of
+from whet.models.encoders.cache import BoundedCache
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy
-from whet.models.vision.base import PIXELS, _cache_of, body_of
-from whet.models.vision.cache import BoundedCache
-from whet.models.vision.load import vision_of
 
 
 def test_the_oldest_values_go_at_the_limit() -> None:
@@ -56,14 +56,14 @@ def test_a_value_on_its_way_is_made_once_and_an_error_reaches_the_reader() -> No
 
 def test_pixels_are_prepared_ahead_and_features_kept_for_one_version(folder_of: Callable[[str], Path]) -> None:
     model = load_policy(folder_of("qwen2_5_vl"))
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None
     media = [vision.measured(image_of(picture(seed, 48, 48)), 48, 48) for seed in (91, 92)]
-    before = PIXELS.misses
+    before = PREPARED.misses
     vision.prefetch(media)
     for each in media:
-        vision.pixels(each)
-    assert PIXELS.misses == before
+        vision.prepared(each)
+    assert PREPARED.misses == before
 
     fresh = vision.features(model, media)
     assert all(each.hidden.requires_grad for each in fresh)

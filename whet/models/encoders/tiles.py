@@ -7,21 +7,23 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from math import ceil, isqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
 
 from whet.data.media import images
-from whet.models.vision.base import EncoderOutput, Features, Hidden, PixelLimits, Pixels, Size, Vision
+from whet.models.encoders.base import EncoderOutput, Features, Hidden, PixelLimits, Prepared, Size
+from whet.models.encoders.images import ImageEncoder
+from whet.registry import register_encoder
 from whet.types import Media, MediaTokens
 
 
-class TiledVision(Vision):
+class TiledVision(ImageEncoder):
     """A family whose tower takes tiles [n, 3, side, side]; all its media share one token id."""
 
-    streams: ClassVar[dict[str, str]] = {"image": "image", "video": "image"}
+    streams = {"video": "image"}  # noqa: RUF012
     towers = ("vision_tower", "multi_modal_projector")
     per_tile: int  # tokens
 
@@ -39,26 +41,27 @@ class TiledVision(Vision):
 
     @property
     def side(self) -> int:
-        """Pixels of a tile's side."""
+        """Prepared of a tile's side."""
         return int(self.processor.size["height"])
 
-    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[Hidden]:
-        counts = [each["pixel_values"].shape[self._tile_axis] * self.per_tile for each in pixels]
-        joined = {name: torch.cat([each[name] for each in pixels], self._tile_axis) for name in pixels[0]}
+    def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
+        counts = [each["pixel_values"].shape[self._tile_axis] * self.per_tile for each in prepared]
+        joined = {name: torch.cat([each[name] for each in prepared], self._tile_axis) for name in prepared[0]}
         out = body.get_image_features(**joined, return_dict=True).pooler_output
         hidden = torch.cat(out) if isinstance(out, list | tuple) else out.flatten(0, 1)
         return [(each, ()) for each in hidden.split(counts)]
 
     _tile_axis = 0
 
-    def _output(self, features: Sequence[Features]) -> EncoderOutput:
+    def output(self, features: Sequence[Features]) -> EncoderOutput:
         return EncoderOutput(torch.cat([each.hidden for each in features]))
 
-    def smallest(self) -> Pixels:
+    def smallest(self) -> Prepared:
         """An image of one tile."""
         return {"pixel_values": torch.zeros(1, 3, self.side, self.side)}
 
 
+@register_encoder("smolvlm/image", aliases=("smolvlm/video",))
 class SmolVision(TiledVision):
     """SmolVLM: an image is enlarged or reduced to `longest_edge`, cut into rows and columns, and added as a whole.
 
@@ -72,7 +75,7 @@ class SmolVision(TiledVision):
     _tile_axis = 1  # after a batch of 1
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
-        super().__init__(config, processor, files, ("image", "video"))
+        super().__init__(config, processor, files)
         across = config.vision_config.image_size // config.vision_config.patch_size
         self.per_tile = across**2 // config.scale_factor**2
 
@@ -80,7 +83,7 @@ class SmolVision(TiledVision):
     def side(self) -> int:
         return int(self.processor.max_image_size["longest_edge"])
 
-    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+    def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         longest = self.processor.size["longest_edge"]
         if limits[1] is not None:
             longest = min(longest, max(self.side, isqrt(limits[1])))
@@ -124,19 +127,20 @@ class SmolVision(TiledVision):
             text += [(f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:", 1), *self._image_text(0, 0)]
         return [*text, ("\n\n", 1)]
 
-    def _pixels(self, media: Media) -> Pixels:
+    def prepare(self, media: Media) -> Prepared:
         assert media.tokens is not None
         split = self.processor.do_image_splitting and media.kind == "image"
         size = {"longest_edge": media.tokens.size[0]}
         out = self.processor([images(media)], size=size, do_image_splitting=split, return_tensors="pt")
         return {name: out[name] for name in ("pixel_values", "pixel_attention_mask")}
 
-    def smallest(self) -> Pixels:
+    def smallest(self) -> Prepared:
         side = self.side
         mask = torch.ones(1, 1, side, side, dtype=torch.int64)
         return {"pixel_values": torch.zeros(1, 1, 3, side, side), "pixel_attention_mask": mask}
 
 
+@register_encoder("internvl/image")
 class InternVision(TiledVision):
     """InternVL: an image is cut into the grid of tiles nearest to its shape, and added as a whole.
 
@@ -146,10 +150,10 @@ class InternVision(TiledVision):
     processor_name = "GotOcr2ImageProcessor"
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
-        super().__init__(config, processor, files, ("image",))
+        super().__init__(config, processor, files)
         self.per_tile = config.image_seq_length
 
-    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+    def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         fewest, most = self.processor.min_patches, self.processor.max_patches
         low, high = (None if each is None else max(1, min(most, each // self.side**2)) for each in limits)
         most = max(fewest, most if high is None else high)
@@ -161,13 +165,14 @@ class InternVision(TiledVision):
         cut = max(1, tiles - 1)  # without the whole image
         return MediaTokens("<IMG_CONTEXT>", text, self.config.image_token_id, (grid,), (self.side, cut * self.side))
 
-    def _pixels(self, media: Media) -> Pixels:
+    def prepare(self, media: Media) -> Prepared:
         assert media.tokens is not None
         cut = media.tokens.size[1] // self.side
         options = {"crop_to_patches": True, "min_patches": cut, "max_patches": cut}
         return {"pixel_values": self.processor(images(media), **options, return_tensors="pt")["pixel_values"]}
 
 
+@register_encoder("gemma3/image")
 class Gemma3Vision(TiledVision):
     """Gemma 3: every image is resized to one square, whose tokens attend to each other in both directions."""
 
@@ -175,16 +180,16 @@ class Gemma3Vision(TiledVision):
     processor_name = "Gemma3ImageProcessor"
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
-        super().__init__(config, processor, files, ("image",))
+        super().__init__(config, processor, files)
         self.per_tile = config.mm_tokens_per_image
 
-    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+    def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         start = "<start_of_image>"
         text = ((f"\n\n{start}", 1), ("<image_soft_token>", self.per_tile), ("<end_of_image>\n\n", 1))
         grid = (1, 1, self.per_tile)
         return MediaTokens(start, text, self.config.image_token_id, (grid,), (self.side, self.side))
 
-    def _pixels(self, media: Media) -> Pixels:
+    def prepare(self, media: Media) -> Prepared:
         out = self.processor(images(media), do_pan_and_scan=False, return_tensors="pt")
         return {"pixel_values": out["pixel_values"]}
 

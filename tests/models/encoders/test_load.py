@@ -10,16 +10,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from tests.models.vision.conftest import FAMILIES, image_of, picture
+from tests.models.encoders.conftest import FAMILIES, image_of, picture
 from tests.raising import raises
 from whet.checkpoints.export import write_weights
 from whet.config.schema import LoraConfig
 from whet.errors import ModelError
+from whet.models.encoders.load import encoders_of
 from whet.models.freeze import freeze
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer, load_value_model
 from whet.models.lora import adapted_layers, add_adapter, merged_weights, save_adapter
-from whet.models.vision.load import vision_of
 
 Folders = Callable[[str], Path]
 
@@ -35,8 +35,8 @@ def test_the_text_has_whets_attention_and_the_tower_torchs(family: str, folder_o
     assert model.config.get_text_config()._attn_implementation == "whet"
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert model.dtype == torch.float32
-    vision = vision_of(model)
-    assert vision is not None and vision_of(load_tokenizer(folder_of(family))) is not None
+    vision = encoders_of(model)
+    assert vision is not None and encoders_of(load_tokenizer(folder_of(family))) is not None
     assert set(vision.forbidden) <= {
         model.config.image_token_id,
         *([model.config.video_token_id] if len(vision.forbidden) > 1 else []),
@@ -45,9 +45,9 @@ def test_the_text_has_whets_attention_and_the_tower_torchs(family: str, folder_o
 
 def test_a_text_model_has_no_vision(tmp_path: Path) -> None:
     folder = init_model(tmp_path / "text", "qwen3", "nano", num_layers=1)
-    assert vision_of(load_policy(folder)) is None
-    assert vision_of(load_tokenizer(folder)) is None
-    assert vision_of(torch.nn.Linear(1, 1)) is None
+    assert encoders_of(load_policy(folder)) is None
+    assert encoders_of(load_tokenizer(folder)) is None
+    assert encoders_of(torch.nn.Linear(1, 1)) is None
 
 
 def test_missing_and_foreign_processors_are_errors_with_a_way_out(folder_of: Folders, tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_processors_in_one_file_are_read_too(folder_of: Folders, tmp_path: Path)
     (folder / "processor_config.json").write_text(json.dumps(together))
     for file in parts.values():
         (folder / file).unlink()
-    vision, other = vision_of(load_tokenizer(folder)), vision_of(load_tokenizer(folder_of("qwen2_5_vl")))
+    vision, other = encoders_of(load_tokenizer(folder)), encoders_of(load_tokenizer(folder_of("qwen2_5_vl")))
     assert vision is not None and other is not None
-    assert vision.processor.to_dict() == other.processor.to_dict()
+    assert vision.by_kind["image"].processor.to_dict() == other.by_kind["image"].processor.to_dict()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +87,7 @@ def test_frozen_towers_and_adapters_of_the_language_model(
     family: str, folder_of: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_policy(folder_of(family))
-    vision = vision_of(model)
+    vision = encoders_of(model)
     assert vision is not None and not vision.is_frozen(model)
     freeze(model, ["vision"])
     assert vision.is_frozen(model)
@@ -98,7 +98,7 @@ def test_frozen_towers_and_adapters_of_the_language_model(
     add_adapter(model, LoraConfig(rank=2), seed=0)
     layers = adapted_layers(model)
     assert layers and not any(name.startswith(towers) for name in layers)
-    monkeypatch.setattr(type(vision), "both_ways", False)
+    monkeypatch.setattr(type(vision.by_kind["image"]), "both_ways", False)
     media = vision.measured(image_of(picture(1, 40, 40)), 40, 40)
     before = vision.features(load_policy(folder_of(family)), [media])[0].hidden
     assert torch.equal(vision.features(model, [media])[0].hidden, before)
@@ -121,7 +121,7 @@ def test_an_adapters_folder_merges_into_the_language_model_alone(folder_of: Fold
     config.base_model_name_or_path = str(folder)
     save_adapter(weights, config, tmp_path / "adapter")
     merged = load_policy(tmp_path / "adapter")
-    vision = vision_of(merged)
+    vision = encoders_of(merged)
     assert vision is not None
     expected = dict(merged_weights(model))
     tower = set(vision.tower_weights(merged))
@@ -133,7 +133,7 @@ def test_an_adapters_folder_merges_into_the_language_model_alone(folder_of: Fold
 
 def test_the_tower_of_a_value_model_can_be_frozen(folder_of: Folders) -> None:
     critic = load_value_model(folder_of("smolvlm"))
-    vision = vision_of(critic)
+    vision = encoders_of(critic)
     assert vision is not None
     freeze(critic, ["vision"])
     assert vision.is_frozen(critic) and critic.value_head.weight.requires_grad
@@ -156,9 +156,9 @@ def test_exported_weights_have_the_names_of_transformers_folders(
 
 
 def test_saved_processors_equal_those_read(folder_of: Folders, tmp_path: Path) -> None:
-    vision = vision_of(load_tokenizer(folder_of("qwen3_vl")))
+    vision = encoders_of(load_tokenizer(folder_of("qwen3_vl")))
     assert vision is not None
-    vision.save(tmp_path)
+    vision.own[0].save(tmp_path)
     for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
         assert json.loads((tmp_path / file).read_text()) == json.loads((folder_of("qwen3_vl") / file).read_text())
 
@@ -171,7 +171,7 @@ def test_new_folders_are_equal_bytes_and_read_media_in_chats(arch: str, tmp_path
     model = AutoModelForImageTextToText.from_pretrained(folders[0])
     assert 600_000 < model.num_parameters() < 1_100_000
     tokenizer = load_tokenizer(folders[0])
-    vision = vision_of(tokenizer)
+    vision = encoders_of(tokenizer)
     assert vision is not None
     parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "video"}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)

@@ -13,13 +13,13 @@ from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from tests.models.vision.conftest import image_of, picture, text_of, video_of
+from tests.models.encoders.conftest import image_of, picture, text_of, video_of
 from tests.raising import raises
 from whet.data.media import MediaLimits, MediaReader
 from whet.errors import DataError
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_tokenizer
-from whet.models.vision.base import Vision
-from whet.models.vision.load import vision_of
 from whet.types import Media
 
 QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -48,8 +48,8 @@ def stock(family: str, folder: Path) -> Any:
     return made(image_processor, tokenizer, video_processor(folder), tokenizer.chat_template)
 
 
-def vision_at(folder: Path) -> Vision:
-    found = vision_of(load_tokenizer(folder))
+def vision_at(folder: Path) -> Encoders:
+    found = encoders_of(load_tokenizer(folder))
     assert found is not None
     return found
 
@@ -71,7 +71,7 @@ def test_the_tokens_and_pixels_of_an_image_are_those_of_transformers_processor(
     ids = processor.tokenizer(text.replace(media.tokens.placeholder, text_of(media)))["input_ids"]
     assert ids == expected["input_ids"][0].tolist()
     assert ids.count(media.tokens.token_id) == media.tokens.count
-    found = vision.pixels(media)
+    found = vision.prepared(media)
     assert found.keys() == {"pixel_values", "image_grid_thw"}
     for name, value in found.items():
         assert torch.equal(value, expected[name])
@@ -86,10 +86,10 @@ def test_limits_in_pixels_stand_in_place_of_the_processors_own(
 ) -> None:
     vision = vision_at(folder_of(family))
     media = vision.measured(image_of(picture(1, 90, 80)), 90, 80, min_pixels=low, max_pixels=high)
-    own = vision.processor.size
+    own = vision.by_kind["image"].processor.size
     limits = {"shortest_edge": low or own["shortest_edge"], "longest_edge": high or own["longest_edge"]}
-    expected = vision.processor([picture(1, 90, 80)], size=limits, return_tensors="pt")
-    assert torch.equal(vision.pixels(media)["pixel_values"], expected["pixel_values"])
+    expected = vision.by_kind["image"].processor([picture(1, 90, 80)], size=limits, return_tensors="pt")
+    assert torch.equal(vision.prepared(media)["pixel_values"], expected["pixel_values"])
     assert media.tokens is not None
     assert (low or 0) <= media.tokens.size[0] * media.tokens.size[1] <= (high or 10**9)
 
@@ -137,14 +137,14 @@ def test_the_tokens_and_pixels_of_a_video_are_those_of_transformers_processor(
     else:
         assert media.tokens.size == smart_resize(40, 70, 16, **limits)
 
-    arrays = [vision.processor.process_image(frame) for frame in frames]
+    own = vision.by_kind["image"].processor
+    arrays = [own.process_image(frame) for frame in frames]
     size = SizeDict(height=height, width=width)
-    resized = [PilBackend.resize(vision.processor, array, size, vision.processor.resample) for array in arrays]
-    own = vision.processor
+    resized = [PilBackend.resize(own, array, size, own.resample) for array in arrays]
     normal = [own.normalize(own.rescale(array, own.rescale_factor), own.image_mean, own.image_std) for array in resized]
     stacked = torch.stack([torch.tensor(array, dtype=torch.float32) for array in normal])[None]
     patches, times, rows, columns = processor.video_processor.patchify(stacked, 8, 2, 2)
-    found = vision.pixels(media)
+    found = vision.prepared(media)
     assert found["video_grid_thw"].tolist() == [[times, rows, columns]]
     torch.testing.assert_close(found["pixel_values_videos"], patches[0], atol=1e-6, rtol=0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache with a bound in bytes, for pixel values and for the features of a vision tower."""
+"""A cache with a bound in bytes, for prepared media and for the features of a tower."""
 
 from __future__ import annotations
 

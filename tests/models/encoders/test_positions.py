@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.vision.conftest import image_of, picture, video_of
+from tests.models.encoders.conftest import image_of, picture, video_of
+from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy
 from whet.models.positions import rotary_positions
-from whet.models.vision.load import vision_of
 from whet.types import Media
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -24,25 +24,25 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = load_policy(folder)
-        vision = vision_of(self.model)
+        vision = encoders_of(self.model)
         assert vision is not None
-        self.vision = vision
-        self.step = vision.processor.temporal_patch_size
+        self.encoders = vision
+        self.step = vision.by_kind["image"].processor.temporal_patch_size
 
     def image(self, seed: int, size: tuple[int, int]) -> Media:
-        return self.vision.measured(image_of(picture(seed, *size)), *size)
+        return self.encoders.measured(image_of(picture(seed, *size)), *size)
 
     def video(self, seed: int, size: tuple[int, int], frames: int, apart: float) -> Media:
         film = video_of([picture(seed + at, *size) for at in range(frames)])
-        return self.vision.measured(film, *size, [3.7 + apart * at for at in range(frames)])
+        return self.encoders.measured(film, *size, [3.7 + apart * at for at in range(frames)])
 
     def expected(self, ids: Sequence[int], media: Sequence[Media], apart: Sequence[float]) -> tuple[torch.Tensor, int]:
         """Positions [3, L] and the delta; `apart` are the seconds between frames of each video."""
-        image, film = self.vision.forbidden
+        image, film = self.encoders.forbidden
         kinds = torch.tensor([[(token == image) + 2 * (token == film) for token in ids]])
         options: dict[str, Any] = {}
         for each in media:
-            grid = {key: value for key, value in self.vision.pixels(each).items() if "grid" in key}
+            grid = {key: value for key, value in self.encoders.prepared(each).items() if "grid" in key}
             options |= {
                 key: torch.cat([options[key], value]) if key in options else value for key, value in grid.items()
             }
@@ -83,7 +83,7 @@ def test_frames_of_any_distance_have_the_models_own_positions(reference: Referen
 @pytest.mark.parametrize("seconds", [2, 4, 25])
 def test_any_number_of_positions_a_second(folder_of: Callable[[str], Path], seconds: int) -> None:
     made = Reference(folder_of("qwen2_5_vl"))
-    made.model.config.vision_config.tokens_per_second = made.vision.config.vision_config.tokens_per_second = seconds
+    made.model.config.vision_config.tokens_per_second = made.encoders.config.vision_config.tokens_per_second = seconds
     draw = random.Random(seconds)
     for seed in range(40):
         apart = draw.choice([*APART, draw.uniform(0.02, 8)])

@@ -1,33 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of all families: pixel values of media, and features of the vision tower, both cached by digest."""
+"""Encoders of media: an `Encoder` for each family of models; the `Encoders` of a model cache by digest."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from whet.errors import DataError, ModelError
 from whet.metrics import Metrics
-from whet.models.vision.cache import BoundedCache
+from whet.models.encoders.cache import BoundedCache
 from whet.types import Media, MediaTokens
 
-Pixels = dict[str, torch.Tensor]  # the outputs of an image processor for one media
+Prepared = dict[str, torch.Tensor]  # what a tower reads of one media: the outputs of a processor
 Size = tuple[int, int]  # height and width in pixels
 PixelLimits = tuple[int | None, int | None]  # fewest and most pixels of an image or a frame; None: the processor's own
 Hidden = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # the first fields of `Features` after the kind
 FEATURE_CACHE_BYTES = 2**30
-PIXEL_THREADS = 2
+PREPARING_THREADS = 2
 BOTH_WAYS = (
     "in it the tokens of an image attend to each other in both directions, and whet's attention is causal",
     "",
@@ -67,32 +65,61 @@ def body_of(model: Any) -> nn.Module:
     return found
 
 
-class Vision(ABC):
-    """The way in which a model reads images and videos. Made by `load_vision`; holds no weights.
+class Encoder(Protocol):
+    """The way in which a family of models reads media of some kinds; holds no weights.
 
-    A file of a family gives `_measure`, `_pixels`, `_features` and `smallest`.
+    It is registered as MODEL_TYPE/KIND: `@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video",))`.
     """
 
-    towers: ClassVar[tuple[str, ...]]  # modules of the body that only images and videos pass through
-    processor_name: ClassVar[str]  # of its image processor's class, without the back end
-    # the encoder output that a kind is part of
-    streams: ClassVar[dict[str, str]] = {"image": "image", "video": "video"}
-    both_ways: ClassVar[bool] = False  # True where the tokens of an image attend to later ones
+    towers: ClassVar[tuple[str, ...]]  # modules of the body that only these media pass through
+    auto_class: ClassVar[Any] = AutoModelForImageTextToText  # of transformers, which loads the model
+    streams: ClassVar[Mapping[str, str]] = {}  # the encoder output that a kind is part of, where it has another name
+    both_ways: ClassVar[bool] = False  # True where the tokens of a media attend to later ones
+    config: Any  # of the model
+    identity: str  # of what `prepare` does, for caches
 
-    def __init__(self, config: Any, processor: Any, files: Mapping[str, Any], kinds: Iterable[str]) -> None:
-        self.config, self.processor, self.files = config, processor, files
-        self.kinds = frozenset(kinds)
-        self.identity = hashlib.sha256(f"{type(self).__name__} {processor.to_json_string()}".encode()).hexdigest()
+    @classmethod
+    def load(cls, path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Self:
+        """The encoder of the model at `path`, with this transformers config.  Raises: ModelError."""
 
     @property
-    @abstractmethod
     def patches_per_token(self) -> float:
         """The number of patches in the tower that become a token of the text."""
 
     @property
-    @abstractmethod
     def forbidden(self) -> tuple[int, ...]:
         """Token ids that must never be sampled: those of patches."""
+
+    def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+        """The text and tokens in the place of a media, without decoding it: from height and width in pixels, and from
+        seconds of a video's chosen frames; of an audio from channels and samples, and its seconds.
+
+        Raises: DataError; ValueError for a size that the processor refuses."""
+
+    def prepare(self, media: Media) -> Prepared:
+        """The tensors that the tower reads of a measured media, decoded.  Raises: DataError."""
+
+    def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
+        """The features of media whose tensors are on the tower's device, in one pass of the tower."""
+
+    def output(self, features: Sequence[Features]) -> EncoderOutput:
+        """The features of one stream as the body of the model reads them."""
+
+    def smallest(self) -> Prepared:
+        """The tensors of the smallest media, all 0."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the files of the processor into a model's folder, as they were read."""
+
+
+class Encoders:
+    """The encoders of a model by kind of media. Made by `load_encoders`."""
+
+    def __init__(self, by_kind: Mapping[str, Encoder]) -> None:
+        self.by_kind, self.own = by_kind, list(dict.fromkeys(by_kind.values()))
+        self.kinds, self.config = frozenset(by_kind), self.own[0].config
+        self.towers = tuple(tower for each in self.own for tower in each.towers)
+        self.forbidden = tuple(token_id for each in self.own for token_id in each.forbidden)
 
     def measured(
         self,
@@ -104,7 +131,7 @@ class Vision(ABC):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> Media:
-        """`media` with its `tokens`, from its height and width in pixels and the seconds of a video's chosen frames.
+        """`media` with its `tokens`, as `Encoder.measure` counts them.
 
         `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's own.
         Raises: DataError for a kind that the model does not read, and for a shape that its processor refuses.
@@ -113,29 +140,34 @@ class Vision(ABC):
             reads = " and ".join(f"{kind}s" for kind in sorted(self.kinds))
             change = "remove it, or change the model"
             raise DataError(media.kind, f"{self.config.model_type} reads {reads} only", reads, change)
-        if self.both_ways:
+        encoder = self.by_kind[media.kind]
+        if encoder.both_ways:
             raise DataError(self.config.model_type, *BOTH_WAYS)
         if media.kind == "video" and not seconds:
             raise DataError("number of frames", 0, "at least one", "remove the row, or repair the file")
         try:
-            return replace(media, tokens=self._measure(media.kind, (height, width), seconds, (min_pixels, max_pixels)))
+            tokens = encoder.measure(media.kind, (height, width), seconds, (min_pixels, max_pixels))
+            return replace(media, tokens=tokens)
         except DataError:
             raise
         except ValueError as error:
-            name = type(self.processor).__name__
-            found = f"{height} x {width} pixels (height x width), which {name} refuses: {error}"
+            found = f"{height} x {width} pixels (height x width), which {type(encoder).__name__} refuses: {error}"
             raise DataError("size", found, "", "resize it, or remove the row") from error
 
-    def pixels(self, media: Media) -> Pixels:
-        """The outputs of the processor for a measured media, decoded where they are not cached. Raises: DataError."""
-        return PIXELS.get(self._pixels_key(media), lambda: self._pixels(media))
+    def stream(self, kind: str) -> str:
+        """The encoder output that media of a kind are part of."""
+        return self.by_kind[kind].streams.get(kind, kind)
+
+    def prepared(self, media: Media) -> Prepared:
+        """The tensors that the tower reads of a measured media, made where they are not cached. Raises: DataError."""
+        return PREPARED.get(self._key(media), lambda: self.by_kind[media.kind].prepare(media))
 
     @contextmanager
     def timed(self, metrics: Metrics, ranks: int) -> Iterator[None]:
-        """Records the seconds in which the block waits for pixel values, divided by the ranks that wait beside it."""
-        before = PIXELS.waited_seconds
+        """Records the seconds in which the block waits for prepared media, divided by the ranks that wait beside it."""
+        before = PREPARED.waited_seconds
         yield
-        metrics.seconds("perf/media_wait_seconds", (PIXELS.waited_seconds - before) / ranks)
+        metrics.seconds("perf/media_wait_seconds", (PREPARED.waited_seconds - before) / ranks)
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
         """Decodes and prepares media in threads, ahead of passes and in their order, each as often as passes read it;
@@ -144,12 +176,12 @@ class Vision(ABC):
         if version is not None and model is not None:
             held = _cache_of(body_of(model), version)
             media = [each for each in dict.fromkeys(media) if held.find(each.digest) is None]
-        PIXELS.prefetch((self._pixels_key(each), lambda each=each: self._pixels(each)) for each in media)  # type: ignore[misc]
+        PREPARED.prefetch((self._key(each), partial(self.by_kind[each.kind].prepare, each)) for each in media)
 
     def encode(self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None) -> dict[str, Any]:
         """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
         tokens; empty without media. `version` as in `features`.  Raises: DataError, ModelError."""
-        if media and self.both_ways:
+        if any(self.by_kind[each.kind].both_ways for each in media):
             raise ModelError(self.config.model_type, *BOTH_WAYS)
         return self.outputs(self.features(model, media, version))
 
@@ -176,14 +208,16 @@ class Vision(ABC):
         """`encode` of features, or of slices of features."""
         streams: dict[str, list[Features]] = {}
         for each in features:
-            streams.setdefault(self.streams[each.kind], []).append(each)
-        found = {stream: self._output(group) for stream, group in streams.items()}
+            streams.setdefault(self.stream(each.kind), []).append(each)
+        found = {stream: self.by_kind[group[0].kind].output(group) for stream, group in streams.items()}
         return {"mm_encoder_outputs": found} if found else {}
 
     def dummy(self, model: PreTrainedModel) -> torch.Tensor:
-        """0, computed by the tower from its smallest image: for a rank of a sharded model whose batch has no media."""
-        (features,) = self._encoded(model, [("image", self.smallest())])
-        return torch.stack([each.sum() for each in (features.hidden, *features.deepstack)]).sum() * 0.0
+        """0, computed by the towers from their smallest media: for a rank of a sharded model whose batch has none."""
+        kinds = {encoder: kind for kind, encoder in self.by_kind.items()}.values()
+        features = self._embedded(model, [(kind, self.by_kind[kind].smallest()) for kind in kinds])
+        sums = [tensor.sum() for each in features for tensor in (each.hidden, *each.deepstack)]
+        return torch.stack(sums).sum() * 0.0
 
     @torch.no_grad()
     def fingerprint(self, model: nn.Module) -> Hashable:
@@ -209,60 +243,42 @@ class Vision(ABC):
         names = (name for name, _ in model.named_parameters(remove_duplicate=False))
         return [name for name in names if any(part in f".{name}" for part in parts)]
 
-    def save(self, folder: Path) -> None:
-        """Writes the files of the processor into a model's folder, as they were read."""
-        for name, content in self.files.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    @abstractmethod
-    def smallest(self) -> Pixels:
-        """The pixel values of the smallest image, all 0."""
-
-    @abstractmethod
-    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens: ...
-
-    @abstractmethod
-    def _pixels(self, media: Media) -> Pixels: ...
-
-    @abstractmethod
-    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[Hidden]:
-        """The features of media whose pixel values are on the tower's device, in one pass of the tower."""
-
-    @abstractmethod
-    def _output(self, features: Sequence[Features]) -> EncoderOutput: ...
-
     def _weights(self, model: nn.Module) -> list[nn.Parameter]:
         return [weight for name in self.towers for weight in body_of(model).get_submodule(name).parameters()]
 
-    def _pixels_key(self, media: Media) -> Hashable:
+    def _key(self, media: Media) -> Hashable:
         assert media.tokens is not None
-        return self.identity, media.digest, media.tokens.size
+        return self.by_kind[media.kind].identity, media.digest, media.tokens.size
 
     def _fresh(self, model: PreTrainedModel, media: Sequence[Media]) -> list[Features]:
         if not media:
             return []
-        by_key = {self._pixels_key(each): each for each in media}
-        pixels = {key: self.pixels(by_key[key]) for key in PIXELS.in_order(by_key)}
-        return self._encoded(model, [(each.kind, pixels[self._pixels_key(each)]) for each in media])
+        by_key = {self._key(each): each for each in media}
+        prepared = {key: self.prepared(by_key[key]) for key in PREPARED.in_order(by_key)}
+        return self._embedded(model, [(each.kind, prepared[self._key(each)]) for each in media])
 
-    def _encoded(self, model: PreTrainedModel, pixels: Sequence[tuple[str, Pixels]]) -> list[Features]:
-        body = body_of(model)
-        device = next(body.get_submodule(self.towers[0]).parameters()).device
-        there = [{name: value.to(device) for name, value in each.items()} for _, each in pixels]
-        found = self._features(body, there)
-        return [Features(kind, *each) for (kind, _), each in zip(pixels, found, strict=True)]
+    def _embedded(self, model: PreTrainedModel, media: Sequence[tuple[str, Prepared]]) -> list[Features]:
+        body, found = body_of(model), dict[int, Features]()
+        for encoder in self.own:
+            places = [place for place, (kind, _) in enumerate(media) if self.by_kind[kind] is encoder]
+            if places:
+                device = next(body.get_submodule(encoder.towers[0]).parameters()).device
+                there = [{name: value.to(device) for name, value in media[place][1].items()} for place in places]
+                for place, hidden in zip(places, encoder.embed(body, there), strict=True):
+                    found[place] = Features(media[place][0], *hidden)
+        return [found[place] for place in range(len(media))]
 
 
-PIXELS: BoundedCache[Pixels] = BoundedCache(
-    2**30, lambda pixels: sum(each.nbytes for each in pixels.values()), PIXEL_THREADS
+PREPARED: BoundedCache[Prepared] = BoundedCache(
+    2**30, lambda prepared: sum(each.nbytes for each in prepared.values()), PREPARING_THREADS
 )
 _FROZEN: WeakKeyDictionary[nn.Module, tuple[Hashable, Hashable]] = WeakKeyDictionary()  # state, fingerprint
 _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]] = WeakKeyDictionary()
 
 
-def keep_pixels(gib: float) -> None:
-    """Sets the memory of pixel values that this process keeps."""
-    PIXELS.limit_bytes = int(gib * 2**30)
+def keep_prepared(gib: float) -> None:
+    """Sets the memory of prepared media that this process keeps."""
+    PREPARED.limit_bytes = int(gib * 2**30)
 
 
 def _cache_of(body: nn.Module, version: Hashable) -> BoundedCache[Features]:

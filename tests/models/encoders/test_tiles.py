@@ -12,20 +12,20 @@ import torch
 from transformers import Gemma3Processor, InternVLProcessor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.models.vision.conftest import image_of, picture, text_of, video_of
+from tests.models.encoders.conftest import image_of, picture, text_of, video_of
 from tests.raising import raises
 from whet.errors import DataError
+from whet.models.encoders.base import Encoders
+from whet.models.encoders.load import encoders_of
+from whet.models.encoders.tiles import _in_words
 from whet.models.load import load_tokenizer
-from whet.models.vision.base import Vision
-from whet.models.vision.load import vision_of
-from whet.models.vision.tiles import _in_words
 
 SIZES = [(32, 32), (64, 64), (33, 190), (5, 7), (700, 300), (70, 41), (41, 41), (1, 50), (90, 89), (300, 31)]
 Folders = Callable[[str], Path]
 
 
-def vision_at(folder: Path) -> Vision:
-    found = vision_of(load_tokenizer(folder))
+def vision_at(folder: Path) -> Encoders:
+    found = encoders_of(load_tokenizer(folder))
     assert found is not None
     return found
 
@@ -39,8 +39,8 @@ def test_smolvlm_cuts_rows_and_columns_as_transformers(
     media = vision.measured(image_of(picture(3, *size)), *size, max_pixels=max_pixels)
     limits = {None: 64, 41 * 41: 41, 10: 32}  # own; the root of the limit; a tile
     own = {"size": {"longest_edge": limits[max_pixels]}, "return_row_col_info": True}
-    expected = vision.processor([[picture(3, *size)]], **own, return_tensors="pt")
-    found = vision.pixels(media)
+    expected = vision.by_kind["image"].processor([[picture(3, *size)]], **own, return_tensors="pt")
+    found = vision.prepared(media)
     assert found.keys() == {"pixel_values", "pixel_attention_mask"}
     for name, value in found.items():
         assert torch.equal(value, expected[name])
@@ -63,8 +63,8 @@ def test_a_video_of_smolvlm_is_a_list_of_frames_with_times(folder_of: Folders) -
         f"\nFrame from 00:00:{one}\nFrame from 00:30:{one}\nFrame from 01:15:{one}\n\n"
     )
     assert str(timedelta(seconds=75)) == "0:01:15"
-    expected = vision.processor([frames], do_image_splitting=False, return_tensors="pt")
-    assert torch.equal(vision.pixels(media)["pixel_values"], expected["pixel_values"])
+    expected = vision.by_kind["image"].processor([frames], do_image_splitting=False, return_tensors="pt")
+    assert torch.equal(vision.prepared(media)["pixel_values"], expected["pixel_values"])
 
 
 def test_numbers_in_words() -> None:
@@ -81,8 +81,10 @@ def test_internvl_cuts_tiles_as_transformers(
     vision = vision_at(folder_of("internvl"))
     media = vision.measured(image_of(picture(4, *size)), *size, min_pixels=low, max_pixels=high)
     limits = {"min_patches": 4 if low else 1, "max_patches": 2 if high else 6}
-    expected = vision.processor([picture(4, *size)], crop_to_patches=True, **limits, return_tensors="pt")
-    found = vision.pixels(media)
+    expected = vision.by_kind["image"].processor(
+        [picture(4, *size)], crop_to_patches=True, **limits, return_tensors="pt"
+    )
+    found = vision.prepared(media)
     assert torch.equal(found["pixel_values"], expected["pixel_values"])
     stock = SimpleNamespace(
         image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", image_seq_length=4
@@ -95,10 +97,10 @@ def test_internvl_cuts_tiles_as_transformers(
 
 def test_gemma_3_reads_a_square(folder_of: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = vision_at(folder_of("gemma3"))
-    monkeypatch.setattr(type(vision), "both_ways", False)
+    monkeypatch.setattr(type(vision.by_kind["image"]), "both_ways", False)
     media = vision.measured(image_of(picture(5, 50, 20)), 50, 20)
-    expected = vision.processor([picture(5, 50, 20)], return_tensors="pt")
-    assert torch.equal(vision.pixels(media)["pixel_values"], expected["pixel_values"])
+    expected = vision.by_kind["image"].processor([picture(5, 50, 20)], return_tensors="pt")
+    assert torch.equal(vision.prepared(media)["pixel_values"], expected["pixel_values"])
     stock = SimpleNamespace(full_image_sequence=f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n")
     assert text_of(media) == Gemma3Processor.replace_image_token(stock, dict(expected), 0)
     with raises(DataError, "video", found=re.compile("gemma3 reads images")):

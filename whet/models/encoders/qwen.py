@@ -14,16 +14,18 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from whet.data.media import images
 from whet.errors import DataError
-from whet.models.vision.base import EncoderOutput, Features, Hidden, PixelLimits, Pixels, Size, Vision
+from whet.models.encoders.base import EncoderOutput, Features, Hidden, PixelLimits, Prepared, Size
+from whet.models.encoders.images import ImageEncoder
+from whet.registry import register_encoder
 from whet.types import Media, MediaTokens
 
-KINDS = ("image", "video")
 PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 FRAME = "<|vision_start|>", "<|vision_end|>"  # around each time of a Qwen3-VL video
 NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 
-class QwenVision(Vision):
+@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video", "qwen2_5_vl/image", "qwen2_5_vl/video"))
+class QwenVision(ImageEncoder):
     """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens; in Qwen2.5-VL times are as far apart as in seconds."""
 
     towers = ("visual",)
@@ -32,7 +34,7 @@ class QwenVision(Vision):
     frame_limits = (128 * 28 * 28, 768 * 28 * 28)
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
-        super().__init__(config, processor, files, KINDS)
+        super().__init__(config, processor, files)
         self.merge, self.factor = processor.merge_size, processor.patch_size * processor.merge_size
 
     @property
@@ -44,7 +46,7 @@ class QwenVision(Vision):
     def forbidden(self) -> tuple[int, ...]:
         return self.config.image_token_id, self.config.video_token_id
 
-    def _measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+    def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
         if (most := limits[1]) is not None and most < self.factor**2:
             least = f"at least {self.factor**2}, a token of {self.factor} x {self.factor} pixels"
             raise DataError("max_pixels", most, least, "raise it, or data.max_pixels")
@@ -86,7 +88,7 @@ class QwenVision(Vision):
         apart = (seconds[-1] - seconds[0]) / (len(seconds) - 1)
         return float(rate * torch.tensor(self.processor.temporal_patch_size * apart))
 
-    def _pixels(self, media: Media) -> Pixels:
+    def prepare(self, media: Media) -> Prepared:
         assert media.tokens is not None
         height, width = media.tokens.size
         values, grid = NAMES[media.kind]
@@ -104,18 +106,18 @@ class QwenVision(Vision):
         array = self.processor.process_image(image)
         return PilBackend.resize(self.processor, array, SizeDict(height=height, width=width), self.processor.resample)
 
-    def _features(self, body: Any, pixels: Sequence[Pixels]) -> list[Hidden]:
-        values = torch.cat([_first(each, "pixel_values") for each in pixels])
-        grids = torch.cat([_first(each, "grid_thw") for each in pixels])
+    def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
+        values = torch.cat([_first(each, "pixel_values") for each in prepared])
+        grids = torch.cat([_first(each, "grid_thw") for each in prepared])
         out = body.get_image_features(values, grids, return_dict=True)
         deep = out.get("deepstack_features") or []
         return [(hidden, tuple(layer[place] for layer in deep)) for place, hidden in enumerate(out.pooler_output)]
 
-    def _output(self, features: Sequence[Features]) -> EncoderOutput:
+    def output(self, features: Sequence[Features]) -> EncoderOutput:
         deep = [tuple(layer) for layer in zip(*(each.deepstack for each in features), strict=True)]
         return EncoderOutput(tuple(each.hidden for each in features), deep)
 
-    def smallest(self) -> Pixels:
+    def smallest(self) -> Prepared:
         """An image of one token: `merge` x `merge` patches."""
         own = self.processor
         size = 3 * own.temporal_patch_size * own.patch_size**2
@@ -125,6 +127,7 @@ class QwenVision(Vision):
         }
 
 
+@register_encoder("qwen3_vl/image", aliases=("qwen3_vl/video", "qwen3_vl_moe/image", "qwen3_vl_moe/video"))
 class Qwen3Vision(QwenVision):
     """Qwen3-VL: before each time of a video its second is written as text, and the times are runs of their own."""
 
@@ -200,6 +203,6 @@ def _in_time(patches: torch.Tensor, num_frames: int, step: int) -> torch.Tensor:
     return together.reshape(-1, patches.shape[1])
 
 
-def _first(pixels: Pixels, name: str) -> torch.Tensor:
+def _first(prepared: Prepared, name: str) -> torch.Tensor:
     """The tensor whose name has `name` in it, of an image or of a video."""
-    return next(value for key, value in pixels.items() if name in key)
+    return next(value for key, value in prepared.items() if name in key)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that read a config: those of trainers, `whet eval` and `whet generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from whet.config.schema import EvalConfig, GenerateConfig
+from whet.config.section import Section
+from whet.registry import TRAINERS, trainer_of
+
+READERS: dict[str, type[Section]] = {"eval": EvalConfig, "generate": GenerateConfig}
+
+
+def commands() -> list[str]:
+    """Returns the shipped commands that read a config, trainers first."""
+    return [*TRAINERS.shipped, *READERS]
+
+
+def schema_of(command: str) -> type[Section]:
+    """The schema of the config that a command reads, which knows the command.  Raises: RegistryError."""
+    if command in READERS:
+        return READERS[command]
+    trainer = trainer_of(command)
+    schema: type[Section] = trainer.marked("config")
+    schema.command = trainer.name
+    return schema
+
+
+def likely_command(sections: Collection[str]) -> str:
+    """The shipped trainer whose config has most of these sections and keys: of runs that do not note their trainer."""
+    alike = {name: len(schema_of(name).model_fields.keys() & set(sections)) for name in TRAINERS.shipped}
+    return max(alike, key=alike.__getitem__)  # the first of equals

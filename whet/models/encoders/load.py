@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds how a model reads media: the registered encoders of its type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from whet.models.encoders.base import Encoders, body_of
+from whet.registry import ENCODERS
+
+
+def names_of(model_type: str) -> list[str]:
+    """The registered encoders of a type of models."""
+    return [name for name in ENCODERS.names() if name.rpartition("/")[0] == model_type]
+
+
+def load_encoders(path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Encoders | None:
+    """Loads how the model at `path`, with this transformers config, reads media; None for a text model.
+
+    Needs no weights.  Raises: ModelError where files of its processors are missing or do not fit the model.
+    """
+    families: dict[str, Any] = {each.rpartition("/")[2]: ENCODERS[each].load() for each in names_of(config.model_type)}
+    made = {each: each.load(path, config, trust_remote_code=trust_remote_code) for each in {*families.values()}}
+    return Encoders({kind: made[each] for kind, each in families.items()}) if made else None
+
+
+def attach(thing: Any, encoders: Encoders | None) -> None:
+    """Gives `encoders` to a tokenizer or to the body of a model, where `encoders_of` finds them."""
+    (body_of(thing) if isinstance(thing, nn.Module) else thing).encoders = encoders
+
+
+def encoders_of(thing: Any) -> Encoders | None:
+    """The encoders of a model from `load_policy`, or of the model of a tokenizer from `load_tokenizer`; or None."""
+    if isinstance(thing, nn.Module):
+        thing = thing.base_model if isinstance(thing, PreTrainedModel) else getattr(thing, "body", None)
+    found = getattr(thing, "encoders", None)
+    return found if isinstance(found, Encoders) else None
