@@ -296,9 +296,14 @@ class Rollouts:
         if alive and (scorers := self._scorers(purpose)):
             items = [self._item(trajectory) for trajectory in alive]
             return [each.submit_batch(items) for each in scorers]
+        return [self._paid(alive)]
+
+    def _paid(self, trajectories: Sequence[Trajectory]) -> Outcomes:
+        """The outcomes of what the environment paid, which is there already."""
         paid: Future[list[Outcome]] = Future()
-        paid.set_result([RewardResult(0.0, float(reaches(each.score, self.correct_threshold))) for each in alive])
-        return [paid]
+        correct = [reaches(each.score, self.correct_threshold) for each in trajectories]
+        paid.set_result([RewardResult(0.0, float(each)) for each in correct])
+        return paid
 
     def _item(self, trajectory: Trajectory) -> RewardItem:
         prompt = trajectory.prompt

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,9 +53,7 @@ class Health:
         for name in WATCHED:
             value, before = metrics.value(name), max(self._seen.get(name) or [0.0])
             if value is not None and self._is_jump(name, abs(value)):
-                rows = ", ".join(heaviest_rows(run, batch, name))
-                named = f"; the responses that weigh most in it: {rows} (uids in rollouts/step_{step:06d}.jsonl)"
-                log.warning(JUMPED, step, name, value, JUMP, before, named if rows else "")
+                log.warning(JUMPED, step, name, value, JUMP, before, _named(heaviest_rows(run, batch, name), step))
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
         """Compares the log-probs of rollout and trainer, where the weights were copied or recorded; warns of a jump.
@@ -138,6 +136,11 @@ def _no_updates(name: str, skipped: int, lr_key: str, run_dir: Path) -> EngineEr
     found = f"{skipped} updates in a row had a loss or gradient that is not finite, so the run stops"
     change = f"look for infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}"
     return EngineError(name, found, "", f"{change}; {last_good(run_dir)}")
+
+
+def _named(rows: Sequence[str], step: int) -> str:
+    shown = f"; the responses that weigh most in it: {', '.join(rows)} (uids in rollouts/step_{step:06d}.jsonl)"
+    return shown if rows else ""
 
 
 def heaviest_rows(run: Run, batch: Batch, metric: str) -> list[str]:

@@ -61,7 +61,9 @@ class Site:
             names = {"metrics": curves.names(), "main": curves.main()}
             known |= {*curves.names()}
             found.append({"id": name, "name": shown, **curves.summary(), **names, "files": records.steps()})
-        panels = [name for row in MAIN for each in row for name in sorted(known) if fnmatchcase(name, each.lstrip("-~"))]
+        panels = [
+            name for row in MAIN for each in row for name in sorted(known) if fnmatchcase(name, each.lstrip("-~"))
+        ]
         return {"folder": self.root.name, "runs": found, "panels": panels}
 
     def curves(self, query: Mapping[str, str]) -> object:
