@@ -57,7 +57,8 @@ def test_every_part_of_the_package_has_a_layer() -> None:
 
 def test_the_page_has_every_folder_and_root_module_of_the_package() -> None:
     block = PAGE.partition("```text\nwhet/\n")[2].partition("\ndocs/generate/")[0]
-    shown = dict(re.findall(r"^  (\S+)  +(\S.*)$", block, re.MULTILINE))
+    lines = re.findall(r"^  (\S+(?: \S+)*)  +(\S.*)$", block, re.MULTILINE)
+    shown = {name: meaning for names, meaning in lines for name in names.split()}
     roots = [each for each in PACKAGE.iterdir() if each.is_dir() and list(each.rglob("*.py"))]
     assert sorted(shown) == sorted(
         [*(f"{each.name}/" for each in roots), *(file.name for file in PACKAGE.glob("*.py"))]

@@ -26,3 +26,7 @@ def test_a_contract_has_the_members_of_its_protocol(protocol: type) -> None:
     table = PAGE.partition(f"`{protocol.__name__}` ")[2].partition("|---|---|\n")[2].partition("\n\n")[0]
     shown = [name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
     assert sorted(shown) == sorted(wanted)
+
+
+def test_the_page_is_read_in_one_sitting() -> None:
+    assert PAGE.count("\n") <= 250

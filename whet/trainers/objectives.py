@@ -44,7 +44,7 @@ class Objective:
         return self.bound or Bound(self.kind[self.loss_name], self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the function: another process finds it by its name."""
+        """Leaves the function out: another process finds it by its name."""
         return {name: each for name, each in vars(self).items() if name != "function"} | {"bound": None}
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
@@ -201,7 +201,7 @@ class PolicyObjective(Objective):
         return total, metrics
 
     def _supplied(self, columns: Columns) -> dict[str, Any]:
-        """What functions in verl's form are given by name."""
+        """Returns what functions in verl's form are given by name."""
         tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
         return {
             "config": self.supplied,
