@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 
 RETRIES = 1 << 16  # an attempt of the caller has so many attempts on ranks
 Generation = tuple[int, int]  # incarnation of the trainer, and a number within it
+AnyTask = Any  # Task or Request: with `uid` and `attempt`
+AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Give:
 
     rank: int
     generation: Generation
-    tasks: tuple[Any, ...]
+    tasks: tuple[AnyTask, ...]
     ended: tuple[str, ...] = ()
 
 
@@ -55,12 +57,12 @@ class Flight:
     """A task that is not over, with all that another rank needs to go on with it. Of this one a rank gets part after
     part, each behind the result of the one before; another rank gets all again, and the caller no result twice."""
 
-    task: Any  # of the caller, with `uid` and `attempt`
+    task: AnyTask  # of the caller
     rank: int | None = None  # that has it; None while it waits
     retries: int = 0
     is_aborted: bool = False  # by the caller
     is_awaited: bool = False  # the result of the part that its rank has
-    parts: list[Any] = field(default_factory=list)  # behind `task`
+    parts: list[AnyTask] = field(default_factory=list)  # behind `task`
     num_given: int = 0  # parts that its rank got
     num_told: int = 0  # results that the caller got
     most_retries: ClassVar[int] = sys.maxsize
@@ -70,13 +72,13 @@ class Flight:
         """The number of the attempt, and of its part, among all of the task on any rank."""
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
 
-    def given(self) -> Any:
+    def given(self) -> AnyTask:
         """Returns the next part for its rank."""
         part, self.is_awaited = [self.task, *self.parts][self.num_given], True
         self.num_given += 1
         return replace(part, attempt=self.attempt)
 
-    def hear(self, event: Any) -> list[Any]:
+    def hear(self, event: AnyEvent) -> list[AnyEvent]:
         """Notes an event of the attempt that runs.  Returns what the caller is told."""
         self.is_awaited &= not event.is_last
         is_new = not event.is_last or self.num_given > self.num_told
@@ -87,7 +89,7 @@ class Flight:
         """Goes back to those that wait, after the loss of its rank."""
         self.rank, self.retries, self.num_given, self.is_awaited = None, self.retries + 1, 0, False
 
-    def last(self) -> list[Any]:
+    def last(self) -> list[AnyEvent]:
         """Returns what the caller is told of a task that was aborted, or lost too often, and that no rank has."""
         return []
 
@@ -123,7 +125,7 @@ class Fleet:
     incarnation: int = 0  # of the trainer: generations of an earlier one are not heard
     restarts: int | None = None  # of each rank's process; None: nothing replaces one, and the others go on
     has_parts: bool = False  # a task stays with its rank until it is aborted
-    flight: Callable[[Any], Flight] = Flight
+    flight: Callable[[AnyTask], Flight] = Flight
     ranks: dict[int, Rank] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)  # by uid
     waiting: dict[str, None] = field(default_factory=dict)  # uids that no rank has, in their order
@@ -134,7 +136,7 @@ class Fleet:
 
     # ---- tasks
 
-    def submit(self, task: Any) -> None:
+    def submit(self, task: AnyTask) -> None:
         """Takes a task. One that is there already, by uid and attempt, is not taken twice, unless it is a part; a later
         attempt replaces an earlier one.  Raises: as `on_death`, once that has."""
         if self.end is not None:
@@ -147,9 +149,9 @@ class Fleet:
             flight.parts.append(task)
             self._go_on(flight)
 
-    def abort(self, uids: Collection[str], *, silently: bool = False) -> list[Any]:
+    def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
         """Ends tasks: those that a rank has with its event, or all at once and `silently`."""
-        told = list[Any]()
+        told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True
             if flight.rank is not None:
@@ -162,19 +164,18 @@ class Fleet:
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
         """Gives waiting tasks to the ranks that are `reachable`, by default all; others leave their share."""
-        reached = [rank for rank in self.ranks if reachable is None or rank in reachable]
         ready = [rank for rank, each in self.ranks.items() if each.is_ready]
         shares = self.shares(ready) if self.waiting and ready and not self.is_paused else {}
-        for rank in [rank for rank in reached if rank in shares]:
-            for flight in shares[rank]:
-                flight.rank, self.ranks[rank].given[flight.task.uid] = rank, None
-                self.ranks[rank].unsent[flight.task.uid] = self.waiting.pop(flight.task.uid)
         gives = list[Give]()
-        for rank in [rank for rank in reached if self.ranks[rank].unsent or self.ranks[rank].ended]:
+        for rank in [rank for rank in self.ranks if reachable is None or rank in reachable]:
             each = self.ranks[rank]
-            tasks = tuple(self.flights[uid].given() for uid in each.unsent)
-            gives.append(Give(rank, each.generation, tasks, tuple(each.ended)))
-            each.unsent, each.ended = {}, []
+            for flight in shares.get(rank, ()):
+                flight.rank, each.given[flight.task.uid] = rank, None
+                each.unsent[flight.task.uid] = self.waiting.pop(flight.task.uid)
+            if each.unsent or each.ended:
+                tasks = tuple(self.flights[uid].given() for uid in each.unsent)
+                gives.append(Give(rank, each.generation, tasks, tuple(each.ended)))
+                each.unsent, each.ended = {}, []
         return gives
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
@@ -187,9 +188,9 @@ class Fleet:
             found[rank].append(flight)
         return found
 
-    def on_events(self, rank: int, generation: Generation, events: Iterable[Any]) -> list[Any]:
+    def on_events(self, rank: int, generation: Generation, events: Iterable[AnyEvent]) -> list[AnyEvent]:
         """Hears what a rank says of its tasks."""
-        told = list[Any]()
+        told = list[AnyEvent]()
         for event in events if self._is_current(rank, generation) else ():
             flight = self.flights.get(event.uid)
             if flight is not None and flight.rank == rank and flight.attempt == event.attempt:
@@ -206,7 +207,7 @@ class Fleet:
 
     # ---- ranks
 
-    def on_join(self, rank: int, version: int | None = None) -> list[Any]:
+    def on_join(self, rank: int, version: int | None = None) -> list[AnyEvent]:
         """Notes that a rank is connected, perhaps again, with weights of a `version`. It gets tasks once it has the
         newest."""
         told = self.on_lost(rank, self.ranks[rank].generation) if rank in self.ranks else []
@@ -215,11 +216,11 @@ class Fleet:
         self.ranks[rank] = Rank((self.incarnation, self._generations), version, loading)
         return told
 
-    def on_lost(self, rank: int, generation: Generation) -> list[Any]:
+    def on_lost(self, rank: int, generation: Generation) -> list[AnyEvent]:
         """Notes that a rank is gone, or was given up."""
         if not self._is_current(rank, generation):
             return []
-        lost, told = self.ranks.pop(rank), list[Any]()
+        lost, told = self.ranks.pop(rank), list[AnyEvent]()
         self.waiting = lost.given | self.waiting
         for flight in [self.flights[uid] for uid in lost.given]:
             flight.retry()

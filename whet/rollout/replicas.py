@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import DeadlineError, EngineError, LostReplicaError, LostWorkerError
-from whet.rollout.fleet import Fleet
+from whet.rollout.fleet import AnyEvent, AnyTask, Fleet
 from whet.rollout.ledger import MAX_UNFINISHED
 from whet.rollout.protocol import Event, Lost, Request, Restarts, RolloutEngine, Status, Weights
 from whet.rollout.router import Router
@@ -39,13 +39,13 @@ class Ranks:
         self.fleet, self._group, self._options, self._concurrent = fleet, group, options, concurrent
         self.num_lost = 0  # ranks, since the start
         self._turn = threading.RLock()  # over all that follows
-        self._events: list[Any] = []  # that the caller is to know
+        self._events: list[AnyEvent] = []  # that the caller is to know
         self._calls: dict[PendingCall, int] = {}  # under way, with their ranks: serve, restart (an engine), start
         self._heard = defaultdict[int, float](float)  # times of the last result, by rank
         self._to_start: list[int] = []  # ranks lost during a weight sync, whose calls no other process may get
         self._is_syncing = False
 
-    def submit(self, task: Any) -> bool:
+    def submit(self, task: AnyTask) -> bool:
         """Takes a task, for the next turn to give to a rank."""
         with self._turn:
             self.fleet.submit(task)
@@ -61,7 +61,7 @@ class Ranks:
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
-    def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[Any]:
+    def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
         """Gives tasks to the ranks that are free, which wait for `rank_seconds`, and returns the first events.
 
         Raises: what a worker raises; the error of a lost rank without which the others cannot go on."""
@@ -108,7 +108,7 @@ class Ranks:
             self._heard[rank] = time.monotonic()
             self._hear(rank, call.method, found)
 
-    def _hear(self, rank: int, method: str, found: list[Any]) -> None:
+    def _hear(self, rank: int, method: str, found: list[AnyEvent]) -> None:
         self._events += self.fleet.on_events(rank, self.fleet.ranks[rank].generation, found)
 
     def _lose(self, rank: int) -> None:

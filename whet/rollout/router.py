@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from whet.rollout.episode import joined, part, unfinished
-from whet.rollout.fleet import Fleet, Flight, Generation, Give
+from whet.rollout.fleet import AnyEvent, AnyTask, Fleet, Flight, Generation, Give
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request
 from whet.types import Failure
 
@@ -50,12 +50,11 @@ class Sampled(Flight):
         are new until it ends."""
         uid, attempt, offset = self.task.uid, self.task.attempt, len(self.task.sampled_ids)
         if isinstance(event, Partial):
-            new, so_far = self.note(event), self.so_far
-            if so_far is None or (self.task.streams and new is None):
+            new = self.note(event)
+            told = new if self.task.streams else self.so_far
+            if told is None or self.so_far is None:
                 return []
-            if self.task.streams and new is not None:
-                offset, so_far = offset + len(so_far.token_ids) - len(new.token_ids), new
-            return [so_far.as_partial(uid, attempt, offset)]
+            return [told.as_partial(uid, attempt, offset + len(self.so_far.token_ids) - len(told.token_ids))]
         self.is_awaited = False
         if isinstance(event, Failed):
             return [Failed(uid, attempt, event.failure)]
@@ -85,7 +84,7 @@ class Sampled(Flight):
 class Router(Fleet):
     """Requests for the ranks of a rollout."""
 
-    flight: Callable[[Any], Flight] = Sampled
+    flight: Callable[[AnyTask], Flight] = Sampled
     _homes: dict[int, int] = field(default_factory=dict)  # rank that read a prefix last, by its hash
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
@@ -107,7 +106,7 @@ class Router(Fleet):
                 self._homes |= dict.fromkeys(_prefixes(token_ids), each.rank)
         return gives
 
-    def on_lost(self, rank: int, generation: Generation) -> list[Any]:
+    def on_lost(self, rank: int, generation: Generation) -> list[AnyEvent]:
         """Forgets also which prompts it read."""
         if self._is_current(rank, generation):
             self._homes = {prefix: home for prefix, home in self._homes.items() if home != rank}

@@ -76,7 +76,7 @@ def test_weights_that_came_meanwhile_sample_the_rest(start: Start) -> None:
     alone = Restarted(engine)
     alone.load([("a", torch.ones(2))], 1)
     alone.submit(request(fake.SLOW, 30))
-    time.sleep(0.2)
+    assert alone.poll(0.2) == []  # the server has it
     engine.server.process.kill()
     engine.server.process.wait()
     alone.load([("a", torch.ones(2))], 2)
@@ -125,7 +125,7 @@ def test_an_aborted_request_ends_where_the_server_is_lost(start: Start) -> None:
     alone = Restarted(engine)
     alone.submit(request(fake.SLOW, 40, uid="stays"))
     alone.submit(request(fake.STUCK, 40, uid="goes"))
-    time.sleep(0.2)
+    assert alone.poll(0.2) == []  # the server has them
     engine.server.process.kill()
     engine.server.process.wait()
     alone.abort(["goes"])
