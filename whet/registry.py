@@ -97,15 +97,17 @@ class Entry:
         return self.function if self.function is not None else load_target(self.target)
 
     def marked(self, mark: str) -> Any:
-        """The function or class that a mark is, or names as `package.module:name`; None without the mark."""
-        found = self.marks.get(mark)
-        return found if found is None or callable(found) else load_target(found)
+        """The function or class that a mark is, or names as `package.module:name`.  Raises: RegistryError."""
+        if mark not in self.marks:
+            raise RegistryError(f"{self.kind} {self.name!r}", f"has no {mark}", "", f"register it with {mark}=...")
+        found = self.marks[mark]
+        return found if callable(found) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
         """Checks the ground truth of a row, (ground truth, extra_info, data_source), with the function that the mark
         `rows_checked_by` names, if there is one.  Raises: what that function raises."""
-        if checked_by := self.marked("rows_checked_by"):
-            checked_by(*row)
+        if "rows_checked_by" in self.marks:
+            self.marked("rows_checked_by")(*row)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Calls the function with the values in `supplied` that its parameters before `*` name, and with `options`."""
@@ -278,9 +280,6 @@ def trainer_of(command: str) -> Entry:
     """The trainer of a command. One that does not ship with whet has the name that is written after `whet`: that of its
     entry point, or its place.  Raises: RegistryError."""
     entry = TRAINERS[command]
-    if entry.marks.get("config") is None:
-        change = "decorate it with @register_trainer(name, config=...)"
-        raise RegistryError(command, "a function without a config", "a registered trainer", change)
     location, colon, name = command.rpartition(":")
     whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location
     return entry if entry.name in TRAINERS.shipped else replace(entry, name=f"{whole}{colon}{name}")

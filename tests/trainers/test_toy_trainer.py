@@ -151,5 +151,5 @@ def test_the_shipped_trainers_are_registered() -> None:
 
 def test_a_function_without_a_config_is_no_trainer(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("def train(config):\n    pass\n")
-    with raises(RegistryError, f"{tmp_path}/plain.py:train"):
-        trainer_of(f"{tmp_path}/plain.py:train")
+    with raises(RegistryError, found="has no config"):
+        schema_of(f"{tmp_path}/plain.py:train")

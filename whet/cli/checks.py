@@ -13,7 +13,6 @@ from rich.text import Text
 
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
-from whet.errors import ConfigError
 from whet.planning.units import plural
 from whet.registry import trainer_of
 
@@ -66,9 +65,7 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
     from whet.planning.forecast import forecast
     from whet.trainers.frame import run_folder
 
-    if (setup := trainer_of(config.command).marked("setup")) is None:
-        expected, change = "a trainer that can be planned", "give it one: @register_trainer(..., setup=...)"
-        raise ConfigError("--for", config.command, expected, change)
+    setup = trainer_of(config.command).marked("setup")
     return forecast(config, setup, run_folder(config.trainer), device_gib, host_gib)
 
 

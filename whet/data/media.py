@@ -140,8 +140,7 @@ class MediaReader:
             return self._video(source)
         if isinstance(source, tuple):
             raise DataError("type", "list", f"one {kind}")
-        with opened(source) as file:
-            header = HEADERS[kind](file)
+        header = _header(kind, source)
         digest = self._digest(kind, source)
         media = Media(kind, digest, self._stored(digest, source, header.suffix))
         return self._measured(media, header, header.seconds)
@@ -154,7 +153,7 @@ class MediaReader:
             frames = self.limits.frames(header.seconds)
             media = Media("video", digest, self._stored(digest, source, header.suffix), frames)
         else:
-            headers = list(map(_frame_header, source))
+            headers = [_header("image", frame) for frame in source]
             if not headers:
                 raise DataError("number of frames", 0, "at least one")
             if len(sizes := {(each.height, each.width) for each in headers}) > 1:
@@ -295,9 +294,9 @@ def images(media: Media) -> list[Image.Image]:
         raise error.at(place).at(media.origin) from error
 
 
-def _frame_header(source: Encoded) -> Header:
+def _header(kind: Kind, source: Encoded) -> Header:
     with opened(source) as file:
-        return image_header(file)
+        return HEADERS[kind](file)
 
 
 def _decoded(source: Encoded) -> Image.Image:
