@@ -6,7 +6,6 @@ No parameter is ignored in silence: one that the server cannot follow is an erro
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import secrets
@@ -24,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
 from whet.environments.tools.parsers import parser_of
+from whet.errors import did_you_mean
 from whet.keyed import key
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
@@ -260,8 +260,7 @@ class BodyReader:
                 raise unsupported(name, given[name], why)
             del given[name]
         for unknown in [name for name in given if name not in kind.model_fields]:
-            near, name = difflib.get_close_matches(unknown, kind.model_fields, n=1), ascii(unknown)[1:-1]
-            hint = f"did you mean {near[0]}?" if near else "remove it"
+            name, hint = ascii(unknown)[1:-1], did_you_mean(unknown, kind.model_fields, "remove it", quoted=False)
             raise refused(name, f"unknown parameter {name}; {hint}", "unknown_parameter")
         try:
             body = kind.model_validate(given)
