@@ -37,9 +37,7 @@ MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
-UNSUPPORTED: dict[str, tuple[list[object], str]] = yaml.safe_load(
-    Path(__file__).with_name("unsupported.yaml").read_text()
-)
+UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 SAMPLED = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -114,7 +112,7 @@ class Body(WithoutEffect):
     stop_token_ids: list[TokenId] = []
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
-    prompt_field: ClassVar[str]
+    prompt_field: ClassVar[str]  # which an error about the prompt names
     likeliest_field: ClassVar[str]
 
     @field_validator("stop", mode="before")
