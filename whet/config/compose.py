@@ -7,12 +7,12 @@ on its size, its depth, and the number of its values after expanding aliases."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from whet.config.commands import commands, schema_of
 from whet.config.foreign import foreign_config, foreign_key
 from whet.config.keys import is_known, is_section, nearest_key
 from whet.config.section import Section, Values
-from whet.errors import ConfigError
+from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
     if exists and path.suffix == ".yaml":
         return path.resolve()
-    near = difflib.get_close_matches(name, shipped_recipes(), n=1)
     is_file_name = path.suffix in (".yaml", ".yml") or "/" in name
     found = f"does not exist (seen from {Path.cwd()})" if is_file_name else "unknown"
     if exists:
@@ -112,10 +111,9 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif foreign := foreign_config(name.removesuffix(".yaml")):
         hint = foreign
-    elif near:
-        hint = f"did you mean {near[0]}?"
     else:
-        hint = "correct the path" if is_file_name else "write an override as key=value"
+        otherwise = "correct the path" if is_file_name else "write an override as key=value"
+        hint = did_you_mean(name, shipped_recipes(), otherwise, quoted=False)
     expected = f"a YAML file or the name of a shipped recipe: {', '.join(shipped_recipes())}"
     raise ConfigError(f"recipe {name}", found, expected, hint)
 
@@ -133,6 +131,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, f"{key}.")
         else:
             yield key, value
+
+
+def put(tree: Values, key: str, value: object) -> None:
+    """Sets a dotted key in a tree of sections; those that are missing are made."""
+    *sections, name = key.split(".")
+    reduce(lambda section, each: section.setdefault(each, {}), sections, tree)[name] = value
 
 
 def parse_override(text: str) -> Override:

@@ -13,6 +13,7 @@ from whet.config import convert_units
 from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import problems
 from whet.config.commands import schema_of
+from whet.config.compose import put
 from whet.config.convert_units import Key, place
 from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
@@ -51,11 +52,7 @@ class Converted:
         """The recipe as YAML, with the origin of each value, and the lists as comments, by their weight."""
         tree: Values = {}
         for key, value in self.values.items():
-            *sections, name = key.split(".")
-            place = tree
-            for each in sections:
-                place = place.setdefault(each, {})
-            place[name] = value
+            put(tree, key, value)
         order = list(schema_of(self.command).model_fields)
         ordered = {name: tree[name] for name in sorted(tree, key=order.index)}
         lines = [f"# Converted from {self.system} by `whet config convert`."]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 from pydantic import ValidationError
 
 from whet.config.checks import check
-from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, unknown_key
+from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, put, unknown_key
 from whet.config.keys import describe_type, field_at, is_free
 from whet.config.managers import MANAGERS
 from whet.config.section import Section, Values
@@ -186,10 +186,6 @@ def rename(
         is_idle = (".options." in new or new.endswith(".max_episodes")) and value == default and source not in strong
         if is_idle or sources.get(new) in strong:
             continue
-        *sections, name = new.split(".")
-        place = values
-        for each in sections:
-            place = place.setdefault(each, {})
-        place[name] = value
+        put(values, new, value)
         if source is not None:
             sources[new] = f"alias {old} ({source})"

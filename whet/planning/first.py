@@ -7,12 +7,11 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import NamedTuple
 
 from whet.compiled import instruction_set
+from whet.config.compose import put
 from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, RunConfig, TrainConfig
 from whet.planning.machine import free_memory
 from whet.planning.units import size
@@ -180,8 +179,7 @@ def changed(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     """The config with some values replaced, by dotted key."""
     tree = config.model_dump()
     for key, value in values.items():
-        *sections, name = key.split(".")
-        reduce(getitem, sections, tree)[name] = value
+        put(tree, key, value)
     return type(config).model_validate(tree)
 
 

@@ -132,24 +132,30 @@ class App:
                 if path != HEALTH:
                     check_client(request.headers, self._settings.host, self._settings.api_key)
                 response = await endpoint(request)
-            except RefusedError as error:
-                refused = ApiError(error.status, str(error), code=REFUSED.get(error.status))
-                response = JSONResponse(refused.to_dict(), error.status)
-            except ApiError as error:
-                headers = {"retry-after": "1"} if error.status == 429 else None
-                response = JSONResponse(error.to_dict(), error.status, headers)
-            except WhetError as error:
-                status = 400 if self._engine.death is None else 503
-                response = JSONResponse(ApiError(status, str(error)).to_dict(), status)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
-                response = JSONResponse(_unexpected(path, error).to_dict(), 500)
+                told = self._told(path, error)
+                headers = {"retry-after": "1"} if told.status == 429 else None
+                response = JSONResponse(told.to_dict(), told.status, headers)
             if not isinstance(response, EventStream):
                 self._counters.requests.labels(path, response.status_code).inc()
             return response
 
         return Route(path, counted, methods=[method])
+
+    def _told(self, path: str, error: Exception) -> ApiError:
+        """The error as a client gets it; of one that is a bug the log has the traceback."""
+        match error:
+            case ApiError():
+                return error
+            case RefusedError():
+                return ApiError(error.status, str(error), code=REFUSED.get(error.status))
+            case WhetError():
+                return ApiError(400 if self._engine.death is None else 503, str(error))
+        log.error("a request to %s failed", path, exc_info=error)
+        found = f"the server failed with an unexpected {type(error).__name__}; the traceback is in its log"
+        return ApiError(500, found)
 
     async def _health(self, request: Request) -> Response:
         dead, seconds = self._engine.death, self._engine.busy_seconds
@@ -282,12 +288,10 @@ class App:
             yield "data: [DONE]\n\n"
             status = 200
             self._counters.whole_request.observe(time.monotonic() - started)
-        except ApiError as error:
-            status = error.status
-            yield _line(error.to_dict())
         except Exception as error:
-            status = 500
-            yield _line(_unexpected(path, error).to_dict())
+            told = self._told(path, error)
+            status = told.status
+            yield _line(told.to_dict())
         finally:
             self._counters.requests.labels(path, status).inc()
 
@@ -389,12 +393,6 @@ def in_own_words(error: WhetError) -> EngineError:
 
 def _line(content: Raw) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-def _unexpected(path: str, error: Exception) -> ApiError:
-    """The error for a client of an exception that is a bug; the log has its traceback."""
-    log.error("a request to %s failed", path, exc_info=error)
-    return ApiError(500, f"the server failed with an unexpected {type(error).__name__}; the traceback is in its log")
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

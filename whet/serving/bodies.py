@@ -6,7 +6,6 @@ No parameter is ignored in silence: one that the server cannot follow is an erro
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import secrets
@@ -24,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
 from whet.environments.tools.parsers import parser_of
+from whet.errors import did_you_mean
 from whet.keyed import key
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
@@ -37,9 +37,7 @@ MAX_TOP_K = 2**31 - 1  # engines hold it as int32
 MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
-UNSUPPORTED: dict[str, tuple[list[object], str]] = yaml.safe_load(
-    Path(__file__).with_name("unsupported.yaml").read_text()
-)
+UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 SAMPLED = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -114,7 +112,7 @@ class Body(WithoutEffect):
     stop_token_ids: list[TokenId] = []
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
-    prompt_field: ClassVar[str]
+    prompt_field: ClassVar[str]  # which an error about the prompt names
     likeliest_field: ClassVar[str]
 
     @field_validator("stop", mode="before")
@@ -260,8 +258,7 @@ class BodyReader:
                 raise unsupported(name, given[name], why)
             del given[name]
         for unknown in [name for name in given if name not in kind.model_fields]:
-            near, name = difflib.get_close_matches(unknown, kind.model_fields, n=1), ascii(unknown)[1:-1]
-            hint = f"did you mean {near[0]}?" if near else "remove it"
+            name, hint = ascii(unknown)[1:-1], did_you_mean(unknown, kind.model_fields, "remove it", quoted=False)
             raise refused(name, f"unknown parameter {name}; {hint}", "unknown_parameter")
         try:
             body = kind.model_validate(given)
