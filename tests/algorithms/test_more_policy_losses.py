@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.algorithms.calling import with_mini_batch_columns
 from whet.algorithms.calls import call
-from whet.algorithms.covariance import covariances
+from whet.algorithms.policy_losses import covariances
 from whet.registry import POLICY_LOSSES
 
 Batch = dict[str, Tensor]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.algorithms.statistics import row_sums
 from whet.options import Positive
 from whet.registry import register_value_loss
 
@@ -30,6 +31,22 @@ def clipped(
         diagnostics["vf_clipfrac"] = clipped_losses > losses
         losses = torch.maximum(losses, clipped_losses)
     return 0.5 * losses, diagnostics
+
+
+@register_value_loss("implicit_reward", aggregation="seq-mean-token-mean")
+def implicit_reward(
+    log_probs: Tensor, ref_log_probs: Tensor, accuracy: Tensor, response_mask: Tensor, *, beta: Positive = 0.05
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against the correctness.
+
+    l is of the reward model, b of its reference. One number per row, on each of its tokens.   -> [B, R]
+    Yuan et al. 2024, https://arxiv.org/abs/2412.01981.
+    """
+    logit = beta * row_sums(log_probs - ref_log_probs, response_mask)
+    right = (accuracy >= 1.0).to(logit.dtype)
+    loss = F.binary_cross_entropy_with_logits(logit, right, reduction="none")
+    agrees = (logit > 0) == (right > 0)
+    return loss[:, None].expand(response_mask.shape), {"prm_accuracy": agrees[:, None].expand(response_mask.shape)}
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -259,9 +259,8 @@ class PreferencePair(Example):
     @property
     def num_shared(self) -> int:
         """The number of tokens before the first that differs: at least 1, and fewer than either has."""
-        shared = (at for at, (one, other) in enumerate(zip(self.chosen, self.rejected, strict=False)) if one != other)
         shorter = min(len(self.chosen), len(self.rejected))
-        return max(1, min(next(shared, shorter), shorter - 1))
+        return max(1, min(_common_prefix(self.chosen, self.rejected), shorter - 1))
 
 
 def build_pairs(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that ship: of tasks with one turn, a prompt and a response; and a calculator, a minimal tool."""
+"""Environments that ship: of tasks with one turn, a prompt and a response; a calculator, a minimal tool; and those of
+gymnasium, with actions and observations as text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; a weighted sum of
-several score functions; and rows of several domains, each scored in the pool of its own."""
+several score functions; rows of several domains, each scored in the pool of its own; and the pools of a run."""
 
 from __future__ import annotations
 

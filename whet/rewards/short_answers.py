@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short answers as text: exact match, and the exact match and token F1 of questions after SQuAD's normalisation."""
+"""Short answers as text: exact match, the exact match and token F1 of questions after SQuAD's normalisation, and the
+letters of multiple choice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of `environment.tools`: functions, classes with a session an episode, and MCP servers."""
+"""The entries of `environment.tools`: functions, classes with a session an episode, and MCP servers; and the schema of
+a tool, from the signature and the docstring of a function, with the check of arguments against it."""
 
 from __future__ import annotations
 
