@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from server_processes import ECHO, Running, Start, started
-from test_tools import ADD, CALLS, MARKS
+from test_answers import ADD, CALLS, MARKS
 
 from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer
