@@ -28,6 +28,7 @@ from whet.registry import (
     load_target,
 )
 
+Values = Mapping[str, object]  # by the name of an option
 BATCH = frozenset({"batch", "non_tensor_batch"})
 
 
@@ -47,11 +48,11 @@ class Bound:
             self.entry.check(self.options, f"{self.entry.kind} {self.entry.name!r}: ")
 
     @classmethod
-    def of(cls, registry: Registry, name: str, options: Mapping[str, object], where: str) -> Bound:
+    def of(cls, registry: Registry, name: str, options: Values, where: str) -> Bound:
         """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
         return cls(registry[name], registry[name].resolve_options(options, where))
 
-    def __reduce__(self) -> tuple[type[Bound], tuple[Entry, Mapping[str, object]]]:
+    def __reduce__(self) -> tuple[type[Bound], tuple[Entry, Values]]:
         return Bound, (self.entry, self.options)
 
     @cached_property
@@ -75,7 +76,7 @@ class Bound:
         names = self.entry.parameters
         return [(name, None if name in SUPPLIED else FOREIGN_COLUMNS.get(name, name)) for name in names]
 
-    def __call__(self, columns: Mapping[str, Tensor], supplied: Mapping[str, object] | None = None) -> Any:
+    def __call__(self, columns: Mapping[str, Tensor], supplied: Values | None = None) -> Any:
         """Calls the function.  Returns its result."""
         given, mask = supplied or {}, columns.get("response_mask")
         named = {**self.entry.options, **{name: given[name] for name in self.entry.options if name in given}}
@@ -109,12 +110,7 @@ def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) ->
     return column.cpu().numpy() if parameter == "index" else column
 
 
-def call(
-    entry: Entry,
-    columns: Mapping[str, Tensor],
-    options: Mapping[str, object],
-    supplied: Mapping[str, object] | None = None,
-) -> Any:
+def call(entry: Entry, columns: Mapping[str, Tensor], options: Values, supplied: Values | None = None) -> Any:
     """Binds a function and calls it once: see `Bound`."""
     return Bound(entry, options)(columns, supplied)
 
@@ -143,7 +139,7 @@ class PolicyLoss:
 def estimate(
     estimator: Bound,
     columns: Mapping[str, Tensor],
-    supplied: Mapping[str, object] | None = None,
+    supplied: Values | None = None,
     *,
     with_returns: bool = False,
 ) -> Estimate:
@@ -190,9 +186,7 @@ def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[
     return {**columns, **own}
 
 
-def policy_loss(
-    function: Bound, columns: Mapping[str, Tensor], supplied: Mapping[str, object] | None = None
-) -> PolicyLoss:
+def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None) -> PolicyLoss:
     """Computes the loss of a policy or of a value function; its reports become diagnostics or metrics by their shape.
     Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
     entry, shape = function.entry, columns["response_mask"].shape
