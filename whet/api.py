@@ -33,7 +33,7 @@ STANDS_FOR = {"reward": "reward.function", "data": "data.train_files", "val_data
 
 
 @no_exit()
-def run(trainer: str, recipe: Recipe = None, **arguments: Any) -> Any:
+def run(trainer: str, recipe: Recipe = None, **arguments: object) -> Any:
     """Trains as the command of a trainer does and returns the finished run.
 
     `trainer` is a registered name, `package.module:function` or `path/file.py:function`. Of the arguments the trainer

@@ -21,7 +21,7 @@ from whet.errors import ConfigError, DataError, did_you_mean
 from whet.options import is_number
 from whet.phases import phase
 from whet.registry import entry_of, load_target
-from whet.types import Prompt
+from whet.types import Example, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,10 +118,10 @@ def _prompts(
     return [replace(p, index=first + p.index, uid=f"0:{first + p.index}") for p in prompts] if first else prompts
 
 
-def _examples(data: Any, prompt_format: PromptFormat, read: _Read) -> Sequence[Any]:
+def _examples(data: ExamplesDataConfig, prompt_format: PromptFormat, read: _Read) -> Sequence[Example]:
     if read.prompts:
         raise DataError("item type", "Prompt", "mappings: examples and pairs are made from rows", "return rows")
-    examples: Sequence[Any] = load_target(data.builder)(read.rows, prompt_format, data, numbers=read.numbers)
+    examples: Sequence[Example] = load_target(data.builder)(read.rows, prompt_format, data, numbers=read.numbers)
     return examples
 
 

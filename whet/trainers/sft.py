@@ -47,7 +47,7 @@ COLUMNS = (
 )
 R = TypeVar("R", bound="ExamplesRun")
 Rows = Sequence[Mapping[str, Any]] | None
-Callbacks = Sequence[Callable[[Any], None]]  # get the run after every step
+Callbacks = Sequence[Callable[..., None]]  # get the run after every step
 
 
 @dataclass(kw_only=True, repr=False)
