@@ -442,6 +442,7 @@ KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Regi
 HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources", "chat"))
 ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=False)  # names: MODEL_TYPE/KIND
 TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
+PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -394,3 +395,11 @@ def test_stale_samples_always_have_old_log_probs(source: str, planned: bool, tra
     stale = {**apart, "rollout.max_staleness": 0.5, "algorithm.policy_loss": loss, key: source}
     columns = {column.name for column in plan(train_config(stale)).providers}
     assert ("old_log_probs" in columns) is planned
+
+
+def test_providers_are_known_before_their_files_are_imported() -> None:
+    """Read from the source: in this process only what `whet.registry` imports is loaded."""
+    said = "import sys; from whet.registry import PROVIDERS; print('whet.trainers' in sys.modules, *PROVIDERS.names())"
+    known = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60, check=True)
+    is_loaded, *names = known.stdout.split()
+    assert is_loaded == "False" and {"judge_scores", "teacher_log_probs", "old_log_probs"} <= {*names}

@@ -49,7 +49,7 @@ from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
-from whet.trainers import judged as judged, workers  # judged: its provider
+from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, placed_hosts
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts

@@ -28,7 +28,7 @@ from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, EngineError, RegistryError
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PROVIDERS, REJECTIONS, VALUE_LOSSES, WEIGHTS
 from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
 from whet.rollout.sampling import uniforms
@@ -36,7 +36,6 @@ from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]
 Provider = Callable[..., Values]  # of a batch and `Sources`
-PROVIDERS: dict[str, Provider] = {}
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,13 @@ def register_provider(
     """
 
     def decorate(function: Provider) -> Provider:
-        is_own = name in PROVIDERS and PROVIDERS[name].__module__ == function.__module__
-        if name in COLUMNS and not is_own and not function.__module__.startswith("whet."):
+        if name in COLUMNS and name not in PROVIDERS:
             change = f"register {function.__name__} under another name"
             raise RegistryError(f"column {name}", "exists already", "", change)
+        PROVIDERS.register(name)(function)
         meaning = (function.__doc__ or "").partition("\n")[0]
         when: When = "unscored" if unscored else "scored"
         COLUMNS.setdefault(name, Column(name, shape, when, meaning, tuple(roles), None, tuple(reads), phase))
-        PROVIDERS[name] = function
         return function
 
     return decorate
@@ -145,7 +143,8 @@ class ColumnPlan:
 
     def _begin(self, column: Column, batch: Batch, sources: Sources) -> Values:
         if column.name in PROVIDERS:
-            return PROVIDERS[column.name](batch, sources, **self.options.get(column.name, {}))
+            values: Values = PROVIDERS[column.name].load()(batch, sources, **self.options.get(column.name, {}))
+            return values
         assert column.output is not None
         return sources.start(column.roles[0], batch, column.output)
 
