@@ -263,17 +263,17 @@ def test_weights_that_are_not_finite_end_the_run_unsaved(
     additions: Rows,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    update, updates = SingleEngine.update, 0
+    step, updates = SingleEngine.step, 0
 
     def overflows(engine: SingleEngine, *arguments: object) -> Metrics:
         nonlocal updates
         updates += 1
-        metrics = update(engine, *arguments)  # type: ignore[arg-type]
+        metrics = step(engine, *arguments)
         if updates == 3:
             spoil(engine.model, number)
         return metrics
 
-    monkeypatch.setattr(SingleEngine, "update", overflows)
+    monkeypatch.setattr(SingleEngine, "step", overflows)
     config = train_config({"trainer.total_steps": 9, "trainer.save_freq": 1, "trainer.save_limit": 1})
     with raises(EngineError, key="actor, step 3", change=re.compile(r"/global_step_2: trainer\.resume=")):
         train(config, reward=sevens, data=additions)

@@ -76,13 +76,13 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
         assert isinstance(rollout, RolloutWorker)
         for role, worker in workers.items():
             if isinstance(worker, TrainWorker):
-                for deed in ("offload", "onload", "update"):
+                for deed in ("offload", "onload", "step"):
                     watched(worker.engine, deed, lambda deed, role=role: deeds.append(f"{role} {deed}"))
         watched(rollout.engine, "sleep", lambda deed: deeds.append(f"{deed}"))
         watched(rollout.engine, "submit", lambda deed: deeds[-1:] == ["generate"] or deeds.append("generate"))
         watched(
             workers["actor"].engine,  # type: ignore[attr-defined]
-            "update",
+            "step",
             lambda deed: deeds.append(f"{rollout.engine.cache_bytes > 0}"),  # type: ignore[attr-defined]
         )
         fit(run)
@@ -91,11 +91,11 @@ def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additi
         return run.history, done
 
     plain, deeds = trained()
-    assert set(deeds) == {"generate", "True", "actor update"}
+    assert set(deeds) == {"generate", "True", "actor step"}
     taking_turns, deeds = trained(**{"rollout.free_cache_engine": True, "trainer.run_dir": str(tmp_path / "turns")})
     assert taking_turns == plain
     away, back = ["actor offload", "ref offload"], ["actor onload", "ref onload"]
-    assert deeds == [*away, "generate", "sleep", *back, "False", "actor update"] * 2
+    assert deeds == [*away, "generate", "sleep", *back, "False", "actor step"] * 2
 
 
 def watched(on: Any, name: str, before: Callable[[str], object]) -> None:

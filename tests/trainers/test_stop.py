@@ -77,16 +77,16 @@ def test_a_signal_in_a_rollout_saves_the_step_before_at_once(
 def test_a_signal_outside_of_a_rollout_waits_for_the_step(
     straight: Path, train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update, updates = SingleEngine.update, 0
+    step, updates = SingleEngine.step, 0
 
     def signalled(*arguments: object) -> object:
         nonlocal updates
         updates += 1
         if updates == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return update(*arguments)  # type: ignore[arg-type]
+        return step(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SingleEngine, "update", signalled)
+    monkeypatch.setattr(SingleEngine, "step", signalled)
     config = train_config(FOUR)
     with pytest.raises(Stopped, match=r"SIGTERM .* 2, "):
         train(config, reward=sevens, data=additions)
@@ -117,7 +117,7 @@ def test_a_run_notes_that_it_runs_and_how_it_failed(
         states.append(read_run(tmp_path / "run").state)
         raise ValueError("no more")
 
-    monkeypatch.setattr(SingleEngine, "update", broken)
+    monkeypatch.setattr(SingleEngine, "step", broken)
     with raises(WorkerError, key="actor rank 0, update", found=re.compile("ValueError: no more")):
         train(train_config(FOUR), reward=sevens, data=additions)
     noted = read_run(tmp_path / "run")

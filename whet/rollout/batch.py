@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.batch import Batch
+from whet.columns import COLUMNS
 from whet.errors import DataError
 from whet.models.packing import LATER_MEDIA, MEDIA
 from whet.models.positions import position_ids, rotary_positions
@@ -157,11 +158,14 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
 
 
 def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
-    """Masks the rows of failed trajectories, and takes their scores; with those that fail now, by uid."""
+    """Masks the rows of failed trajectories, and takes their scores and what models gave them; with those that fail
+    now, by uid."""
     errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
-    failed = torch.tensor([error is not None for error in errors])[:, None]
-    masked = {name: batch[name].masked_fill(failed, 0) for name in ("response_mask", "token_level_scores")}
-    return batch.with_columns(**masked, error=errors)
+    failed = torch.tensor([error is not None for error in errors])
+    given = [name for name in batch.columns() if name in COLUMNS and COLUMNS[name].has_provider]
+    found = {name: batch[name] for name in ("response_mask", "token_level_scores", *given)} if failed.any() else {}
+    zeroed = {name: each.masked_fill(failed.view(-1, *[1] * (each.ndim - 1)), 0) for name, each in found.items()}
+    return batch.with_columns(**zeroed, error=errors) if zeroed else batch
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
