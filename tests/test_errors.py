@@ -91,6 +91,7 @@ def test_every_error_says_what_was_found_and_what_to_do() -> None:
     assert not bare
 
 
+@pytest.mark.slow
 def test_no_test_copies_the_words_of_a_message() -> None:
     """Fields and numbers are compared, so that an error or a line of the log can be worded better in one place."""
     said = set[tuple[str, ...]]()

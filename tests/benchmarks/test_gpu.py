@@ -51,6 +51,7 @@ def state_of(pid: str) -> str:
     return file.read_text().rpartition(")")[2].split()[0] if file.exists() else ""
 
 
+@pytest.mark.slow
 def test_parts_are_run_and_cut_off_and_keep_what_they_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     well = gpu.run("one", Part("", 60.0, ("-c", WRITES), figure="one"))
     assert (well.ended, well.output, well.figures["sample"]) == ("ok", "FOLDER\n", {"rate": 2.0, "turns": 1})
@@ -113,6 +114,7 @@ def test_a_row_of_the_table_is_a_figure_of_a_part() -> None:
     assert {figure.part for figure in page.FIGURES} <= parts
 
 
+@pytest.mark.slow
 def test_a_slow_part_is_cut_off_at_its_own_limit_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,6 +247,7 @@ def test_play_tells_of_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "the environment failed: IndexError: string index out of range" in out
 
 
+@pytest.mark.slow
 def test_check_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "check", f"{BROKEN}:ChangesThePrompt", status=1).splitlines()
     assert "failed  prompt            it changes its prompt; copy it" in lines

@@ -75,6 +75,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen25_folder: Path) 
     return ["train", "quickstart", *data, "trainer.total_steps=3", "trainer.run_dir=runs/s", "trainer.seed=1,2,3", "-m"]
 
 
+@pytest.mark.slow
 def test_a_failed_run_does_not_end_the_rest_and_a_second_call_goes_on(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_there_are_faults_for_all_that_can_fail() -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Right", pytest.param("RightAndAsync", marks=SLOW), "RightAndDelegates", "RightAndShort"]
 )
@@ -170,6 +171,7 @@ def test_an_observation_against_a_failure_or_none() -> None:
     assert _difference([seen, seen], [seen], "differs") == "turn 1 differs: an observation and no observation"
 
 
+@pytest.mark.slow
 def test_what_cannot_begin_is_not_checked_further() -> None:
     without = found(f"{FILE}:HasNoStep")
     assert list(without) == ["starts"]

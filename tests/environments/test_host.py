@@ -345,6 +345,7 @@ def test_an_episode_may_be_closed_at_any_time(opened: Callable[..., EnvironmentH
 # What goes wrong.
 
 
+@pytest.mark.slow
 def test_a_refusal_of_options_keeps_its_fields(opened: Callable[..., EnvironmentHost], file: str) -> None:
     tools = toolbox_of(EnvironmentConfig(tools=["python"]))
     for settings in ({}, {"tools": tools}):

@@ -51,6 +51,7 @@ def test_integers_are_exact(expression: str) -> None:
     assert calculate(expression) == str(eval(expression))
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30))
 def test_whatever_a_model_writes_is_answered(expression: str) -> None:
     assert isinstance(calculate(expression), str)

@@ -107,6 +107,7 @@ def test_the_catalogue_is_pinned() -> None:
     assert digest(1) != digest(0)
 
 
+@pytest.mark.slow
 def test_each_type_of_reward_occurs_among_10000_products() -> None:
     shop, draws = catalogue(10_000, 0), random.Random(0)
     assert len(shop.by_id) == 10_000
@@ -198,6 +199,7 @@ def test_a_shopper_that_knows_the_goal_gets_1(encoding: str) -> None:
         assert (seen.reward, seen.fields["success"], seen.fields["bought"]) == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_10000_products_end_to_end() -> None:
     game = shop(num_products=10_000)
     assert sum(play_best(game, seed).reward == 1.0 for seed in range(20)) == 20
@@ -265,6 +267,7 @@ def test_compact_pages() -> None:
     assert last.done and last.reward == purchase_reward(product, goal, {next(iter(product.options)): value})
 
 
+@pytest.mark.slow
 def test_conformance() -> None:
     found = list(check("whet_environments.webshop.environment:WebShop", {"num_products": 100}, Plan(PROMPT)))
     assert [each for each in found if each.is_ok is False] == []

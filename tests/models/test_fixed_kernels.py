@@ -23,6 +23,7 @@ def test_tiles_by_hand() -> None:
     assert [tile_tokens(*heads) for heads in ((14, 2), (4, 4), (64, 1), (128, 1))] == [8, 64, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(4, 2, 16, 0), (6, 2, 24, 5), (32, 1, 8, 70)])
 def test_attention_of_packed_rows(heads: int, kv_heads: int, dim: int, window: int) -> None:
     """Rows of which two share a prompt, one is longer than a tile of keys, and the last is padding."""

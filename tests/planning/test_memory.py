@@ -146,6 +146,7 @@ def total(memory: Memory) -> int:
 LARGE = {"data.train_batch_size": 16, "data.max_response_length": 64, "actor.max_tokens_per_micro_batch": 2048}
 
 
+@pytest.mark.slow
 def test_smaller_micro_batches_and_recomputed_activations_save(train_config: MakeConfig) -> None:
     before = total(planned(train_config(LARGE)))
     for change in ({"actor.max_tokens_per_micro_batch": 512}, {"model.gradient_checkpointing": True}):
@@ -347,6 +348,7 @@ def test_micro_batches_fill_what_an_accelerator_has_beside_all_else(train_config
     assert micro_batch_tokens(build.setup(train_config(common), (16,)), "actor") == 2048
 
 
+@pytest.mark.slow
 def test_a_plan_has_micro_batches_of_that_size(train_config: MakeConfig) -> None:
     """64 rows of 150 tokens: two of the largest size that fits."""
     large = {

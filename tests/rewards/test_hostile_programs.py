@@ -48,6 +48,7 @@ def exit_code(solution_str: str, ground_truth: Any) -> float:
     return float(done.returncode == 0)
 
 
+@pytest.mark.slow
 def test_a_grader_that_believes_the_exit_code_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     row = CheckedPrompt("Square with f.", TRUTHS["assertions"], SQUARE)
@@ -59,6 +60,7 @@ def test_a_grader_that_believes_the_exit_code_is_caught(tmp_path: Path, monkeypa
     assert (report.lowest, report.highest) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_row_without_a_right_program_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As rows of a file are: the usual range of rewards is taken."""
     monkeypatch.chdir(tmp_path)

@@ -431,6 +431,7 @@ def _forms(a, b, d):
 PHRASINGS = ["\\boxed{%s}", "The answer is $%s$.", "So it is %s.", "<answer>%s</answer>", "Hence\n\\[ %s \\]"]
 
 
+@pytest.mark.slow
 def test_nothing_is_paid_that_math_verify_rejects():
     draws = random.Random(0)
     paid = 0

@@ -55,6 +55,7 @@ def wait_until_idle(http: httpx.Client) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large(http: httpx.Client, is_chunked: bool) -> None:
     body = json.dumps(asking("a" * 20_000)).encode()

@@ -435,6 +435,7 @@ def test_each_invariant_has_a_bug() -> None:
     assert all(named(number) for number in ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number, patches = BUGS[name]

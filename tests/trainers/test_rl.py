@@ -595,6 +595,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "said"), REFUSED, ids=["sokoban", "gymnasium", "browser"])
 def test_an_environment_that_refuses_its_options_is_named_before_a_model_is_loaded(
     train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, said: str

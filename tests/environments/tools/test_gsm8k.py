@@ -30,6 +30,7 @@ def call(expression: str) -> str:
     return f"<tool_call>\n{arguments}\n</tool_call>"
 
 
+@pytest.mark.slow
 def test_annotated_solutions_are_right(shared_data: Path, qwen25_folder: Path, tmp_path: Path) -> None:
     lines = (shared_data / "gsm8k" / "test.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines[:80]) if STEP.search(row["answer"])][:30]

@@ -149,6 +149,7 @@ def test_a_server_that_hangs_answers_late(opened: Opened) -> None:
     assert called(host, "a", "bad", what="hang") == "error: the call took longer than 1 s"
 
 
+@pytest.mark.slow
 def test_an_object(opened: Opened) -> None:
     answers(opened({"mcp": {"python": f"{SERVER}:server"}}))
 
@@ -201,6 +202,7 @@ def test_headers_that_are_refused(server: dict[str, Any], said: str) -> None:
     assert "s3cret" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_image_of_a_server_is_an_image(
     opened: Opened, qwen25_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

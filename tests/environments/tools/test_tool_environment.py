@@ -201,6 +201,7 @@ def test_options_are_of_the_config_and_not_of_the_model(opened: Any, file: str) 
         toolbox_of(EnvironmentConfig(tools=[{"python": f"{file}:add", "options": {"sigh": 1}}]))
 
 
+@pytest.mark.slow
 def test_calls_of_a_turn_run_side_by_side_each_with_its_deadline(opened: Any) -> None:
     host = opened("slow", "hang", tool_limits={"seconds": 1.0})
     before = time.monotonic()
@@ -381,6 +382,7 @@ def test_json_of_a_call_without_its_tags_ends_no_episode(
     ]
 
 
+@pytest.mark.slow
 def test_a_parser_that_raises_fails_its_episode_alone(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     parser = f"{file}:parser"
     config = EnvironmentConfig(tools=[f"{file}:add"], tool_parser=parser)

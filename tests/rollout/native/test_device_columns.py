@@ -73,6 +73,7 @@ def test_completions_are_those_of_the_host(
     suite.assert_same_but_for_rounding(generate(stepwise(model, max_batch_size=rows), made), expected, NEAR)
 
 
+@pytest.mark.slow
 def test_requests_that_are_preempted_and_that_end_unexpectedly(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_requests_that_are_preempted_and_that_end_unexpectedly(
     assert cache.num_free == cache.num_blocks == 8
 
 
+@pytest.mark.slow
 def test_a_step_is_recorded_once_for_a_size_and_again_after_a_move(model: PreTrainedModel, device: None) -> None:
     made = suite.requests(groups=4, n=6)  # 24 rows: batches of 32 and of 16, and one of prompts
     engine = stepwise(model)

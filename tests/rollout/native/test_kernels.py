@@ -16,6 +16,7 @@ from whet.rollout.sampling import SamplingState, sample
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 64], ids=["whole", "split"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "cap"), [(4, 2, 16, 0, 0.0), (6, 2, 24, 0, 0.0), (4, 1, 32, 7, 5.0)]

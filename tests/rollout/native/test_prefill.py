@@ -61,6 +61,7 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_batch_is_replayed_with_other_prompts(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded gives the bits of what is not: other prompts, lengths and numbers of them come to one size."""
     work = [suite.requests(groups=groups, n=2, seed=groups) for groups in (2, 4, 3)]
@@ -91,6 +92,7 @@ def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch:
     suite.assert_same_but_for_rounding(sampled(model, resumed), expected[1], NEAR)
 
 
+@pytest.mark.slow
 def test_a_cache_for_longer_prompts_than_the_model_was_made_for(model: PreTrainedModel, device: None) -> None:
     """Block tables grow where a request needs more than the model's positions, and what is recorded is forgotten."""
     engine = NativeEngine(kv_cache_bytes=2**24)
