@@ -74,7 +74,13 @@ def places(tensors: Iterable[torch.Tensor]) -> list[str]:
 def train_each(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Several runs on the pretend accelerator, and how often the host waited in each call of these methods."""
     found: dict[str, Any] = {"rules": rules()}
-    methods = ((Engine, "forward"), (Engine, "schedule"), (Engine, "update"), (NativeEngine, "_step"))
+    methods = (
+        (Engine, "forward"),
+        (Engine, "schedule"),
+        (Engine, "forward_backward"),
+        (Engine, "step"),
+        (NativeEngine, "_step"),
+    )
     for name, values in cases.items():
         waits: dict[str, list[int]] = {}
         with ExitStack() as counted:

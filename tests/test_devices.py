@@ -106,7 +106,7 @@ def test_a_run_gives_the_numbers_of_the_host(name: str, runs: Any) -> None:
 def test_the_host_waits_once_a_pass_and_never_between_micro_batches(name: str, runs: Any) -> None:
     waits = runs[name][0]["waits"]
     assert len(waits["schedule"]) >= 2 and set(waits["schedule"]) == {0}
-    assert set(waits["update"]) == {1}  # whether the step is finite
+    assert set(waits["forward_backward"]) == {0} and set(waits["step"]) == {1}  # whether the step is finite
     assert set(waits["forward"]) == {1}  # for all outputs together
     assert max(waits["_step"]) <= 2  # where no step follows; one else, whatever the number of layers
     assert sum(waits["_step"]) <= len(waits["_step"])

@@ -152,9 +152,9 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
     }
     if part_names:
         scores["reward_parts"] = torch.tensor([[t.parts.get(name, 0.0) for name in part_names] for t in owners])
-    scored = with_failures(batch.with_columns(**scores, error=[t.failure for t in owners]), {})
+    scored = batch.with_columns(**scores, error=[t.failure for t in owners])
     scored.meta_info["reward_part_names"] = part_names
-    return scored
+    return with_failures(scored, {}) if any(t.failure for t in owners) else scored
 
 
 def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
@@ -163,9 +163,9 @@ def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
     errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
     failed = torch.tensor([error is not None for error in errors])
     given = [name for name in batch.columns() if name in COLUMNS and COLUMNS[name].has_provider]
-    found = {name: batch[name] for name in ("response_mask", "token_level_scores", *given)} if failed.any() else {}
+    found = {name: batch[name] for name in ("response_mask", "token_level_scores", *given)}
     zeroed = {name: each.masked_fill(failed.view(-1, *[1] * (each.ndim - 1)), 0) for name, each in found.items()}
-    return batch.with_columns(**zeroed, error=errors) if zeroed else batch
+    return batch.with_columns(**zeroed, error=errors)
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
