@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,15 +19,17 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parent))
 import rollout_conformance as suite
 
-from whet.controller.dispatch import Dispatch, register
+from tests.raising import raises
+from whet.controller.dispatch import CallPlan, Dispatch, register
 from whet.controller.launch import launch
 from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
-from whet.controller.worker_group import WorkerGroup
-from whet.errors import EngineError, LostReplicaError
+from whet.controller.worker_group import PendingCall, WorkerGroup
+from whet.errors import EngineError, LostReplicaError, WhetError
 from whet.models.load import load_policy
+from whet.rollout.fleet import Done, Fleet, Task
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate, late
-from whet.rollout.replicas import Replicas
+from whet.rollout.replicas import Ranks as Driver, Replicas
 from whet.rollout.router import assign, blocks_of
 from whet.trainers.rollout_worker import RolloutWorker
 
@@ -117,7 +121,7 @@ def test_the_completions_are_those_of_the_engine(model: PreTrainedModel) -> None
     assert generate(replicas, made) == generate(alone, made)
     assert generate(replicas, made[::-1]) == generate(alone, made[::-1])
     assert replicas.status().running == replicas.status().waiting == 0
-    with pytest.raises(EngineError, match="filled by weight sync"):
+    with raises(EngineError, key=re.compile("^weights ")):
         replicas.load([], 1)
 
 
@@ -232,7 +236,7 @@ def test_the_requests_of_a_lost_engine_go_on_elsewhere(
     lost = ranks.calls.index((0, "restart"))
     if not losses[1]:
         assert (1, "serve") in ranks.calls[lost : lost + 3]  # while the other starts
-    assert "rank 0 of the rollout is started again: it is gone" in caplog.text
+    assert re.search(r"rank 0\b.* again: it is gone", caplog.text)
 
 
 def test_an_engine_that_starts_delays_no_checkpoint(model: PreTrainedModel) -> None:
@@ -257,3 +261,38 @@ def test_a_single_lost_engine_is_waited_for(model: PreTrainedModel) -> None:
     engine = Fragile(model, [2])
     replicas = Replicas(Ranks(Host(engine), restart_takes=3), 256, gathers=False)
     assert len(generate(replicas, made)) == 4 and engine.restarts == 1
+
+
+class Hanging:
+    """A group of two ranks and its transport; the first rank never answers."""
+
+    role, world_size = "reward", 2
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.open: list[Future[Any]] = []
+
+    def start_on(self, rank: int, method: str, tasks: Sequence[Task], *rest: object) -> PendingCall:
+        reply: Future[Any] = Future()
+        if rank == 1:
+            reply.set_result([Done(each.uid, "scored", each.attempt) for each in tasks])
+        else:
+            self.open.append(reply)
+        plan = CallPlan({}, lambda results: results[rank])
+        return PendingCall(self.role, method, {rank: reply}, plan, self, 0.05)  # type: ignore[arg-type]
+
+    def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
+        for reply in self.open:
+            reply.set_exception(error)
+
+
+def test_a_rank_that_hangs_is_given_up_and_another_does_its_tasks() -> None:
+    ranks = Driver(Hanging(), Fleet(), concurrent=True)  # type: ignore[arg-type]
+    ranks.join(range(2))
+    for uid in "abcd":
+        ranks.submit(Task(uid, [uid]))
+    told, until = list[Done](), time.monotonic() + 20
+    while len(told) < 4 and time.monotonic() < until:
+        told += ranks.turn(0.01)
+    assert sorted(each.uid for each in told) == [*"abcd"] and {each.what for each in told} == {"scored"}
+    assert [*ranks.fleet.ranks] == [1] and ranks.num_lost == 1 and not ranks.fleet.flights

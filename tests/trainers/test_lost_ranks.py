@@ -158,8 +158,8 @@ def test_a_lost_rank_changes_no_result(
     assert metrics == undisturbed[ahead][1]
     assert (lost, undisturbed[ahead][2]) == (len(FAULTS[fault]), 0)
     why = rf", serve: .*\b{HANG_SECONDS:g} s" if fault == "hung" else ": .*: SIGKILL"
-    assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1{why}", caplog.text)
-    assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
+    assert re.search(rf"rank 1\b.*\b1 of 3\b.*: rollout rank 1{why}", caplog.text)
+    assert re.search(r"rank 1\b.* runs again\b.* samples", caplog.text)
 
 
 @pytest.mark.slow
@@ -201,8 +201,8 @@ def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
     assert struck and set(ways) == {"broadcast"} and len(ways) >= 2 + 1 + 2  # two ranks, one, and two again
     assert (steps, metrics, lost) == (*undisturbed[ahead][:2], 1)
     call = "(receive|serve)" if ahead else "receive"  # a run ahead has both calls open, and may hear of either first
-    assert re.search(rf"rank 1 of the rollout is started again \(1 of 3 times\): rollout rank 1: .*{call}", caplog.text)
-    assert "rank 1 of the rollout runs again, and samples after the next weight sync" in caplog.text
+    assert re.search(rf"rank 1\b.*\b1 of 3\b.*: rollout rank 1: .*{call}", caplog.text)
+    assert re.search(r"rank 1\b.* runs again\b.* samples", caplog.text)
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_the_run_ends_where_a_rank_is_lost_too_often(
     faults.at = {2: send(signal.SIGKILL), 3: send(signal.SIGKILL)}
     with pytest.raises(LostWorkerError, match=r"^rollout rank 1: .*serve: SIGKILL"):
         train(train_config(RUN), reward=pays_for_sevens, data=additions)
-    assert "rank 1 of the rollout is started again (1 of 1 times): " in caplog.text
+    assert re.search(r"rank 1\b.* again .*\b1 of 1\b", caplog.text)
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping
 def _column(
     entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
-    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is that of what the estimator read."""
+    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is that of the estimator's columns."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)

@@ -158,8 +158,8 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
 
 
 def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
-    """Masks the rows of failed trajectories, and takes their scores and what models gave them; with those that fail
-    now, by uid."""
+    """Masks the rows of failed trajectories, and sets their scores and the columns of providers to 0. `failures`, by
+    uid, are new ones."""
     errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
     failed = torch.tensor([error is not None for error in errors])
     given = [name for name in batch.columns() if name in COLUMNS and COLUMNS[name].has_provider]

@@ -79,18 +79,18 @@ class Flight:
         return replace(part, attempt=self.attempt)
 
     def hear(self, event: AnyEvent) -> list[AnyEvent]:
-        """Notes an event of the attempt that runs.  Returns what the caller is told."""
+        """Notes an event of the attempt that runs.  Returns the events for the caller."""
         self.is_awaited &= not event.is_last
         is_new = not event.is_last or self.num_given > self.num_told
         self.num_told += event.is_last and is_new
         return [event] if is_new else []
 
     def retry(self) -> None:
-        """Goes back to those that wait, after the loss of its rank."""
+        """Lets the task wait again, after the loss of its rank."""
         self.rank, self.retries, self.num_given, self.is_awaited = None, self.retries + 1, 0, False
 
     def last(self) -> list[AnyEvent]:
-        """Returns what the caller is told of a task that was aborted, or lost too often, and that no rank has."""
+        """Returns the events for the caller, of a task without a rank that was aborted or lost too often."""
         return []
 
 
@@ -150,7 +150,7 @@ class Fleet:
             self._go_on(flight)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
-        """Ends tasks: those that a rank has with its event, or all at once and `silently`."""
+        """Ends tasks: one on a rank with the rank's event, or all at once and `silently`."""
         told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True
@@ -189,7 +189,7 @@ class Fleet:
         return found
 
     def on_events(self, rank: int, generation: Generation, events: Iterable[AnyEvent]) -> list[AnyEvent]:
-        """Hears what a rank says of its tasks."""
+        """Notes events of a rank's tasks.  Returns the events for the caller."""
         told = list[AnyEvent]()
         for event in events if self._is_current(rank, generation) else ():
             flight = self.flights.get(event.uid)

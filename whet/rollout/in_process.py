@@ -167,7 +167,7 @@ class InProcessEngine(ABC, Generic[L]):
             if encoders is None or each.kind not in encoders.kinds or each.tokens is None:
                 kinds = () if encoders is None else sorted(encoders.kinds)
                 reads = ", ".join(["text", *(f"{kind}s" for kind in kinds)])
-                raise EngineError(f"request {request.uid} has {each.kind}s, and the model reads {reads}")
+                raise EngineError(f"request {request.uid}", f"has {each.kind}s", f"{reads}, which the model reads")
         assert encoders is not None
         return encoders
 

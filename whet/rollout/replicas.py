@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers of fleets: they carry commands out on the ranks of a worker group, and wait for what these say.
+"""Drivers of fleets: they carry commands out on the ranks of a worker group, and wait for their events.
 
 The ranks of a rollout are one engine. The others go on with the requests of a rank that is lost. Where only its engine
 is, the rank starts that again; a process that died or hangs is replaced by another, which samples after the next weight
@@ -52,7 +52,7 @@ class Ranks:
         return True
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> None:
-        """Ends tasks; those that a rank has come out of a later turn, unless they end `silently`."""
+        """Ends tasks; the end of one on a rank is an event of a later turn, unless tasks end `silently`."""
         with self._turn:
             self._events += self.fleet.abort(uids, silently=silently)
 
@@ -184,7 +184,7 @@ class Replicas(Ranks):
 
     def load(self, weights: Weights, version: int) -> None:
         """Raises: EngineError, as each rank is filled by the weight sync."""
-        raise EngineError("the ranks of a rollout are filled by weight sync, not one by one; call the run's sync")
+        raise EngineError("weights of a rollout's ranks", "given to one object", "a weight sync", "call the run's sync")
 
     def sync(self, version: int) -> str:
         """Sends the weights of a version to all ranks, new ones too, and returns when all that sample have them, with

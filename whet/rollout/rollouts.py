@@ -299,7 +299,7 @@ class Rollouts:
         return [self._paid(alive)]
 
     def _paid(self, trajectories: Sequence[Trajectory]) -> Outcomes:
-        """The outcomes of what the environment paid, which is there already."""
+        """Outcomes by the environment's rewards, which are there already."""
         paid: Future[list[Outcome]] = Future()
         correct = [reaches(each.score, self.correct_threshold) for each in trajectories]
         paid.set_result([RewardResult(0.0, float(each)) for each in correct])

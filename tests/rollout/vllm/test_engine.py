@@ -521,7 +521,7 @@ def test_an_adapter_is_registered_once_and_then_replaced(start: Start) -> None:
 
 def test_weights_that_are_refused_stop_sampling_until_others_came(start: Start) -> None:
     engine = start()
-    with pytest.raises(WeightSyncError, match=r"version 2 of the weights does not fit .*no such weight"):
+    with raises(WeightSyncError, key="version 2 of the weights", found=re.compile("no such weight")):
         engine.load([("refused", torch.ones(2))], version=2)
     engine.submit(request(fake.QUICK))
     with raises(WeightSyncError, key=re.compile(r"^version \d+ "), change=re.compile("weights")):
@@ -779,7 +779,8 @@ def test_a_port_that_is_taken(start: Start) -> None:
 
 def test_a_request_longer_than_the_server_takes(start: Start) -> None:
     engine = start(server={"max_model_len": 32})
-    with pytest.raises(EngineError, match="may need 42 tokens, and vLLM takes 32; shorten prompts or responses"):
+    found, expected = re.compile(r"\b42\b"), re.compile(r"\b32\b.*vLLM")
+    with raises(EngineError, re.compile("^request "), found=found, expected=expected, change=re.compile("max_model")):
         engine.submit(request(fake.QUICK, 40))
 
 

@@ -135,8 +135,8 @@ def test_a_server_that_fails_changes_no_result(
     with after_step_1(tmp_path / "run", lambda: act(servers()[0], name)):
         rows = trained(train_config({**RUN, "trainer.run_dir": tmp_path / "run"}), additions)
     assert rows == undisturbed["rows"]
-    was_restarted = "rank 0 of the rollout is started again: the vLLM server" in caplog.text
-    assert was_restarted == (fault != "slow")
+    was_restarted = re.search(r"rank 0\b.* again: .*vLLM server", caplog.text)
+    assert (was_restarted is not None) == (fault != "slow")
     assert not psutil.wait_procs(servers(), 20)[1]
 
 
@@ -162,11 +162,11 @@ def test_the_other_replica_goes_on(
         rows = trained(train_config(settings), additions)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [line["step"] for line in lines] == list(range(1, settings["trainer.total_steps"] + 1))
-    assert "of the rollout is started again: the vLLM server" in caplog.text
+    assert re.search(r"rank \d\b.* again: .*vLLM server", caplog.text)
     if not staleness:
         assert rows == undisturbed["rows"]
     else:
-        assert "of the rollout samples again" in caplog.text
+        assert re.search(r"rank \d\b.* samples again", caplog.text)
         assert max(line["staleness/max"] for line in lines) <= 1
         # the log-probs of both sides agree where a token is of the newest weights, also at the end
         assert min(line["correction/abs_mean"] for line in lines[-20:]) < 1e-2
@@ -195,6 +195,6 @@ def test_weights_of_another_model_are_refused(start: Callable[..., Any], tmp_pat
     init_model(tmp_path / "own", "qwen3", "nano", num_layers=1)
     init_model(tmp_path / "other", "qwen3", "nano", num_layers=1, hidden_size=64)
     engine = start(tmp_path / "own")
-    with pytest.raises(WeightSyncError, match="version 1 of the weights does not fit vLLM's model"):
+    with raises(WeightSyncError, key="version 1 of the weights", expected=re.compile("vLLM")):
         engine.load(load_policy(tmp_path / "other").named_parameters(), 1)
     assert engine.server.process.poll() is None

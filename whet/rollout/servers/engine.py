@@ -134,17 +134,15 @@ class ServerEngine(ServerWords):
         """Raises: ConfigError where the server could not be started with these options."""
         server, folder = options["server"] or {}, options["weights_dir"]
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"rollout.engine.options.weights_dir={folder} is no folder that can be written to; expected one with "
-                "room for all weights: make it, or leave it out for the host's memory"
-            )
+            expected = "a folder that can be written to, with room for all weights"
+            change = "make it, or leave it out for the host's memory"
+            raise ConfigError("rollout.engine.options.weights_dir", folder, expected, change)
         cls.environment_of(options).check_arguments(server, ())
         length = server.get(cls.length_option, longest)
         if isinstance(length, int) and length < longest:
-            raise ConfigError(
-                f"rollout.engine.options.server.{cls.length_option}={length} is less than data.max_prompt_length and "
-                f"data.max_response_length together, {longest} tokens; raise it, or lower them"
-            )
+            key = f"rollout.engine.options.server.{cls.length_option}"
+            expected = f"at least data.max_prompt_length and data.max_response_length together, {longest} tokens"
+            raise ConfigError(key, length, expected, "raise it, or lower them")
 
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
@@ -230,9 +228,11 @@ class ServerEngine(ServerWords):
             self._load(weights, version)
         except MisfitError as error:
             self._coming = version
-            raise WeightSyncError(
-                f"version {version} of the weights does not fit {self.package.title}'s model: {error}"
-            ) from error
+            raise self._misfit(version, error) from error
+
+    def _misfit(self, version: int, why: object) -> WeightSyncError:
+        expected = f"those of {self.package.title}'s model, which it can reload"
+        return WeightSyncError(f"version {version} of the weights", why, expected, "let both load model.path")
 
     def _load(self, weights: Weights, version: int) -> None:
         whole = as_in_checkpoints(fitting(weights, self._outline), self._outline)
@@ -290,11 +290,7 @@ class ServerEngine(ServerWords):
         try:
             yield
         except HttpError as error:
-            why, title = self.server.failure("did not take them"), self.package.title
-            raise WeightSyncError(
-                f"version {version} of the weights does not fit {title}'s model: {error}; trainer and rollout were "
-                f"built from different models, or {title} cannot reload this one: let both load model.path. {why}"
-            ) from error
+            raise self._misfit(version, f"{error}. {self.server.failure('did not take them')}") from error
         self.version, self._coming = version, None
         if not self._paused:
             self._go_on()
@@ -340,12 +336,11 @@ class ServerEngine(ServerWords):
             self.check_media(self.encoders, request.media, f"request {request.uid}")
         check_request(request, self.vocab_size)
         if needed > self.max_length:
-            raise EngineError(
-                f"request {uid} may need {needed} tokens, and {self.package.title} takes {self.max_length}; shorten "
-                f"prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
-            )
+            expected = f"at most {self.max_length} tokens, which {self.package.title} takes"
+            change = f"shorten prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
+            raise EngineError(f"request {uid}", f"may need {needed} tokens", expected, change)
         if (why := self.refused(params, self.options)) is not None:
-            raise EngineError(f"request {uid}: {why}")
+            raise EngineError(f"{why.key} of request {uid}", why.found, why.expected, why.change) from why
 
     async def _answer(self, live: Live) -> None:
         """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""
