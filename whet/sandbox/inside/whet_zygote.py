@@ -191,8 +191,10 @@ class Program:
                     poller.unregister(descriptor)
             reason = reason or self._over()
         seconds = time.monotonic() - self.started
-        if is_over and reason is None:  # all who could write are gone
-            while [each for each in self.readers if self._read(each)]:
+        if is_over and reason is None:  # a last look, at what it left behind as well
+            self.next_look = now
+            reason = self._over()
+            while [each for each in self.readers if self._read(each)]:  # all who could write are gone
                 reason = reason or self._over()
         self.kill()
         return {**self._verdict(reason), "seconds": seconds}
