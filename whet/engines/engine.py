@@ -34,6 +34,7 @@ from whet.models.load import TrainedModel, body_of
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
+from whet.models.supported import support_of
 from whet.phases import counted, span
 
 
@@ -53,7 +54,8 @@ class Engine(ABC):
         self.model, self.role = model, role
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
-        self.forward_settings = replace(role.forward, in_stretches=in_stretches)
+        packing = role.forward.packing and support_of(model).is_own
+        self.forward_settings = replace(role.forward, packing=packing, in_stretches=in_stretches and packing)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps

@@ -15,11 +15,14 @@ from transformers import PreTrainedModel
 
 from whet.columns import POLICY_OUTPUTS, SCORE_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
+from whet.models import general
+from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
 from whet.models.sequence_parallel import TokenShare
+from whet.models.supported import support_of
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _wide_states(model: PreTrainedModel) -> Iterator[None]:
 def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettings) -> torch.Tensor:
     """The last hidden state of each of the T real tokens, [T, H]. With packing, rows of padding follow; with split
     tokens, only this rank's tokens."""
-    body, share = cast(PreTrainedModel, model.base_model), settings.token_share
+    body, share = cast(PreTrainedModel, language_body(model)), settings.token_share
     extra, unseen = _media(body, where, settings)
     if settings.packing:
         num_tokens = where.size if share is None else share.padded(where.size)
@@ -162,7 +165,9 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
         return flat if unseen is None else flat + unseen
     positions = where.position_ids
     grid = where.pad(positions) if positions.dim() == 1 else torch.stack([where.pad(axis) for axis in positions])
-    out = body(input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False, **extra)
+    if not support_of(model).is_own:
+        extra = {"attention_mask": where.pad(torch.ones_like(where.input_ids)), **extra}
+    out = general.forward(body, input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False, **extra)
     flat = where.unpad(out.last_hidden_state)
     return flat if unseen is None else flat + unseen
 

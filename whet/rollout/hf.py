@@ -12,7 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from whet.models.attention import NAME
 from whet.models.encoders.load import encoders_of
+from whet.models.general import cache_argument, forward
 from whet.models.positions import position_ids, rotary_positions
+from whet.models.supported import support_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -132,17 +134,19 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Runs the batch on by a token, or a new one of the oldest requests."""
-        batch = self._batch = self._batch or Batch.of(list(self.unfinished.values())[: self.max_batch_size], module)
+        batch = self._batch = self._batch or Batch.of(self._next(module), module)
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
-        out = module(
-            batch.ids,
+        out = forward(
+            module,
+            input_ids=batch.ids,
             attention_mask=batch.mask,
             position_ids=batch.positions,
-            past_key_values=batch.cache,
+            use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(module): batch.cache},
             **batch.seen,
         )
         stopped = batch.going_on & batch.sample(out.logits[:, -1])
@@ -160,6 +164,14 @@ class HFEngine(InProcessEngine[LiveRequest]):
             self._batch = None
         reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped.tolist()]
         return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
+
+    def _next(self, module: PreTrainedModel) -> list[LiveRequest]:
+        """The oldest requests; of a model that padding on the left would change, those as long as the oldest."""
+        oldest = list(self.unfinished.values())
+        if not support_of(module).pads_left:
+            lengths = [len(each.request.prompt_ids) + len(each.tokens) for each in oldest]
+            oldest = [each for each, length in zip(oldest, lengths, strict=True) if length == lengths[0]]
+        return oldest[: self.max_batch_size]
 
     def _read(self) -> None:
         if self._batch is not None:

@@ -43,6 +43,7 @@ from whet.rollout.build import (
     check_stages,
     open_environments,
     sampling_params,
+    with_engine,
 )
 from whet.rollout.collect import Turns
 from whet.rollout.flow import Filter, PromptSource, keep_all
@@ -142,7 +143,7 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    config = with_named_dtypes(config)
+    config = with_engine(with_named_dtypes(config))
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     begun = begin(config, data, val_data, reward, media_folder)
     tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts

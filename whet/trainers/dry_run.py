@@ -18,6 +18,7 @@ from whet.planning.memory import Setup
 from whet.planning.units import plural
 from whet.registry import load_target
 from whet.rewards.pool import scorer_of
+from whet.rollout.build import with_engine
 from whet.rollout.rollouts import reward_item
 from whet.trainers.build import begin, setup, show_batch, worker_specs
 from whet.trainers.frame import run_folder
@@ -39,7 +40,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     if config.trainer.loop:
         load_target(config.trainer.loop)
     device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
-    config = with_dtypes(config, elsewhere=device is not None)
+    config = with_engine(with_dtypes(config, elsewhere=device is not None))
     begun = begin(config)
 
     def replan(other: TrainConfig) -> Setup:
