@@ -30,7 +30,7 @@ from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of
+from whet.models.load import TrainedModel, body_of, kept_buffers
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
@@ -309,10 +309,12 @@ class Engine(ABC):
             dist.all_reduce(number, group=group)
         return number
 
-    def _checkpointed(self) -> dict[str, nn.Parameter]:
-        """The weights of a checkpoint, of an adapter its own alone."""
-        named, whole = dict(self.model.named_parameters()), not adapted_layers(self.model)
-        return {name: parameter for name, parameter in named.items() if whole or parameter.requires_grad}
+    def _checkpointed(self) -> dict[str, torch.Tensor]:
+        """The weights and kept buffers of a checkpoint, of an adapter its own weights alone."""
+        named = dict(self.model.named_parameters())
+        if adapted_layers(self.model):
+            return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        return {**named, **kept_buffers(self.model)}
 
     def _progress(self) -> dict[str, int]:
         """Steps taken and skipped."""

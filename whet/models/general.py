@@ -57,21 +57,22 @@ def tried(model: Any, path: str | Path, lacks: str) -> Support:
     """The way of a model that `lacks` a part of the own one, after a few tokens through its forward.
 
     Raises: ModelError where padding or later tokens change a row, or where the logits are not those of the head."""
-    training, body = model.training, body_of(model)
+    training, body, config = model.training, body_of(model), model.config.get_text_config()
     model.eval()
     with reading(path, f"has {lacks}, and transformers' own forward, which would compute it, fails"):
-        ids = torch.arange(3, 3 + TOKENS)[None] % model.config.get_text_config().vocab_size
-        ids = torch.cat([ids, ids.flip(1)])
-        alone = _states(body, ids[:1, :-PADDING])
-        padded, on_left = ids.clone(), ids.clone()
-        padded[0, -PADDING:], on_left[0] = 0, ids[0].roll(PADDING)
-        on_left[0, :PADDING] = 0
-        is_causal = _same(_states(body, ids)[:1, :-PADDING], alone)
-        is_exact = _same(_states(body, padded, padded != 0)[:1, :-PADDING], alone)
-        pads_left = _same(_states(body, on_left, on_left != 0)[:1, PADDING:], alone)
-        head = model.get_output_embeddings()
-        form = LogitForm.of(model.config.get_text_config())
-        has_head = head is None or _same(form(head(alone)), model(input_ids=ids[:1, :-PADDING]).logits)
+        row = torch.arange(3, 3 + TOKENS) % config.vocab_size
+        rows, short = torch.stack([row, row.flip(0)]), row[None, :-PADDING]
+        mask = torch.ones_like(rows)
+        mask[0, -PADDING:] = 0
+        alone, whole = _states(body, short), _states(body, rows)
+        is_causal = _same(whole[:1, :-PADDING], alone)
+        is_exact = _same(_states(body, rows, mask)[:1, :-PADDING], alone)
+        left, left_mask = torch.stack([rows[0].roll(PADDING), rows[1]]), mask.flip(1)
+        pads_left = _same(_states(body, left, left_mask)[:1, PADDING:], alone)
+        caches = _same(_decoded(body, rows), whole[:, -1])
+        pads_left &= not caches or _same(_decoded(body, left, left_mask)[0], alone[0, -1])
+        head, form = model.get_output_embeddings(), LogitForm.of(config)
+        has_head = head is None or _same(form(head(alone)), model(input_ids=short).logits)
     model.train(training)
     for is_right, found in (
         (is_causal, "states of a token that depend on later ones"),
@@ -81,15 +82,29 @@ def tried(model: Any, path: str | Path, lacks: str) -> Support:
         if not is_right:
             expected = "a causal language model, whose rows can be padded on their right"
             raise ModelError(f"{path}", f"is a {type(model).__name__} with {found}", expected, "choose another model")
-    return Support(lacks, pads_left)
+    return Support(lacks, pads_left, caches)
 
 
 def _states(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    mask = torch.ones_like(ids) if mask is None else mask.long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    out = forward(body, input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    states: torch.Tensor = out.last_hidden_state
+    states: torch.Tensor = _forward(body, ids, mask, use_cache=False).last_hidden_state
     return states
+
+
+def _decoded(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The states of the last tokens, after the others went into a cache; zeros where there is none."""
+    name, mask = cache_argument(body), torch.ones_like(ids) if mask is None else mask
+    before = _forward(body, ids[:, :-1], mask[:, :-1], use_cache=True)
+    if (cache := before.get(name)) is None:
+        return torch.zeros_like(before.last_hidden_state[:, -1])
+    out = _forward(body, ids[:, -1:], mask, use_cache=True, **{name: cache})
+    last: torch.Tensor = out.last_hidden_state[:, -1]
+    return last
+
+
+def _forward(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> Any:
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return forward(body, input_ids=ids, attention_mask=mask, position_ids=positions, **options)
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -270,6 +270,17 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers in a model's files, by name, such as the biases that balance a router (DeepSeek-V3). They are never
+    trained, and saved and exported as they are."""
+    return {
+        f"{owner}.{name}": buffer
+        for owner, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Weights in `dtype`, and all else, such as the frequencies of rotary positions, as it was."""
     for weight in model.parameters():

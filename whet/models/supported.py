@@ -45,6 +45,7 @@ class Support:
 
     lacks: str = ""  # the part of the model that the own way does not have; empty where it has all of them
     pads_left: bool = True  # padding on the left changes nothing, so that rows of any lengths are sampled together
+    caches: bool = True  # transformers' cache is exact, so that a token is computed once
 
     @property
     def is_own(self) -> bool:

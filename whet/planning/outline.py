@@ -331,8 +331,9 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def inner_size(model: Any) -> int:
-    """The inner size of a layer's MLP."""
-    return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
+    """The inner size of a layer's MLP; of layers that differ, the largest."""
+    size = model.to_dict().get("intermediate_size") or 4 * model.hidden_size
+    return int(max(size) if isinstance(size, list) else size)
 
 
 def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:

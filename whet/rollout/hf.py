@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from whet.models.attention import NAME
 from whet.models.encoders.load import encoders_of
@@ -36,7 +36,7 @@ class Batch:
     ids: torch.Tensor  # [S, L] to be fed next
     positions: torch.Tensor  # of these, [S, L] or [3, S, L]
     mask: torch.Tensor  # [S, L of all that was fed and is to be]
-    cache: DynamicCache
+    cache: Any  # None before the first forward, and after it of a model that keeps none: then `ids` are all tokens
     seen: Mapping[str, Any]  # what the forward of these is given of their media
     found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
 
@@ -65,7 +65,7 @@ class Batch:
             ids=torch.tensor([[0] * (width - len(row)) + row for row in fed], device=device),
             positions=positions if positions.dim() == 2 else positions.transpose(0, 1),
             mask=mask,
-            cache=DynamicCache(config=module.config),
+            cache=None,
             seen={} if encoders is None else encoders.encode(module, media),
         )
 
@@ -82,8 +82,12 @@ class Batch:
         self.tokens[rows, at] = torch.where(self.going_on, chosen, self.tokens[rows, at])
         self.log_probs[rows, at] = torch.where(self.going_on, log_probs, self.log_probs[rows, at])
         self.counts += self.going_on
-        self.ids, self.mask = chosen[:, None], torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
-        self.positions, self.seen = self.positions[..., -1:] + 1, {}
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        ids, positions = chosen[:, None], self.positions[..., -1:] + 1
+        if self.cache is None:
+            self.ids, self.positions = torch.cat([self.ids, ids], 1), torch.cat([self.positions, positions], -1)
+        else:
+            self.ids, self.positions, self.seen = ids, positions, {}
         return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
@@ -139,16 +143,18 @@ class HFEngine(InProcessEngine[LiveRequest]):
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
+        name = cache_argument(module)
         out = forward(
             module,
             input_ids=batch.ids,
             attention_mask=batch.mask,
             position_ids=batch.positions,
-            use_cache=True,
+            use_cache=support_of(module).caches,
             logits_to_keep=1,
-            **{cache_argument(module): batch.cache},
+            **{name: batch.cache},
             **batch.seen,
         )
+        batch.cache = out.get(name) if support_of(module).caches else None
         stopped = batch.going_on & batch.sample(out.logits[:, -1])
         for row in (batch.going_on & ~stopped).nonzero().squeeze(1).tolist():
             stops = self.stops_of(batch.rows[row].request)
