@@ -9,7 +9,6 @@ few tokens when it is loaded: each row must be as it is alone.
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ def cache_argument(module: nn.Module) -> str:
     return "cache_params" if "cache_params" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
-@cache
 def _taken(kind: Any) -> frozenset[str] | None:
     """The names of a forward's arguments; None where it takes any."""
     parameters = inspect.signature(kind.forward).parameters.values()
