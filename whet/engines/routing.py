@@ -21,9 +21,9 @@ class Routing:
     of its probabilities, both over the layers and over the tokens of the mini-batch that the policy's loss reads.
 
     Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 to 6, as in transformers, which takes both over the
-    tokens of a forward pass. Here f and the divisor of P are those of the whole mini-batch, all ranks included: a first
-    pass without gradient counts f. So the gradient is the same for any micro-batches, packing and ranks. Of a mini-batch
-    that a caller splits into parts, f is that of a part.
+    tokens of a forward pass. Here f and the divisor of P are those of the whole mini-batch, all ranks included: a pass
+    without gradient counts f first. So the gradient is the same for any micro-batches, packing and ranks. Of a
+    mini-batch that a caller splits into parts, f is that of a part.
     """
 
     name: str  # area of its metrics

@@ -9,6 +9,7 @@ few tokens when it is loaded: each row must be as it is alone.
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ def tried(model: Any, path: str | Path, lacks: str) -> Support:
         is_exact = _same(_states(body, rows, mask)[:1, :-PADDING], alone)
         left, left_mask = torch.stack([rows[0].roll(PADDING), rows[1]]), mask.flip(1)
         pads_left = _same(_states(body, left, left_mask)[:1, PADDING:], alone)
-        caches = _same(_decoded(body, rows), whole[:, -1])
-        pads_left &= not caches or _same(_decoded(body, left, left_mask)[0], alone[0, -1])
+        caches = False
+        with suppress(Exception):  # a model may have a cache that it cannot use, and is then sampled without one
+            caches = _same(_decoded(body, rows), whole[:, -1])
+            pads_left &= _same(_decoded(body, left, left_mask)[0], alone[0, -1])
         head, form = model.get_output_embeddings(), LogitForm.of(config)
         has_head = head is None or _same(form(head(alone)), model(input_ids=short).logits)
     model.train(training)
