@@ -109,3 +109,30 @@ def test_a_model_that_does_not_ask_for_the_loss_has_none(tmp_path: Path) -> None
     _, metrics = gradient(engine)
     assert "sft/router_aux_loss" not in metrics
     assert 1.0 <= metrics["sft/router_load"] <= 4.0
+
+
+RANKS = {
+    "single": EngineConfig(logits_chunk_tokens=16),
+    "fsdp": EngineConfig(name="fsdp", logits_chunk_tokens=16),
+    "sequence": EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"sequence_parallel_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_next", "deepseek_v3"])
+def test_two_ranks_take_the_steps_of_one(model_type: str, tmp_path: Path) -> None:
+    """Of the own way and the general one, with the auxiliary loss; a sharded state has the buffers of routers."""
+    asks = {"output_router_logits": True, "router_aux_loss_coef": FACTOR}
+    folder = nano_model(tmp_path / "model", model_type, **asks)
+    reference = suite.drive(suite.launched({"actor": suite.settings(folder)}, 1)["actor"], steps=range(6))
+    assert reference.metrics[0]["actor/router_aux_loss"] > 0
+    kinds = {name: each for name, each in RANKS.items() if name != "sequence" or model_type == "mixtral"}
+    groups = suite.launched({name: suite.settings(folder, each) for name, each in kinds.items()}, 2)
+    for group in groups.values():
+        suite.check_records(reference, suite.drive(group, steps=range(6)))
+    path = str(tmp_path / "state")
+    groups["fsdp"].save(path)
+    before = suite.drive(groups["fsdp"], steps=range(6, 8))
+    groups["fsdp"].load(path)
+    assert suite.drive(groups["fsdp"], steps=range(6, 8)).distance(before) == 0
+    groups["fsdp"].close()
