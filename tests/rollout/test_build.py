@@ -16,7 +16,6 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError
 from whet.rollout.build import with_engine
 
-
 ON_TWO = {"actor__engine__name": "fsdp", "cluster__processes": 2}
 
 

@@ -176,7 +176,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
-        """How often the tokens of this rank's rows that the loss reads choose each expert.  [E]"""
+        """Counts the choices of each expert by the tokens of this rank's rows that the loss reads.  [E]"""
         found = [torch.zeros(routing.experts, device=self.device)]
         for rows in passes:
             part = _rows(columns, rows)

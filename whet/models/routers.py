@@ -74,8 +74,8 @@ def mean_choices(found: Heard, at: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def loads(found: Heard, at: torch.Tensor) -> torch.Tensor:
-    """By layer how often each expert is chosen; behind it the sum of the entropies of the probabilities, in nats, and
-    the number of tokens.  [L, E + 2]"""
+    """Counts the choices of each expert by layer; behind them are the sum of the entropies of the probabilities, in
+    nats, and the number of tokens.  [L, E + 2]"""
     by_layer = []
     for logits, chosen in found:
         log_probs = _rows(logits, at).float().log_softmax(-1)

@@ -45,7 +45,7 @@ from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
-C = TypeVar("C", TrainConfig, ExamplesConfig)
+C = TypeVar("C", bound=TrainConfig | ExamplesConfig)
 NATIVE, SEQUENCE = "native", "sequence_parallel_size"
 
 
