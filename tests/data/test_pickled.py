@@ -62,7 +62,12 @@ def test_the_rows_of_a_pickle(tmp_path: Path, content: Any, protocol: int) -> No
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
-    [(Path.touch, ("{}",)), (eval, ("open({!r}, 'w')",)), (exec, ("open({!r}, 'w')",)), (pickle.loads, (b"cos\nsystem\n.",))],
+    [
+        (Path.touch, ("{}",)),
+        (eval, ("open({!r}, 'w')",)),
+        (exec, ("open({!r}, 'w')",)),
+        (pickle.loads, (b"cos\nsystem\n.",)),
+    ],
 )
 def test_no_function_of_a_pickle_is_called(tmp_path: Path, function: Any, arguments: tuple[Any, ...]) -> None:
     mark = tmp_path / "ran"
@@ -73,7 +78,9 @@ def test_no_function_of_a_pickle_is_called(tmp_path: Path, function: Any, argume
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage", pickle.dumps(3), pickle.dumps([1, 2]), pickle.dumps({"a": [1], "b": [1, 2]})])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04garbage", pickle.dumps(3), pickle.dumps([1, 2]), pickle.dumps({"a": [1], "b": [1, 2]})]
+)
 def test_other_contents_are_named(tmp_path: Path, content: bytes) -> None:
     (path := tmp_path / "rows.pkl").write_bytes(content)
     with raises(DataError, f"{path}"):

@@ -130,7 +130,8 @@ def data(
     """Show data rows as the model reads them: text, tokens, images. `convert FILE [OUTPUT]` writes a pickle's rows as
     JSON lines, without running its code."""
     if words and words[0] == "convert":
-        return _convert_rows(words[1:])
+        _convert_rows(words[1:])
+        return
     config = config_of(command, *split_recipe(words, config_name))
 
     from whet.config.checks import check_data

@@ -112,7 +112,9 @@ def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
     first = 0
     for source in read_sources(key, getattr(data, key.removeprefix("data.")), data):
         if source.kind == "function":
-            raise DataError(source.name, "a function", "files and data sets, which have rows", "write its rows into a file")
+            raise DataError(
+                source.name, "a function", "files and data sets, which have rows", "write its rows into a file"
+            )
         rows = _open(source, data, {"split": "train" if key == TRAIN else "val"})
         yield from enumerate(rows, start=first)
         first += len(rows)

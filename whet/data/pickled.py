@@ -58,7 +58,9 @@ def read_pickle(path: Path) -> list[DataRow]:
             content = _Reader(file).load()
     except _RefusedError as error:
         expected = "numbers, texts, lists, mappings, and tables of numpy and pandas"
-        raise DataError(f"{path}", f"would call {error}", expected, "write it as JSON lines where it was made") from error
+        raise DataError(
+            f"{path}", f"would call {error}", expected, "write it as JSON lines where it was made"
+        ) from error
     except Exception as error:  # damaged or hostile bytes raise nearly anything
         raise DataError(f"{path}", f"not a readable pickle: {error}", "", "write or fetch it again") from error
     if hasattr(content, "to_dict") and hasattr(content, "columns"):

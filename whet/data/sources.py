@@ -42,7 +42,9 @@ def _read_file(path: Path) -> list[DataRow]:
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix in PICKLES:
         change = f"`whet data convert {path}` reads it without running code, and writes JSON lines"
-        raise DataError(f"{path}", "a pickle, which can run code when it is read", f"one of {', '.join(_READERS)}", change)
+        raise DataError(
+            f"{path}", "a pickle, which can run code when it is read", f"one of {', '.join(_READERS)}", change
+        )
     if suffix not in _READERS:
         raise DataError(f"{path}", "cannot tell the format from the name", f"one of {', '.join(_READERS)}")
     if not path.is_file():
