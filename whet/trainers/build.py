@@ -34,7 +34,6 @@ from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, cache_room, sized
 from whet.registry import FILTERS, VALUE_LOSSES, load_target, register_trainer
 from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
-from whet.rollout.background import Background
 from whet.rollout.build import (
     build_collector,
     check_engine,
@@ -44,18 +43,17 @@ from whet.rollout.build import (
     open_environments,
     sampling_params,
 )
-from whet.rollout.collect import Turns
+from whet.rollout.driver import Background, Turns
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
-from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, placed_hosts
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.reward_worker import ROLE as REWARD, PlacedRewards, RewardWorker
+from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import Direct, Modes, RolloutWorker
 from whet.trainers.run import Run

@@ -58,8 +58,7 @@ from whet.rollout.servers.process import free_port
 from whet.rollout.servers.weights import weights_file
 from whet.rollout.servers.words import end_of
 from whet.rollout.vllm import engine as engine_module
-from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
-from whet.rollout.vllm.translate import versions_at
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine, versions_at
 from whet.trainers.build import setup, train
 from whet.types import Media
 
