@@ -21,8 +21,8 @@ ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox"
 
 
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Counts failures by source, deadlines and preemptions. Adds the tokens and the cost of judges, also of failed calls,
-    to `spent`, and reports their sums."""
+    """Counts failures by source, deadlines and preemptions; adds tokens and cost of judges, also for failed calls, to
+    `spent`, and reports their sums."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
