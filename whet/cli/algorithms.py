@@ -33,8 +33,8 @@ UNLIMITED = 10_000  # console width where the output is no terminal, so that no 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
     """Maps each kind to the first config key that chooses a function of it, and to the key of its options."""
-    from whet.config.keys import choices
     from whet.config.schema import TrainConfig
+    from whet.config.section import choices
 
     found = {
         choice.registry: (key, choice.options and choice.options_key(key))

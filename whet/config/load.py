@@ -17,9 +17,8 @@ from pydantic import ValidationError
 
 from whet.config.checks import check
 from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, put, unknown_key
-from whet.config.keys import describe_type, field_at, is_free
 from whet.config.managers import MANAGERS
-from whet.config.section import Section, Values
+from whet.config.section import Section, Values, describe_type, field_at, is_free
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:

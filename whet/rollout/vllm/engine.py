@@ -24,13 +24,11 @@ from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request, Weights
-from whet.rollout.servers.client import HOST as ADDRESS
 from whet.rollout.servers.engine import FIRST_VERSION, ServerEngine
 from whet.rollout.servers.environment import Environment, Package, where_found
 from whet.rollout.servers.media import QWEN, Shown, config_overrides, positions_of
-from whet.rollout.servers.parts import Part
-from whet.rollout.servers.process import variables
-from whet.rollout.servers.weights import Adapter, adapter_folder
+from whet.rollout.servers.process import HOST as ADDRESS, variables
+from whet.rollout.servers.weights import Adapter, Part, adapter_folder
 from whet.rollout.servers.words import Live
 from whet.rollout.vllm.plain import (
     INSTEAD,
