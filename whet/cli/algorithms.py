@@ -122,7 +122,7 @@ def certify(
     ] = None,
 ) -> None:
     """Compute the exact expected gradient of algorithms, and compare it with the gradient of the objective."""
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     output = console()
     with long_phase("certificates"):

@@ -58,7 +58,7 @@ def config(
     if command == "convert":
         _convert(words or [], system, output, variables or [])
     elif schema:
-        from whet.config.render import json_schema
+        from whet.config.load import json_schema
 
         typer.echo(json.dumps(json_schema(schema_of(command)), indent=1))
     else:

@@ -95,7 +95,7 @@ def _as_command(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
 @contextmanager
 def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
     """Shows the progress of long phases, and at the end the table of the run."""
-    from whet.tracking.long_phases import LongPhases
+    from whet.tracking.console import LongPhases
     from whet.tracking.runs import read_run
     from whet.trainers.frame import run_folder
 
@@ -114,7 +114,7 @@ def quickstart(
     pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and last words")] = False,
 ) -> None:
     """Train a small model to add, to count, or a real one."""
-    from whet.tracking.long_phases import LongPhases
+    from whet.tracking.console import LongPhases
     from whet.trainers.quickstart import ADDITION, quickstart as run
     from whet.trainers.quickstart_images import COUNTING
     from whet.trainers.quickstart_pretrained import PRETRAINED

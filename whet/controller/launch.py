@@ -21,11 +21,10 @@ from whet import devices
 from whet.config.cluster import ClusterConfig
 from whet.controller import wire
 from whet.controller.dispatch import Arguments
-from whet.controller.local_workers import BUILD, LOOPBACK, LocalWorkers, RankSpec
+from whet.controller.local_workers import BUILD, LOOPBACK, PUT_MAIN, SOCKET_BYTES, LocalWorkers, RankSpec, main_module
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, ranks_of, with_roles
 from whet.controller.worker_group import RAISE_DEADLINE, Reply, Transport, WorkerGroup, closed_error, stopped
-from whet.controller.worker_process import PUT_MAIN, SOCKET_BYTES, main_module
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 from whet.phases import phase
 from whet.processes import frames
@@ -140,7 +139,7 @@ class ProcessTransport(RemoteTransport[_Process]):
 
     def __init__(self, pools: Sequence[ResourcePool], deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
-        prepare, main = "whet.controller.worker_process:prepare", pickle.dumps(main_module())
+        prepare, main = "whet.controller.local_workers:prepare", pickle.dumps(main_module())
         self._server = ForkServer(prepare, main, stdout=None, name="ranks")
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
         ranks, wanted = ranks_of(pools)

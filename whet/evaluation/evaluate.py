@@ -17,7 +17,7 @@ import numpy as np
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
-from whet.config.render import to_yaml
+from whet.config.load import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items
 from whet.environments.tools.toolbox import with_tools
