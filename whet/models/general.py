@@ -47,8 +47,11 @@ def _taken(kind: Any) -> frozenset[str] | None:
 
 def use_own_attention(model: Any) -> None:
     """Gives a model made with whet's attention that of transformers."""
-    if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
+    text = model.config.get_text_config()
+    if text._attn_implementation not in (own := ("sdpa", "eager")):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    if text._attn_implementation not in own:  # a model with attention of its own, which asks only for masks by it
+        text._attn_implementation = "eager"
 
 
 @torch.no_grad()
@@ -73,7 +76,7 @@ def tried(model: Any, path: str | Path, lacks: str) -> Support:
             caches = _same(_decoded(body, rows), whole[:, -1])
             pads_left &= _same(_decoded(body, left, left_mask)[0], alone[0, -1])
         head, form = model.get_output_embeddings(), LogitForm.of(config)
-        has_head = head is None or _same(form(head(alone)), model(input_ids=short).logits)
+        has_head = head is None or _same(form(head(alone)), model(input_ids=short, use_cache=False).logits)
     model.train(training)
     for is_right, found in (
         (is_causal, "states of a token that depend on later ones"),
