@@ -7,15 +7,16 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from whet.compiled import instruction_set
 from whet.config.compose import put
 from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, RunConfig, TrainConfig
 from whet.planning.machine import free_memory
 from whet.planning.units import size
-from whet.registry import ADV_ESTIMATORS, ROLLOUT_ENGINES
+from whet.registry import ADV_ESTIMATORS, ENGINES, ROLLOUT_ENGINES
 
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions with which `dtype: auto` is bfloat16 on processors
 # GiB of the accelerators that are named by so many GB: less, by their own accounting and error correction.
@@ -100,6 +101,14 @@ def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib
     return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
 
 
+def _shards(engine: str, options: Mapping[str, Any], processes: int) -> int:
+    """Parts of the weights with an engine other than `single`."""
+    sizes = ENGINES[engine].resolve_options(options, "engine.options").get("mesh") or {}
+    if "replicate" not in sizes and "shard" in sizes:
+        return int(prod(sizes.get(name, 1) for name in ("shard", "context", "tensor", "pipeline")))
+    return processes // int(sizes.get("replicate", 1))
+
+
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
     """Bytes of a process of a pool: the larger of sampling and updates."""
     weights, words, layers = (float(shape[name]) for name in ("weights", "words", "layers"))
@@ -112,7 +121,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
         own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
-        shards = 1 if whole else int(options.get("shard_size") or config.cluster.processes_of(role))
+        shards = 1 if whole else _shards(own.engine.name, options, config.cluster.processes_of(role))
         gathered = 0 if shards == 1 else 2 * item * ((weights - words) / layers + words)
         if role == "ref":
             held, update = held + weights * item / shards, max(update, gathered)
