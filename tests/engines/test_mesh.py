@@ -167,7 +167,10 @@ def groups(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("groups", "sizes"), CASES, indirect=["groups"], ids=[f"{kind} on {n}, {named(sizes)}" for (kind, n), sizes in CASES]
+    ("groups", "sizes"),
+    CASES,
+    indirect=["groups"],
+    ids=[f"{kind} on {n}, {named(sizes)}" for (kind, n), sizes in CASES],
 )
 def test_gradients_and_steps_are_those_of_one_process(
     sizes: Sizes,

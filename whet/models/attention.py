@@ -169,9 +169,7 @@ def _in_ring(
     everyone, own = share.gather_rings(torch.cat([k, v], -1)), packed.ring_order
     if not len(own):  # padding alone
         return (q * 0.0 + everyone.sum() * 0.0)[None]
-    keys, values = (
-        torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), everyone.chunk(2, -1), strict=True)
-    )
+    keys, values = (torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), everyone.chunk(2, -1), strict=True))
     if packed.stretches is None:
         out = _bunches(q[own], keys, values, scores, packed)
     else:

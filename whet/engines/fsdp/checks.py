@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from whet.config.algorithm_checks import nearest_divisors
 from whet.config.engine_checks import EngineUse, other_kernels
-from whet.engines.fsdp.mesh import FACTORS, Mesh
+from whet.engines.mesh import FACTORS, Mesh
 from whet.errors import ConfigError
 
 

@@ -22,8 +22,8 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine
 from whet.engines.fsdp import checkpoint, checks
-from whet.engines.fsdp.mesh import Mesh
 from whet.engines.fsdp.sharding import arrange, shard
+from whet.engines.mesh import Mesh
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Spread
 from whet.engines.role import RoleSettings
@@ -35,9 +35,7 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine(
-    "fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.fsdp.mesh:of_former"
-)
+@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.mesh:of_former")
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.devices import backends
-from whet.engines.fsdp.mesh import Mesh
+from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
 from whet.models.experts import SHARE, ExpertShare, expert_modules, is_special
 from whet.models.load import body_of, layers
@@ -186,7 +186,9 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
             if weight.shape[1] % shards:
                 expected = f"shard x context / expert a divisor of {weight.shape[1]} ({name}.{own})"
                 raise ConfigError(key, size, expected, "raise it")
-            part = torch.empty(module.num_experts // places.size(), *weight.shape[1:], device="meta", dtype=weight.dtype)
+            part = torch.empty(
+                module.num_experts // places.size(), *weight.shape[1:], device="meta", dtype=weight.dtype
+            )
             split = DTensor.from_local(part, places, [Shard(0)], run_check=False)
             setattr(module, own, nn.Parameter(split, requires_grad=weight.requires_grad))
         tensor = None if ranks.tensor_mesh is None else ranks.tensor_mesh.get_group()

@@ -17,6 +17,7 @@ from whet.errors import ConfigError
 from whet.registry import warn_of
 
 FACTORS = ("tensor", "context", "pipeline", "replicate", "shard")  # in the order in which they are checked
+GRID = ("pipeline", "replicate", "shard", "context", "tensor")  # from the outermost
 FORMER = {"tensor_parallel_size": "tensor", "sequence_parallel_size": "context", "shard_size": "shard"}
 
 
@@ -38,6 +39,14 @@ class Mesh:
         rest = "replicate" if "shard" in sizes and "replicate" not in sizes else "shard"
         taken = prod(size for name, size in sizes.items() if name in FACTORS)
         return cls(**{rest: max(1, processes // taken), **sizes})
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank, in the dimensions of more than one; `tensor` varies fastest."""
+        found, left = dict[str, int](), rank
+        for name in reversed(GRID):
+            left, found[name] = divmod(left, getattr(self, name))
+        found["expert"] = rank // self.tensor % self.expert
+        return {name: found[name] for name in (*GRID, "expert") if getattr(self, name) > 1}
 
     @property
     def holders(self) -> int:
