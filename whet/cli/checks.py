@@ -59,7 +59,7 @@ def plan(
         typer.echo(line)
 
     from whet.cli.plan_page import numbers, show
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     with long_phase("planning"):
         made, refused = forecast_of(config, device_memory, host_memory), [str(each) for each in problems(config)]
@@ -131,7 +131,7 @@ def doctor(
     config = run_config_of(command, recipe, overrides)
 
     from whet.planning.doctor import examine, examine_cluster
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
     from whet.trainers.frame import run_folder
 
     with long_phase("checking"):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.batch import Batch
-from whet.config.engine_checks import EngineUse, other_kernels
+from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches

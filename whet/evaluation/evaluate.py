@@ -18,7 +18,7 @@ import numpy as np
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
-from whet.config.render import to_yaml
+from whet.config.load import to_yaml
 from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
 from whet.data.sources import write_rows

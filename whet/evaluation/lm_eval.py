@@ -31,7 +31,7 @@ from whet.phases import counted
 from whet.planning.dtypes import choose
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, SharesModule, generate
-from whet.tracking.long_phases import long_phase
+from whet.tracking.console import long_phase
 from whet.types import Message
 
 try:

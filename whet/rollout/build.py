@@ -23,11 +23,12 @@ from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
 from whet.models.load import cast_weights, load_policy
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
-from whet.rollout.collect import Collector, Stage, Turns
-from whet.rollout.constraints import bad_word_ids
+from whet.rollout.collect import Collector, Stage
+from whet.rollout.driver import Turns
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
+from whet.rollout.sampling import bad_word_ids
 from whet.types import Limit, Prompt
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -104,11 +105,11 @@ class Filter:
         own = self.of_domain.get(group.prompt.domain)
         if own is not None:
             return own.keep(group)
-        return any(self._keeps(each) for each in by_player([group]))
-
-    def _keeps(self, group: Group) -> bool:
-        values = [_metric(trajectory, self.metric) for trajectory in group.trajectories if not trajectory.failure]
-        return self.keeps(values, **self.options)
+        values = [
+            [_metric(each, self.metric) for each in player.trajectories if not each.failure]
+            for player in by_player([group])
+        ]
+        return any(self.keeps(each, **self.options) for each in values)
 
 
 @dataclass(frozen=True)
@@ -351,12 +352,8 @@ class Flow:
         room = int(min(self.most_outstanding - taken - live, self._most_admitted - len(self.queue)))
         if self._samples_in_rounds and (self._asked is None or self._undecided):
             room = 0
-        steps: dict[int, int] = {}
-        for place in range(live, live + room):
-            step = self.next_step + place // wanted
-            if step <= self.last_step:
-                steps[step] = steps.get(step, 0) + 1
-        return [self._begin(self.source.take(count), step) for step, count in steps.items()]
+        steps = Counter(self.next_step + place // wanted for place in range(live, live + room))
+        return [self._begin(self.source.take(n), step) for step, n in steps.items() if step <= self.last_step]
 
     def _begin(self, prompts: Sequence[Prompt], step: int) -> Command:
         self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
@@ -390,7 +387,8 @@ class Flow:
         if self.group_filter is None or not self.queue or self._undecided or not self._samples_in_rounds:
             return False
         last_round = [*self.queue.values()][-self._rounds[-1] :]
-        return len(self._rounds) > self.group_filter.max_refills or all(map(_failed, last_round))
+        scored = [trajectory for each in last_round for trajectory in each.samples.values()]
+        return len(self._rounds) > self.group_filter.max_refills or all(each.failure is not None for each in scored)
 
 
 def by_player(groups: Sequence[Group]) -> list[Group]:
@@ -410,10 +408,6 @@ def _of_player(group: Group, player: str) -> Group:
         turns = tuple(turn for turn in each.turns if turn.player == player)
         own.append(replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=turns))
     return Group(prompt, tuple(own))
-
-
-def _failed(admitted: Admitted) -> bool:
-    return all(each.failure is not None for each in admitted.samples.values())
 
 
 def keep_all(values: Sequence[float]) -> bool:

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import DeadlineError, EngineError, LostReplicaError, LostWorkerError
-from whet.rollout.fleet import AnyEvent, AnyTask, Fleet
+from whet.rollout.fleet import AnyEvent, AnyTask, Fleet, Router
 from whet.rollout.ledger import MAX_UNFINISHED
 from whet.rollout.protocol import Event, Lost, Request, Restarts, RolloutEngine, Status, Weights
-from whet.rollout.router import Router
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of a rank's process: what ends it again and again would end the next one too

@@ -14,8 +14,7 @@ import torch
 from whet.devices import moved
 from whet.errors import EngineError
 from whet.models.attention import Scores, head_size, key_value_heads, token_bytes
-from whet.rollout.native.device_attention import BlockIndex
-from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
+from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.rollout.protocol import Identity
 
 Prefix = tuple[int, Identity]

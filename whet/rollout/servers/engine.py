@@ -27,12 +27,10 @@ from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
-from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Environment, Package, find_environment, longest
 from whet.rollout.servers.media import QWEN, Sees, SharedMedia, check_media
-from whet.rollout.servers.parts import KeptWeights, Part, in_parts
-from whet.rollout.servers.process import Server, free_port
-from whet.rollout.servers.weights import as_in_checkpoints
+from whet.rollout.servers.process import HttpError, Server, free_port
+from whet.rollout.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.types import Failure, Media
 
