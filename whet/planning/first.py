@@ -138,10 +138,10 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
         own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
-        sizes = _mesh(own.engine.name, options)
-        shards = 1 if whole else _shards(sizes, config.cluster.processes_of(role))
-        layer = (weights - words - experts + experts / sizes.get("expert", 1)) / layers
-        gathered = 0 if shards == 1 else 2 * item * (layer + words) / sizes.get("tensor", 1)
+        mesh = _mesh(own.engine.name, options)
+        shards = 1 if whole else _shards(mesh, config.cluster.processes_of(role))
+        layer = (weights - words - experts + experts / mesh.get("expert", 1)) / layers
+        gathered = 0 if shards == 1 else 2 * item * (layer + words) / mesh.get("tensor", 1)
         on_host = on_device and bool(options.get("cpu_offload"))  # weights, gradients and moments
         if role == "ref":
             held, update = held + weights * item / shards * (not on_host), max(update, gathered)

@@ -128,10 +128,10 @@ def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Ite
                 continue
             sizes = {"context": context, "tensor": tensor, "expert": expert}
             mesh = {name: size for name, size in sizes.items() if size > 1}
-            placed = {"processes": gpus}
+            changes: dict[str, object] = {**nodes, "cluster.processes": gpus}
             if config.cluster.placement:
-                placed = {"placement": {name: pool.model_dump() for name, pool in pools.items()}}
-            changes: dict[str, object] = {**nodes, **{f"cluster.{key}": value for key, value in placed.items()}}
+                placed = {name: pool.model_dump() for name, pool in pools.items()}
+                changes = {**nodes, "cluster.placement": placed}
             if trained.processes > 1:
                 kept = {name: value for name, value in role.engine.options.items() if name not in (*FORMER, "mesh")}
                 options = {**kept, "mesh": mesh} if mesh else kept
