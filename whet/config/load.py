@@ -89,6 +89,7 @@ def load_config(
     _apply_manager(values, sources)
     rename(schema, values, sources, (COMMAND_LINE, ARGUMENT))
     config = _validate(schema, values, sources)
+    _mark_written(config, sources)
     if checked:
         check(config, given)
     return Loaded(config, sources)
@@ -142,6 +143,15 @@ def _validate(schema: type[ConfigT], values: Values, sources: Mapping[str, str])
     except ValidationError as error:
         errors = [each for finding in error.errors() for each in _explain(schema, finding, values, sources)]
         raise ConfigError.joined({str(each): each for each in errors}.values()) from None
+
+
+def _mark_written(config: Section, sources: Mapping[str, str]) -> None:
+    """Leaves in the `model_fields_set` of every section the fields that were written, of which none is a default."""
+    written = {key[:end] for key in sources for end in [*(at.start() for at in re.finditer(r"\.", key)), len(key)]}
+    for key, section in config.sections():
+        section.model_fields_set.intersection_update(
+            name for name in section if (f"{key}.{name}" if key else name) in written
+        )
 
 
 def _explain(

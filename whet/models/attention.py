@@ -39,12 +39,17 @@ def implementation(config: Any) -> str | dict[str, str]:
 
 def head_size(config: Any) -> int:
     """The size D of an attention head of a model with this transformers config."""
-    return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
+    return int(config.to_dict().get("head_dim") or config.hidden_size // max(1, attention_heads(config)))
+
+
+def attention_heads(config: Any) -> int:
+    """The number of heads of queries of a model with this transformers config; 0 of one without attention."""
+    return int(getattr(config, "num_attention_heads", 0))
 
 
 def key_value_heads(config: Any) -> int:
     """The number of heads of keys and values of a model with this transformers config."""
-    return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
+    return int(config.to_dict().get("num_key_value_heads") or attention_heads(config))
 
 
 def token_bytes(config: Any, item_bytes: int) -> int:

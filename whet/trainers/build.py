@@ -46,6 +46,7 @@ from whet.rollout.build import (
     check_stages,
     open_environments,
     sampling_params,
+    with_engine,
 )
 from whet.rollout.driver import Background, Turns
 from whet.rollout.flow import Filter, PromptSource, keep_all
@@ -149,7 +150,7 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    config = with_named_dtypes(config)
+    config = with_engine(with_named_dtypes(config))
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     begun = begin(config, data, val_data, reward, media_folder)
     tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts
@@ -413,7 +414,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     if config.trainer.loop:
         load_target(config.trainer.loop)
     device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
-    config = with_dtypes(config, elsewhere=device is not None)
+    config = with_engine(with_dtypes(config, elsewhere=device is not None))
     begun = begin(config)
 
     def replan(other: TrainConfig) -> Setup:

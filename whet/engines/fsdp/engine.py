@@ -131,7 +131,7 @@ class FSDPEngine(Engine):
         start: dict[str, Any] | None = state["start"]
         return start
 
-    def _saved(self) -> dict[str, nn.Parameter]:
+    def _saved(self) -> dict[str, torch.Tensor]:
         """The weights of a checkpoint, of an adapter its own alone."""
         self._reshard()
         return self._checkpointed()

@@ -22,7 +22,7 @@ from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncEr
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import load_encoders
 from whet.models.folder import split_adapters
-from whet.models.load import MisfitError, fitting, outline
+from whet.models.load import MisfitError, fitting, num_positions, outline
 from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -78,8 +78,7 @@ class ServerEngine(ServerWords):
         self._outline: PreTrainedModel = whole
         self.encoders = load_encoders(self.base, whole.config, trust_remote_code=model.trust_remote_code)
         self._media = SharedMedia(self.encoders)
-        config = whole.config.get_text_config()
-        self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
+        self.vocab_size, self.positions = int(whole.config.get_text_config().vocab_size), num_positions(whole.config)
         self._live = Ledger[Live]()
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
