@@ -222,12 +222,9 @@ def layout(
     kept = response_mask.any(1).nonzero()[:, 0]
     row_at = torch.arange(len(kept), device=kept.device)
     real = batch["attention_mask"].bool()[kept]
-    own, first = real, row_at
-    if share_prompts:
-        media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
-        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
-        own = real.clone()
-        own[first != row_at, :prompt_width] = False
+    first = _first_rows(batch, kept) if share_prompts else row_at
+    own = real.clone()
+    own[first != row_at, :prompt_width] = False
 
     by_length = own.sum(1).argsort(descending=True, stable=True)
     has_prompt = (first == row_at)[by_length].tolist()
@@ -267,6 +264,12 @@ def layout(
         stretches=Stretches.of(pieces[0], pieces[1], pieces[3], tile) if in_stretches and len(pieces[0]) else None,
         ring_order=ring_order,
     )
+
+
+def _first_rows(batch: Mapping[str, Any], kept: torch.Tensor) -> torch.Tensor:
+    """The first of the rows `kept` that has the prompt of each: positions among them."""
+    media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
+    return same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
 
 
 def _in_ring(
