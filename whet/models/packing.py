@@ -222,8 +222,7 @@ def layout(
     kept = response_mask.any(1).nonzero()[:, 0]
     row_at = torch.arange(len(kept), device=kept.device)
     real = batch["attention_mask"].bool()[kept]
-    first = _first_rows(batch, kept) if share_prompts else row_at
-    own = real.clone()
+    first, own = _first_rows(batch, kept) if share_prompts else row_at, real.clone()
     own[first != row_at, :prompt_width] = False
 
     by_length = own.sum(1).argsort(descending=True, stable=True)
