@@ -108,7 +108,7 @@ def compare(
 
     The validation files of a run (rollouts/validation_*.jsonl) can be compared too."""
     from whet.evaluation.answers import read_answers
-    from whet.evaluation.compare import compare as run, shown, shown_p
+    from whet.evaluation.estimators import compare as run, shown, shown_p
     from whet.tracking.console import shared_console
 
     found = run(read_answers(a), read_answers(b), metric=metric, other_prompts=other_prompts, seed=seed)

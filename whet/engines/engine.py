@@ -219,15 +219,15 @@ class Engine(ABC):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
         order."""
-        return self._gathered(merged_weights(self.model))
+        return merged_weights(self.model, self._gathered)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights of the adapter, as its folder names them; on every rank, in one order."""
-        return self._gathered(adapter_weights(self.model))
+        return ((name, self._gathered(weight)) for name, weight in adapter_weights(self.model))
 
-    def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Makes weights whole, one at a time."""
-        yield from weights
+    def _gathered(self, weight: torch.Tensor) -> torch.Tensor:
+        """Makes a weight whole."""
+        return weight.detach()
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:

@@ -70,8 +70,9 @@ def model_outputs(
 
 def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
     """The layout of a batch on its device for passes with these settings.  Raises: DataError."""
-    packing = settings.packing
-    return layout(batch, packing and settings.share_prompts, packing and settings.in_stretches, settings.tile)
+    packing, share = settings.packing, settings.token_share
+    ring = share.ring if share is not None and share.rings > 1 else None
+    return layout(batch, packing and settings.share_prompts, packing and settings.in_stretches, settings.tile, ring)
 
 
 def outputs_of(
@@ -150,9 +151,10 @@ class _Sampled:
     def of(cls, where: Layout, settings: ForwardSettings) -> _Sampled:
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
-            part = share.padded(where.size) // share.size
-            owner = states // part
-            states, targets = states[owner == share.rank] - share.rank * part, targets[owner == share.rank]
+            total = share.padded(where.size)
+            places, part = share.places(total, states.device)[states], total // share.size
+            owner = places // part
+            states, targets = places[owner == share.rank] - share.rank * part, targets[owner == share.rank]
         count = len(states)
         padding = (0, rounded(count, TOKENS_STEP) - count)
         return cls(F.pad(states, padding), F.pad(targets, padding), count, owner, where, share)
@@ -214,7 +216,7 @@ def _media(
         raise EngineError(type(body).__name__, found, "", "use one that reads images")
     if where.media and settings.token_share is not None:
         found, change = "rows with images or videos cannot be split over ranks by tokens", "set it to 1 in the options"
-        raise EngineError("sequence_parallel_size", found, "", f"{change} of the engine")
+        raise EngineError("mesh.context", found, "", f"{change} of the engine")
     if encoders is None or (not where.media and not settings.is_sharded):
         return {}, None
     if not where.media:

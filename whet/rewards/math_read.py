@@ -257,6 +257,7 @@ def _read(words: list[str]) -> tuple[frozenset[tuple[str, int]], int]:
 
 
 Expression: TypeAlias = sympy.Basic | sympy.MatrixBase
+NUMBERS = (sympy.Integer, sympy.Float, sympy.Number)  # kinds, the first that fits counts
 _spec = importlib.util.find_spec("math_verify.grader")
 assert _spec is not None and _spec.loader is not None
 _grader: Any = importlib.util.module_from_spec(_spec)
@@ -328,8 +329,7 @@ def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
         one, other = one.doit(), other.doit()
         return one.shape == other.shape and all(map(numbers_equal, one.flat(), other.flat()))
     kinds = [
-        next((kind for kind in (sympy.Integer, sympy.Float, sympy.Number) if _is(each, kind)), None)
-        for each in (one, other)
+        next((kind for kind in NUMBERS if _grader.is_atomic_or_pct_atomic(each, kind)), None) for each in (one, other)
     ]
     if kinds == [sympy.Integer, sympy.Integer]:
         return bool(_grader.get_pct_val(one, one) == _grader.get_pct_val(other, other))  # 9% is also 9
@@ -361,10 +361,6 @@ def solutions(*equation: Expression) -> Any:
 
 _simplified = _grader.sympy_symbolic_eq
 _grader.sympy_numeric_eq, _grader.sympy_symbolic_eq, _grader.solve = numbers_equal, identical, solutions
-
-
-def _is(expression: Expression, kind: type) -> bool:
-    return bool(_grader.is_atomic_or_pct_atomic(expression, kind))
 
 
 def _exact(expression: Expression) -> Expression:

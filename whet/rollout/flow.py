@@ -62,18 +62,15 @@ class ReturnedFirst:
         self._returned = [*map(self.find, uids), *self._returned]
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts."""
         first, self._returned = self._returned[:n], self._returned[n:]
         return first if self.source is None else [*first, *self.source.take(n - len(first))]
 
     def find(self, uid: str) -> Prompt:
-        """The prompt of the source under this uid.  Raises: DataError."""
         if self.source is None:
             raise DataError("source of prompts", None, "one that finds a prompt by its uid", "pass a data loader")
         return self.source.find(uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Shows the source all groups that were sampled, also dropped ones."""
         if self.source is not None:
             self.source.observe(groups)
 
@@ -83,7 +80,6 @@ class ReturnedFirst:
         return {**state, **({"first": [each.uid for each in self._returned]} if self._returned else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from that place."""
         if self.source is not None:
             self.source.load_state(state)
         self._returned = [self.find(uid) for uid in state.get("first", ())]

@@ -277,7 +277,7 @@ class Restarted:
         self._events += self._fleet.abort(uids)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Implements `RolloutEngine.poll`; takes as long as a lost engine needs to start."""
+        """Takes as long as a lost engine needs to start."""
         generation, events = self._fleet.ranks[0].generation, self._events
         self._events = []
         try:

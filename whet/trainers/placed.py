@@ -164,7 +164,6 @@ class Placed:
     uid: str
 
     def done(self) -> bool:
-        """Tells whether `result` returns at once."""
         if self.uid not in self.rewards.found:
             self.rewards.turn(0.0)
         return self.uid in self.rewards.found

@@ -316,13 +316,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _require_cache(self) -> tuple[BlockCache, Prefixes]:
         if self._cache is None or self._prefixes is None:
-            self._cache = self._new_cache(self.policy.require())
+            module = self.policy.require()
+            config, budget, by_head = module.config.get_text_config(), self._budget(module), is_stepwise(module.device)
+            self._cache = BlockCache(
+                config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head
+            )
             self._prefixes = Prefixes(self._cache)
         return self._cache, self._prefixes
-
-    def _new_cache(self, module: PreTrainedModel) -> BlockCache:
-        config, budget, by_head = module.config.get_text_config(), self._budget(module), is_stepwise(module.device)
-        return BlockCache(config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head)
 
 
 def is_stepwise(device: torch.device) -> bool:

@@ -177,7 +177,6 @@ class ServerEngine(ServerWords):
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Returns the events as soon as there are any.  Raises: EngineError, WeightSyncError."""
         until, events = time.monotonic() + timeout_seconds, list[Event]()
         self._raise_loss()
         while True:
@@ -192,7 +191,6 @@ class ServerEngine(ServerWords):
             self._raise_loss()
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends requests with finish_reason "abort" and the tokens so far.  Raises: EngineError."""
         self._raise_loss()
         self._end([self._live[uid] for uid in uids if uid in self._live])
 
@@ -326,7 +324,6 @@ class ServerEngine(ServerWords):
         self._kept.drop()
 
     def check(self, request: Request) -> None:
-        """Raises: EngineError for a request that can never be sampled."""
         params, uid = request.params, request.uid
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:
