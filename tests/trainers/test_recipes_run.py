@@ -61,7 +61,7 @@ def test_all_algorithms_that_have_a_paper_of_their_own_are_there() -> None:
 
 
 def or1_rows() -> list[dict[str, Any]]:
-    """Rows in the form of Skywork-OR1's data: mathematics with a list of answers, code with tests, both with failures."""
+    """Rows in the form of Skywork-OR1's data: lists of answers, tests of code, failures of models."""
     rows = []
     for number, failures in enumerate((0, 3, 15, 16, 8, 1)):
         is_code = number % 2 == 1
