@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from whet.errors import ModelError
 from whet.models.packing import Bunch, Layout
 from whet.models.sequence_parallel import TokenShare
 from whet.models.varlen import has_kernel, varlen_attention
@@ -64,11 +63,12 @@ def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
 
 
 class Scores(NamedTuple):
-    """The form of attention scores: s = scale query key^T, or with a cap cap tanh(s / cap)."""
+    """The form of attention: softmax(s) value, s = scale query key^T, or with a cap cap tanh(s / cap)."""
 
     scale: float
     window: int = 0  # newest keys that a query attends to, its own included; 0: all
     cap: float = 0.0  # 0: none
+    sinks: torch.Tensor | None = None  # [H] one more score of each query, without a value (Xiao et al. 2023)
 
 
 class PagedContext(Protocol):
@@ -86,7 +86,7 @@ class PagedContext(Protocol):
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
+        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in the cache."""
         ...
 
 
@@ -105,11 +105,9 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [b, H, T, D], key and value [b, KV, T, D] -> [b, T, H, D], the attention interface of transformers."""
-    if s_aux is not None:
-        found = "has attention sinks, which whet does not support yet"
-        raise ModelError("model", found, "", "choose another model")
-    scores = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window or 0, softcap or 0.0)
+    """query [b, H, T, D], key [b, KV, T, D], value [b, KV, T, V] -> [b, T, H, V], transformers' attention interface."""
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = Scores(scale, sliding_window or 0, softcap or 0.0, s_aux)
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return paged.attend(module, query, key, value, scores)[None], None
@@ -120,8 +118,9 @@ def attention(
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if packed.stretches is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        one = varlen_attention(query, key, value, packed.stretches, scores.scale, scores.window)
-        return one[None], None
+        size, value = value.shape[2], _widened(value, key.shape[2])
+        one = varlen_attention(query, key, value, packed.stretches, scores.scale, scores.window, s_aux)
+        return one[None, ..., :size], None
     if token_share is None:
         return _packed(query, key, value, scores, packed), None
     query, key, value = (token_share.to_heads(x) for x in (query, key, value))
@@ -132,7 +131,7 @@ def attention(
 def _packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """[1, H, T, D], [1, KV, T, D], [1, KV, T, D] -> [1, T, H, D]."""
+    """[1, H, T, D], [1, KV, T, D], [1, KV, T, V] -> [1, T, H, V]."""
     real = len(packed.input_ids)
     queries, keys, values = (x[0].transpose(0, 1)[:real] for x in (query, key, value))
     grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
@@ -140,19 +139,19 @@ def _packed(
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
         outs.append(bunch.unpad(_causal(q, k, v, scores, bunch).transpose(1, 2)))
-    padding = queries.new_zeros(query.shape[2] - real, *queries.shape[1:])
+    padding = outs[0].new_zeros(query.shape[2] - real, *outs[0].shape[1:])
     return torch.cat([*outs, padding])[None]
 
 
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunch: Bunch | None
 ) -> torch.Tensor:
-    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, D] -> [b, H, Q, D]; the queries are the last Q of the keys' tokens."""
+    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, V] -> [b, H, Q, V]; the queries are the last Q of the keys' tokens."""
     length, head_dim = query.shape[2:]
-    scale, window, cap = scores
+    scale, window, cap, sinks = scores
     window = window if window < key.shape[2] else 0
-    # torch's fused kernel has no cap on scores
-    if cap or (query.device.type == "cpu" and length <= SHORT * head_dim):
+    # torch's fused kernel has no cap on scores, and no sinks
+    if cap or sinks is not None or (query.device.type == "cpu" and length <= SHORT * head_dim):
         return _unfused(query, key, value, scores, _hidden(query, key, window, bunch))
     is_whole = not window and length == key.shape[2]
     return _fused(query, key, value, scale, None if is_whole else ~_hidden(query, key, window, bunch)[:, None])
@@ -166,8 +165,14 @@ def _fused(
     if grouped and _writes_scores(query, is_masked=seen is not None):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         grouped = False
-    is_causal = seen is None
-    return F.scaled_dot_product_attention(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    is_causal, size = seen is None, value.shape[-1]
+    value, options = _widened(value, key.shape[-1]), {"is_causal": is_causal, "scale": scale, "enable_gqa": grouped}
+    return F.scaled_dot_product_attention(query, key, value, seen, **options)[..., :size]
+
+
+def _widened(value: torch.Tensor, size: int) -> torch.Tensor:
+    """Values with heads of the size of the keys', as torch's kernels need them, with zeros."""
+    return value if value.shape[-1] == size else F.pad(value, (0, size - value.shape[-1]))
 
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
@@ -187,18 +192,29 @@ def _unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Scores, hidden: torch.Tensor
 ) -> torch.Tensor:
     """softmax(query key^T) value, one product for the heads of a key: for short rows on a CPU faster than fused."""
-    (rows, heads, length, dim), kv_heads = query.shape, key.shape[1]
+    (rows, heads, length, dim), kv_heads, sinks = query.shape, key.shape[1], form.sinks
     group = heads // kv_heads
     bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
     # The matrix product itself broadcasts a mask that all rows share.
     alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
     bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
-    query, key, value = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key, value))
+    query, key = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key))
+    value = value.reshape(rows * kv_heads, -1, value.shape[-1])
     if not form.cap:
         scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=form.scale)
     else:
         scores = torch.bmm(query, key.transpose(1, 2)).mul(form.scale / form.cap).tanh().mul(form.cap) + bias
-    return torch.bmm(scores.softmax(-1), value).view(rows, heads, length, dim)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, group, 1, 1).expand(rows, -1, -1, length, 1).reshape(rows * kv_heads, -1, 1)
+    return torch.bmm(softmax(scores, sinks), value).view(rows, heads, length, -1)
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """exp(s) / (sum of exp(s) + exp(sink)) over the last dimension; `sinks` are broadcast to [..., 1]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    both = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    return both.softmax(-1)[..., :-1]
 
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, bunch: Bunch | None) -> torch.Tensor:

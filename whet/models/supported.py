@@ -25,8 +25,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which transformers' modules
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Arguments of attention that whet computes with, or that change nothing: it makes its masks itself.
 ARGUMENTS = {"scaling", "sliding_window", "softcap", "dropout", "attention_mask", "position_ids", "output_attentions"}
-ARGUMENTS |= {"is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-NAMED = {"s_aux": "attention sinks", "sinks": "attention sinks", "position_bias": "a bias by position in attention"}
+ARGUMENTS |= {"s_aux", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+NAMED = {"position_bias": "a bias by position in attention"}
 NAMED |= {"indices": "sparse attention", "block_indices": "sparse attention"}
 ENOUGH = 8  # calls of attention: the layers after them are like those before
 _FOUND: dict[tuple[type, str], str | None] = {}  # of models that this process has checked

@@ -177,11 +177,9 @@ class PagedBatch:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
+        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; remembers key and value."""
         layer: int = module.layer_idx
         new, stored = (query, key, value), (self.keys[layer], self.values[layer])
         if self._index is not None:
             return self._index.attend(*new, *stored, scores)
-        return paged_attention(
-            *new, *stored, self.tables, self.rows, self.positions, scores.scale, scores.window, scores.cap
-        )
+        return paged_attention(*new, *stored, self.tables, self.rows, self.positions, *scores)

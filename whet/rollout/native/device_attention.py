@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from whet.models.attention import Scores
+from whet.models.attention import Scores, softmax
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 
 GATHERED = 2**27  # numbers of keys that are read out of the cache at once
@@ -59,8 +59,8 @@ class BlockIndex:
         values: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; key and value go into one layer of the cache, both
-        [KV, blocks, 16, D]. Arguments as of `paged_attention`; what comes out on padding means nothing."""
+        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; key and value go into one layer of the cache, both
+        [KV, blocks, 16, .]. Arguments as of `paged_attention`; what comes out on padding means nothing."""
         kept = keys.flatten(1, 2), values.flatten(1, 2)
         for cache, new in zip(kept, (key, value), strict=True):
             cache.index_copy_(1, self.slots, new.transpose(0, 1).to(cache.dtype))
@@ -85,7 +85,7 @@ class BlockIndex:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, form: Scores) -> torch.Tensor:
-    """[s, H, Q, D], [s, KV, K, D], [s, KV, K, D], [s, 1, Q, K] -> [s, H, Q, D]. Kernels that take a mask know no
+    """[s, H, Q, D], [s, KV, K, D], [s, KV, K, V], [s, 1, Q, K] -> [s, H, Q, V]. Kernels that take a mask know no
     groups of heads: those of one key go together as queries, or, where there are several queries, keys are repeated."""
     sequences, heads, longest, dim = q.shape
     group = heads // k.shape[1]
@@ -94,9 +94,11 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tenso
         seen = seen.expand(-1, -1, group, -1)
     elif group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    if form.cap:  # the fused kernel caps no scores
-        scores = form.cap * ((q @ k.mT).float() * (form.scale / form.cap)).tanh()
-        out = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v
+    if form.cap or form.sinks is not None:  # the fused kernel knows neither
+        scores = (q @ k.mT).float() * form.scale
+        scores = (form.cap * (scores / form.cap).tanh() if form.cap else scores).masked_fill(~seen, float("-inf"))
+        sinks = None if form.sinks is None else form.sinks.view(-1, group if longest == 1 else 1, 1)
+        out = softmax(scores, sinks).to(v.dtype) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=form.scale)
-    return out.reshape(sequences, heads, longest, dim)
+    return out.reshape(sequences, heads, longest, -1)

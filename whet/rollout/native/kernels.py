@@ -28,10 +28,11 @@ TILE = 4096  # tokens of the vocabulary that one program reads
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, tables, slots, positions, out, sums,
+    query, key, value, keys, values, tables, slots, positions, sinks, out, sums,
     scale, window, cap, bound, query_row, query_head, key_row, key_head, value_row, value_head, table_row, cache_head,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
+    N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attends one row by one head of keys to one part of its context: softmax(query keys^T) values."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -55,6 +56,12 @@ def _attend(
     most = tl.where(split == 0, own, -1e30)
     total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([GP], tl.float32)
     seen = total[:, None] * new_value.to(tl.float32)[None, :]
+    if SINKS:
+        sink = tl.load(sinks + head * G + g, mask=(g < G) & (split == 0), other=-2e30).to(tl.float32)
+        larger = tl.maximum(most, sink)
+        shrink = tl.exp(most - larger)
+        total = total * shrink + tl.exp(sink - larger)
+        seen, most = seen * shrink[:, None], larger
     begin = 0
     if WINDOWED:
         begin = tl.maximum(at - window + 1, 0)
@@ -104,11 +111,12 @@ def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.conste
 def decode_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     tables: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, scale: float, window: int, cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Writes the key and value of one token a row into its block, and attends it to positions 0..its own.
 
     query [B, H, D], key and value [B, KV, D]; keys and values [KV, blocks, 16, D] of a layer, written in place; tables
-    [S, W] int32; slots [B] the row of the table; positions [B]; scale, window and cap as in `Scores`.
+    [S, W] int32; slots [B] the row of the table; positions [B]; scale, window, cap and sinks as in `Scores`.
     Returns [B, H, D].
     """
     (rows, heads, dim), kv_heads = query.shape, key.shape[1]
@@ -123,11 +131,12 @@ def decode_attention(
         sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     sizes = {"D": dim, "DP": triton.next_power_of_2(dim), "SPLITS": splits}
     _attend[(rows, kv_heads, splits)](
-        query, key, value, keys, values, tables, slots, positions, found, sums,
+        query, key, value, keys, values, tables, slots, positions, query if sinks is None else sinks, found, sums,
         scale, window, cap, tables.shape[1] * BLOCK_SIZE,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables.stride(0), keys.stride(0),
         KV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), BLOCK=BLOCK_SIZE, N=KEYS,
-        WINDOWED=window > 0, CAPPED=cap > 0, INTERPRETED=INTERPRETED, num_warps=WARPS, num_stages=STAGES, **sizes,
+        WINDOWED=window > 0, CAPPED=cap > 0, SINKS=sinks is not None, INTERPRETED=INTERPRETED,
+        num_warps=WARPS, num_stages=STAGES, **sizes,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](found, sums, out, **sizes)
@@ -143,6 +152,7 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 def tile_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`decode_attention` for tokens of which several follow each other: slots [T] is where the key of each goes among
     those of the cache, tiles [n, 4] as `packing.tiles_of` makes them, and a sequence's row is that of tables [S, W]."""
@@ -150,7 +160,10 @@ def tile_attention(
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))
     (k, v), bound = (each.transpose(0, 1) for each in kept), tables.shape[1] * BLOCK_SIZE
-    return fixed_kernels.attention(query, k, v, tables, tiles, (scale, window, cap), BLOCK_SIZE, bound)[0]
+    out, sums = fixed_kernels.attention(query, k, v, tables, tiles, (scale, window, cap), BLOCK_SIZE, bound)
+    if sinks is None:
+        return out
+    return (out * (sums - sinks.float()[:, None]).sigmoid().T[..., None]).to(out.dtype)
 
 
 @tile_attention.register_fake

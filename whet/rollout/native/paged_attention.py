@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from whet.compiled import library
+from whet.models.attention import softmax
 
 BLOCK_SIZE = 16  # tokens in a block of the cache; the kernel counts on it
 
 _operators = torch.library.Library("whet", "DEF")
 _operators.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor tables, "
-    "Tensor rows, Tensor positions, float scale, int window, float cap) -> Tensor"
+    "Tensor rows, Tensor positions, float scale, int window, float cap, Tensor? sinks) -> Tensor"
 )
 
 
@@ -33,18 +34,19 @@ def paged_attention(
     scale: float,
     window: int = 0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes each token's key and value into its block, then attends it to positions 0..its own of its sequence.
 
-    query [T, H, D], key and value [T, KV, D]: a flat batch of tokens of any sequences.
-    keys [blocks, KV, D, 16], values [blocks, KV, 16, D]: one layer of the cache, blocks of 16 tokens, written in place.
+    query [T, H, D], key [T, KV, D], value [T, KV, V]: a flat batch of tokens of any sequences.
+    keys [blocks, KV, D, 16], values [blocks, KV, 16, V]: one layer of the cache, blocks of 16 tokens, written in place.
     tables [S, W] int32: the blocks of each sequence, in order.   rows [T] int32: each token's sequence, -1 on padding.
     positions [T] int64.   window: attend to the last so many positions only; 0 is all.
-    cap: scores s become cap tanh(s / cap); 0 leaves them.
-    Returns [T, H, D], zero on padding.
+    cap: scores s become cap tanh(s / cap); 0 leaves them.   sinks [H]: one more score of each query, without a value.
+    Returns [T, H, V], zero on padding.
     """
     out: torch.Tensor = torch.ops.whet.paged_attention(
-        query, key, value, keys, values, tables, rows, positions, scale, window, cap
+        query, key, value, keys, values, tables, rows, positions, scale, window, cap, sinks
     )
     return out
 
@@ -61,6 +63,7 @@ def reference(
     scale: float,
     window: int,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in torch: gathers every token's keys and masks what it may not see."""
     (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
@@ -77,7 +80,7 @@ def reference(
     if window > 0:
         visible &= seen[None, :] > positions[:, None] - window
     gathered_keys = keys[table[:, :width]].permute(0, 2, 1, 4, 3).reshape(tokens, kv_heads, -1, dim)
-    gathered_values = values[table[:, :width]].transpose(1, 2).reshape(tokens, kv_heads, -1, dim)
+    gathered_values = values[table[:, :width]].transpose(1, 2).reshape(tokens, kv_heads, -1, value.shape[2])
     hidden = ~visible[:, None, None, :]
     # What never was written may be anything, NaN included: keep it out of the products too.
     gathered_keys = gathered_keys.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
@@ -85,21 +88,24 @@ def reference(
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).float()
     scores = grouped @ gathered_keys.float().mT * scale
     scores = (cap * (scores / cap).tanh() if cap else scores).masked_fill(hidden, float("-inf"))
-    out = (scores.softmax(-1) @ gathered_values.float()).to(query.dtype).view(tokens, heads, dim)
+    weights = softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1))
+    out = (weights @ gathered_values.float()).to(query.dtype).view(tokens, heads, -1)
     return out.masked_fill(~real[:, None, None], 0)
 
 
 def _cpu(*given: Any) -> torch.Tensor:
     """The arguments are those of the operator."""
-    query, key, value, keys, values, tables, rows, positions, scale, window, cap = given
+    query, key, value, keys, values, tables, rows, positions, scale, window, cap, sinks = given
     kernel = load_kernel()
-    tokens, heads, dim = query.shape
-    if kernel is None or query.dtype not in (torch.float32, torch.bfloat16) or dim % BLOCK_SIZE:
+    (tokens, heads, dim), value_dim = query.shape, value.shape[2]
+    is_odd = dim % BLOCK_SIZE or value_dim % BLOCK_SIZE
+    if kernel is None or query.dtype not in (torch.float32, torch.bfloat16) or is_odd:
         return reference(*given)
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    out = query.new_empty(tokens, heads, dim)
-    sizes = (ctypes.c_int64 * 12)(
-        *(tokens, heads, key.shape[1], dim, tables.shape[1], window),
+    out = query.new_empty(tokens, heads, value_dim)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    sizes = (ctypes.c_int64 * 13)(
+        *(tokens, heads, key.shape[1], dim, value_dim, tables.shape[1], window),
         *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
     )
     kernel(
@@ -108,12 +114,13 @@ def _cpu(*given: Any) -> torch.Tensor:
         sizes,
         scale,
         cap,
+        None if sinks is None else sinks.data_ptr(),
     )
     return out
 
 
-def _shape_only(query: torch.Tensor, *_: object) -> torch.Tensor:
-    return query.new_empty(query.shape)
+def _shape_only(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 _operators.impl("paged_attention", _cpu, "CPU")
@@ -128,5 +135,6 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
         return None
     function = compiled.whet_paged_attention
     function.restype = None
-    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, ctypes.POINTER(ctypes.c_int64), *[ctypes.c_float] * 2]
+    numbers = [ctypes.POINTER(ctypes.c_int64), *[ctypes.c_float] * 2, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, *numbers]
     return function
