@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from whet.models.caches import head_size
+from whet.models.latent import absorbed, take_latents
+from whet.models.linear_attention import Flow
 from whet.models.packing import Bunch, Layout
 from whet.models.sequence_parallel import TokenShare
 from whet.models.varlen import has_kernel, varlen_attention
@@ -33,21 +36,6 @@ def implementation(config: Any) -> str | dict[str, str]:
     if config.get_text_config() is config:
         return NAME
     return {"text_config": NAME, **{name: "sdpa" for name in config.sub_configs if name != "text_config"}}
-
-
-def head_size(config: Any) -> int:
-    """The size D of an attention head of a model with this transformers config."""
-    return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
-
-
-def key_value_heads(config: Any) -> int:
-    """The number of heads of keys and values of a model with this transformers config."""
-    return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
-
-
-def token_bytes(config: Any, item_bytes: int) -> int:
-    """Bytes of the keys and values of one token in all layers, of `item_bytes` a number."""
-    return int(2 * config.num_hidden_layers * key_value_heads(config) * head_size(config) * item_bytes)
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
@@ -73,6 +61,8 @@ class Scores(NamedTuple):
 
 class PagedContext(Protocol):
     """The argument `paged=` that a rollout engine passes."""
+
+    flow: Flow | None  # of models with linear attention
 
     @property
     def compiles(self) -> bool:
@@ -107,10 +97,13 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """query [b, H, T, D], key [b, KV, T, D], value [b, KV, T, V] -> [b, T, H, V], transformers' attention interface."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    scores = Scores(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    scores, latents = Scores(scale, sliding_window or 0, softcap or 0.0, s_aux), take_latents(module)
     if paged is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        return paged.attend(module, query, key, value, scores)[None], None
+        if latents is None:
+            return paged.attend(module, query, key, value, scores)[None], None
+        *three, to_value = absorbed(module, latents, query, key, value)
+        return torch.einsum("thr,hvr->thv", paged.attend(module, *three, scores), to_value)[None], None
     if packed is None:
         return _causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
     device = query.device.type
@@ -139,7 +132,7 @@ def _packed(
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
         outs.append(bunch.unpad(_causal(q, k, v, scores, bunch).transpose(1, 2)))
-    padding = outs[0].new_zeros(query.shape[2] - real, *outs[0].shape[1:])
+    padding = values.new_zeros(query.shape[2] - real, queries.shape[1], values.shape[2])
     return torch.cat([*outs, padding])[None]
 
 

@@ -33,6 +33,8 @@ from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import attach, load_encoders, names_of
 from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
+from whet.models.latent import keep_latents
+from whet.models.linear_attention import follow_rows
 from whet.models.lora import HEAD, merge_adapter
 from whet.models.supported import check_supported
 
@@ -283,6 +285,8 @@ def _prepare(model: PreTrainedModel, path: str | Path) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     fuse(model)
+    keep_latents(model)
+    follow_rows(model)
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:

@@ -15,7 +15,7 @@ from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread, TrainEngine
 from whet.engines.role import RoleSettings
-from whet.models.attention import token_bytes
+from whet.models.caches import token_bytes
 from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of

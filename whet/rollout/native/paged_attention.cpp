@@ -46,6 +46,13 @@ inline float widen(bfloat16 x) {
   return out;
 }
 
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, bfloat16* to) {  // to nearest, ties to even
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof(wide));
+  to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
 template <typename To, typename From>
 inline To read(const From* from) {
   To out;
@@ -201,6 +208,32 @@ struct Attention {
     }
   }
 
+  // The same where there are no values but the first numbers of the keys. What lies outside begin..end may be anything.
+  void mix_keys(const float* inverse, T* out) const {
+    for (int64_t i = 0; i < shape.value_dim; ++i) {
+      floats sums[G] = {};
+      for (int64_t b = first(); b < last(); ++b) {
+        floats piece = load(keys + table[b] * shape.kv_heads * shape.key_stride() + i * LANES);
+        if (b * LANES < begin || (b + 1) * LANES > end) {
+          float kept[LANES];
+          store(piece, 1.f, kept);
+          for (int64_t j = 0; j < LANES; ++j)
+            if (b * LANES + j < begin || b * LANES + j >= end) kept[j] = 0.f;
+          piece = load(kept);
+        }
+        for (int g = 0; g < G; ++g) {
+          const floats weights = load(row(g) + (b - first()) * LANES);
+          for (int64_t p = 0; p < PARTS; ++p) sums[g].parts[p] += weights.parts[p] * piece.parts[p];
+        }
+      }
+      for (int g = 0; g < G; ++g) {
+        float lanes[LANES];
+        store(sums[g], inverse[g], lanes);
+        narrow(sum_of(lanes), out + g * shape.value_dim + i);
+      }
+    }
+  }
+
   void run(const T* q, float scale, float cap, const float* sinks, float* query, T* out) const {
     for (int g = 0; g < G; ++g)
       for (int64_t i = 0; i < shape.head_dim; ++i) query[g * shape.head_dim + i] = widen(q[g * shape.q_head + i]) * scale;
@@ -210,7 +243,9 @@ struct Attention {
     float inverse[G];
     for (int g = 0; g < G; ++g) inverse[g] = softmax(g, sinks ? sinks[g] : -INFINITY);
     constexpr int C = std::clamp<int>(SUMS / G, 1, 4);
-    if (shape.value_dim % (C * LANES) == 0)
+    if (values == nullptr)
+      mix_keys(inverse, out);
+    else if (shape.value_dim % (C * LANES) == 0)
       mix<C>(inverse, out);
     else
       mix<1>(inverse, out);
@@ -222,7 +257,8 @@ template <typename T>
 void remember(const T* k, const T* v, T* keys, T* values, int64_t slot, const Shape& shape) {
   for (int64_t h = 0; h < shape.kv_heads; ++h) {
     for (int64_t i = 0; i < shape.head_dim; ++i) keys[h * shape.key_stride() + i * LANES + slot] = k[h * shape.k_head + i];
-    std::memcpy(values + h * shape.value_stride() + slot * shape.value_dim, v + h * shape.v_head, shape.value_dim * sizeof(T));
+    if (values != nullptr)
+      std::memcpy(values + h * shape.value_stride() + slot * shape.value_dim, v + h * shape.v_head, shape.value_dim * sizeof(T));
   }
 }
 
@@ -236,7 +272,7 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
     for (int64_t t = 0; t < shape.tokens; ++t) {
       if (rows[t] < 0) continue;  // padding
       const int64_t head = tables[rows[t] * shape.table_width + positions[t] / LANES] * shape.kv_heads;
-      T *key_block = keys + head * shape.key_stride(), *value_block = values + head * shape.value_stride();
+      T *key_block = keys + head * shape.key_stride(), *value_block = values ? values + head * shape.value_stride() : nullptr;
       remember(k + t * shape.k_token, v + t * shape.v_token, key_block, value_block, positions[t] % LANES, shape);
     }
     std::vector<float> scores, query(4 * shape.head_dim);
@@ -251,7 +287,7 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
       const int64_t end = positions[t] + 1, begin = shape.window > 0 ? std::max<int64_t>(0, end - shape.window) : 0;
       scores.resize(std::max<size_t>(scores.size(), 4 * (end - begin + 2 * LANES)));
       const T* from = q + t * shape.q_token + h * group * shape.q_head;
-      const T *key_head = keys + h * shape.key_stride(), *value_head = values + h * shape.value_stride();
+      const T *key_head = keys + h * shape.key_stride(), *value_head = values ? values + h * shape.value_stride() : nullptr;
       const int32_t* table = tables + rows[t] * shape.table_width;
       for (int64_t g = 0; g < group;) {
         const auto part = [&](auto size) {
@@ -275,7 +311,7 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
 }  // namespace
 
 // `sizes`: the thirteen numbers of Shape, in order. Sizes of heads are multiples of 16; blocks hold 16 tokens.
-// Scores s become cap tanh(s / cap) where cap > 0. `sinks`: a score of each head without a value, or null.
+// Without `values` they are the first numbers of the keys. Scores s become cap tanh(s / cap) where cap > 0. `sinks`: a score of each head without a value, or null.
 extern "C" void whet_paged_attention(int is_bfloat16, const void* q, const void* k, const void* v, void* keys, void* values,
                                      const int32_t* tables, const int32_t* rows, const int64_t* positions, void* out,
                                      const int64_t* sizes, float scale, float cap, const float* sinks) {

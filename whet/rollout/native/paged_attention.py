@@ -40,6 +40,7 @@ def paged_attention(
 
     query [T, H, D], key [T, KV, D], value [T, KV, V]: a flat batch of tokens of any sequences.
     keys [blocks, KV, D, 16], values [blocks, KV, 16, V]: one layer of the cache, blocks of 16 tokens, written in place.
+    Values [..., 0] are none: those of the tokens are the first V numbers of their keys.
     tables [S, W] int32: the blocks of each sequence, in order.   rows [T] int32: each token's sequence, -1 on padding.
     positions [T] int64.   window: attend to the last so many positions only; 0 is all.
     cap: scores s become cap tanh(s / cap); 0 leaves them.   sinks [H]: one more score of each query, without a value.
@@ -72,7 +73,8 @@ def reference(
     block = table.gather(1, (positions // BLOCK_SIZE)[:, None]).squeeze(1)[real]
     slot = (positions % BLOCK_SIZE)[real]
     keys[block, :, :, slot] = key[real]
-    values[block, :, slot] = value[real]
+    if is_apart := bool(values.shape[-1]):
+        values[block, :, slot] = value[real]
 
     width = int(positions.max()) // BLOCK_SIZE + 1 if tokens else 0
     seen = torch.arange(width * BLOCK_SIZE, device=query.device)
@@ -80,7 +82,9 @@ def reference(
     if window > 0:
         visible &= seen[None, :] > positions[:, None] - window
     gathered_keys = keys[table[:, :width]].permute(0, 2, 1, 4, 3).reshape(tokens, kv_heads, -1, dim)
-    gathered_values = values[table[:, :width]].transpose(1, 2).reshape(tokens, kv_heads, -1, value.shape[2])
+    gathered_values = gathered_keys[..., : value.shape[2]]
+    if is_apart:
+        gathered_values = values[table[:, :width]].transpose(1, 2).reshape(tokens, kv_heads, -1, value.shape[2])
     hidden = ~visible[:, None, None, :]
     # What never was written may be anything, NaN included: keep it out of the products too.
     gathered_keys = gathered_keys.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
@@ -110,7 +114,7 @@ def _cpu(*given: Any) -> torch.Tensor:
     )
     kernel(
         int(query.dtype == torch.bfloat16),
-        *(x.data_ptr() for x in (query, key, value, keys, values, tables, rows, positions, out)),
+        *(x.data_ptr() if x.numel() else None for x in (query, key, value, keys, values, tables, rows, positions, out)),
         sizes,
         scale,
         cap,

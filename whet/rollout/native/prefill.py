@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import moved
-from whet.models.attention import key_value_heads
+from whet.models.caches import key_value_heads
 from whet.models.packing import tile_tokens, tiles_of
 from whet.rollout.native import scheduler
 from whet.rollout.native.cache import BlockCache

@@ -19,7 +19,7 @@ import torch
 from whet.config.schema import ModelConfig
 from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
-from whet.models.attention import token_bytes
+from whet.models.caches import token_bytes
 from whet.models.load import load_tokenizer
 from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
