@@ -77,7 +77,7 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     head = model.get_output_embeddings()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     linear = {name for name, module in layers.items() if module is not head and f"{name}.weight" != HEAD}
-    # Beside experts in one tensor, which files have as layers of these names, peft would adapt the experts in their place.
+    # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
     has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
     taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}

@@ -22,7 +22,7 @@ from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.sampling import SamplingState, sample
 
 MIN_ROWS = 16
-# For gates of one number a token: torch computes exp of what is left behind a multiple of 32 numbers by another function.
+# For gates of a number a token: torch computes exp of what is left behind a multiple of 32 by another function.
 GATED_ROWS = 32
 # Batches of a graph: small ones by 16 rows, larger ones by 64, so that few graphs serve a run and few rows are padding.
 FINE_ROWS, FINE_STEP, COARSE_STEP = 64, 16, 64
