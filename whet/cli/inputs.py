@@ -127,7 +127,11 @@ def data(
     thumbnails: Annotated[Path | None, typer.Option(help="folder for a thumbnail of each image and video")] = None,
     command: For = None,
 ) -> None:
-    """Show data rows as the model reads them: text, tokens, images."""
+    """Show data rows as the model reads them: text, tokens, images. `convert FILE [OUTPUT]` writes a pickle's rows as
+    JSON lines, without running its code."""
+    if words and words[0] == "convert":
+        _convert_rows(words[1:])
+        return
     config = config_of(command, *split_recipe(words, config_name))
 
     from whet.config.checks import check_data
@@ -145,6 +149,20 @@ def data(
         output.print()
         _print_row(output, tokenizer, row, tokens)
         _print_media(output, row, thumbnails)
+
+
+def _convert_rows(words: list[str]) -> None:
+    from whet.data.pickled import read_pickle
+    from whet.data.sources import write_rows
+
+    if len(words) not in (1, 2) or not Path(words[0]).is_file():
+        expected = "an existing file, and optionally the file to write"
+        raise ConfigError("arguments", " ".join(words) or None, expected, "write whet data convert rows.pkl")
+    output = Path(words[1] if words[1:] else words[0]).with_suffix(".jsonl")
+    if output.exists():
+        raise ConfigError("OUTPUT", f"{output} exists", "a new file", "name another, or remove it")
+    rows = read_pickle(Path(words[0]))
+    typer.echo(f"wrote {len(rows)} rows to {write_rows(output, rows)}")
 
 
 def config_of(command: str | None, recipe: str | None, words: list[str]) -> WholeConfig:

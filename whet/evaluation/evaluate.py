@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -18,8 +19,9 @@ from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.render import to_yaml
-from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
-from whet.data.load import VAL, load_items
+from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
+from whet.data.load import VAL, load_items, numbered_rows
+from whet.data.sources import write_rows
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
@@ -34,6 +36,7 @@ from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
 
+log = logging.getLogger(__name__)
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 
 
@@ -123,7 +126,19 @@ def evaluate(
     evaluation = summarise(answers, seed=config.seed)
     if journal is not None:
         journal.finish(evaluation.summary())
+        if config.data.difficulty_key is not None and data is None:
+            _write_pass_rates(config.data, journal.folder, answers)
     return evaluation
+
+
+def _write_pass_rates(data: DataConfig, folder: Path, answers: Sequence[Record]) -> None:
+    """Writes the rows of `data.val_files` to rows.jsonl, each with the mean accuracy of its responses in the field
+    `data.difficulty_key`; rows without responses are left out, and counted in the log."""
+    rates = {index: fmean(row["accuracy"] or 0.0 for row in rows) for index, rows in by_prompt(answers).items()}
+    rows = [*numbered_rows(data, VAL)]
+    rated = [{**row, str(data.difficulty_key): rates[index]} for index, row in rows if index in rates]
+    written = write_rows(folder / "rows.jsonl", rated)
+    log.info("%s has %d of %d rows with their %s", written, len(rated), len(rows), data.difficulty_key)
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
