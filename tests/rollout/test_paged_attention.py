@@ -116,6 +116,24 @@ def test_bfloat16_rounds_the_float32_result() -> None:
     torch.testing.assert_close(run(torch.bfloat16), run(torch.float32).bfloat16(), atol=0, rtol=1e-2)
 
 
+@pytest.mark.parametrize("function", [paged_attention, reference])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_the_beginnings_of_keys(
+    function: Callable[..., torch.Tensor], window: int, dtype: torch.dtype
+) -> None:
+    """The same as values of their own; what was never written must not matter."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(40, heads, 48, generator=draw).to(dtype) for heads in (6, 1))
+    tables = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    where = tables, torch.zeros(40, dtype=torch.int32), torch.arange(40), 0.2, window
+    found = []
+    for size in (32, 0):
+        keys, values = (torch.full(shape, float("nan"), dtype=dtype) for shape in ((3, 1, 48, 16), (3, 1, 16, size)))
+        found.append(function(q, k, k[..., :32], keys, values, *where))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_strided_inputs() -> None:
     """transformers hands over transposed views."""
     draw = torch.Generator().manual_seed(0)

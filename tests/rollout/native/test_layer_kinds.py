@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rollout_conformance as suite
 
 from tests.models.test_outputs import random_batch
+from tests.rollout.standin import install
 from whet.devices import HOST
 from whet.models.caches import Pages, State, layer_caches, sequence_bytes, token_bytes
 from whet.models.init import Arch, init_model
@@ -201,3 +202,15 @@ def test_a_later_turn_is_computed_where_a_state_is_missing(model: PreTrainedMode
     [turn] = generate(engine, [first])
     later = Request("2", (*first.prompt_ids, *turn.token_ids, 9, 8), params, 8, keeps_cache=True)
     suite.check_log_probs(engine, model, [later])
+
+
+def test_the_way_of_accelerators(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in: steps that are read late, the cache in the layout of a device, few slots that come again."""
+    more = [replace(each, uid=f"more {each.uid}") for each in suite.requests(groups=3, n=2, seed=5)]
+    made = [*long_requests(), *more]
+    engines = [NativeEngine(), NativeEngine(max_batch_size=4)]
+    engines[0].attach(model, 0)
+    expected = generate(engines[0], made)
+    install(monkeypatch)
+    engines[1].attach(model, 0)
+    suite.assert_same_but_for_rounding(generate(engines[1], made), expected, 5e-5)

@@ -93,9 +93,10 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for prompt in prompts:
             own = blocks_for(prompt + lengths.response) - prompt // BLOCK_SIZE
             blocks += blocks_for(prompt) + min(n, rows) * own
-        written = min(cache, blocks * per_block)
+        states, written = rows * decoding.sequence_bytes, min(cache, blocks * per_block)
         tokens = min(sum(prompts), max(PREFILL_TOKENS, *lengths.prompts))
-        return RolloutBytes(cache, written, True, len(prompts), tokens, {"kv_cache_bytes": max(2**26, written // 2)})
+        smaller = {"kv_cache_bytes": max(2**26, written // 2)}
+        return RolloutBytes(cache + states, written + states, True, len(prompts), tokens, smaller)
 
     @property
     def cache_bytes(self) -> int:
