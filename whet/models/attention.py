@@ -102,8 +102,9 @@ def attention(
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if latents is None:
             return paged.attend(module, query, key, value, scores)[None], None
-        *three, to_value = absorbed(module, latents, query, key, value)
-        return torch.einsum("thr,hvr->thv", paged.attend(module, *three, scores), to_value)[None], None
+        query, key, value, to_value = absorbed(module, latents, query, key, value)
+        out = paged.attend(module, query, key, value, scores)
+        return torch.einsum("thr,hvr->thv", out, to_value)[None], None
     if packed is None:
         return _causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
     device = query.device.type
@@ -159,8 +160,8 @@ def _fused(
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         grouped = False
     is_causal, size = seen is None, value.shape[-1]
-    value, options = _widened(value, key.shape[-1]), {"is_causal": is_causal, "scale": scale, "enable_gqa": grouped}
-    return F.scaled_dot_product_attention(query, key, value, seen, **options)[..., :size]
+    value, attend = _widened(value, key.shape[-1]), F.scaled_dot_product_attention
+    return attend(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)[..., :size]
 
 
 def _widened(value: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a model keep of the tokens before: pages, which grow with every token, or a state of fixed size.
+"""Memory of the layers of a model between tokens: pages, which grow with every token, or a state of fixed size.
 
 The native engine's cache, the plan of memory and the cache of prefixes read it here, and ask for no type of model.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, reduce, wraps
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 
 CONVOLUTION, RULE, STEPS = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 CHUNK = 64  # tokens that the rule computes together
+OURS = set[Any]()  # classes of modules that follow a flow
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -45,12 +46,13 @@ def is_followed(module: nn.Module) -> bool:
 def follow_rows(model: nn.Module) -> None:
     """Makes the model's linear attention follow the argument `packed` or `paged` of a pass; weights and names stay."""
     for module in model.modules():
-        if is_followed(module):
-            module.__class__ = _following(type(module))
+        kind: Any = type(module)
+        if is_followed(module) and kind not in OURS:
+            module.__class__ = _following(kind)
 
 
 @cache
-def _following(kind: type[nn.Module]) -> type[nn.Module]:
+def _following(kind: Any) -> Any:
     """The class with the same forward pass, in which the two operations are those of this file."""
     plain: Any = inspect.unwrap(kind.forward)
     rule, steps = plain.__globals__[RULE], plain.__globals__[STEPS]
@@ -71,13 +73,16 @@ def _following(kind: type[nn.Module]) -> type[nn.Module]:
     names = {**plain.__globals__, CONVOLUTION: convolve, RULE: scan}
     ours: Any = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
 
+    @wraps(plain)
     def forward(self: Any, *args: Any, packed: Any = None, paged: Any = None, **kwargs: Any) -> Any:
         if packed is None and paged is None:
             return kind.forward(self, *args, **kwargs)
         flow = packed.flow if paged is None else paged.flow
         return ours(self, *args, **kwargs, flow=flow, layer=self.layer_idx)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    found = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    OURS.add(found)
+    return found
 
 
 def weighted(inputs: Iterable[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
@@ -102,7 +107,7 @@ def delta_rule(rule: Rule, inputs: tuple[torch.Tensor, ...], start: torch.Tensor
 
 
 def with_zero(inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each [T, ...] with a row of zeros behind it."""
+    """Adds a row of zeros behind each [T, ...]."""
     return [F.pad(each, [*[0] * (2 * each.dim() - 1), 1]) for each in inputs]
 
 
@@ -145,12 +150,12 @@ class PackedFlow:
         return cls(chain.to(device), tuple(grids), places.to(device))
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As `Flow`."""
+        """Finds inputs by the chain of tokens before.   [S, C] -> [S, C]"""
         at = torch.arange(len(x), device=x.device)
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """As `Flow`."""
+        """Scans grid by grid.   [S, ...] -> [S, VH, V]"""
         flat = with_zero(inputs)
         outs, ends, known = list[torch.Tensor](), list[torch.Tensor](), None
         for index, source in self.grids:

@@ -71,9 +71,12 @@ def _unsupported(model: Any, config: Any) -> Iterator[str]:
     stacks = [(name, child) for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
     parts = [(f"{stack}.{name}", part) for stack, layers in stacks for name, part in layers.named_modules()]
     linear = [each for each in layer_caches(config) if not isinstance(each, Pages)]
-    if len(linear) != sum(is_followed(part) for _, part in parts) or not all(each.numbers for each in linear):
+    followed = {name: part for name, part in parts if is_followed(part)}
+    channels = [part.get_submodule("conv1d").in_channels for part in followed.values()]
+    if channels != [each.channels for each in linear]:
         yield "linear attention of a kind that whet does not compute"
-    if not linear and (mixers := [name for name, part in parts if isinstance(part, nn.Conv1d)]):
+    inside = [f"{name}.conv1d" for name in followed]
+    if mixers := [name for name, part in parts if isinstance(part, nn.Conv1d) and name not in inside]:
         yield f"a convolution over tokens ({mixers[0]})"
     for module in decoder.modules():
         code = inspect.unwrap(type(module).forward).__code__

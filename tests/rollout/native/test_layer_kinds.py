@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import rollout_conformance as suite
-
 from tests.models.test_outputs import random_batch
+from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import install
 from whet.devices import HOST
 from whet.models.caches import Pages, State, layer_caches, sequence_bytes, token_bytes
@@ -108,6 +106,7 @@ def row_by_row(
     return found, plain
 
 
+@pytest.mark.slow
 def test_long_packed_rows_and_their_gradient(folder: Path) -> None:
     batch, ours = long_batch(), load_policy(folder)
     weights = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["response_mask"])
@@ -124,13 +123,15 @@ def test_long_packed_rows_and_their_gradient(folder: Path) -> None:
             assert (own.grad - other.grad).norm() < 1e-5 * norm, name
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_generate(folder: Path, model: PreTrainedModel) -> None:
-    engine, plain = NativeEngine(), AutoModelForCausalLM.from_pretrained(folder)
+    engine = NativeEngine()
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
     engine.adopt(model)
     made = suite.requests(groups=5, n=1, seed=4, temperature=0.0, max_new_tokens=40, stop_token_ids=())
     for request, completion in zip(made, generate(engine, made), strict=True):
         ids = torch.tensor([request.prompt_ids])
-        options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options: Any = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         whole = plain.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert tuple(whole[0, ids.shape[1] :].tolist()) == completion.token_ids
 
@@ -141,6 +142,7 @@ def long_requests() -> list[Request]:
     return [replace(each, prompt_ids=each.prompt_ids * (1 + 3 * (index // 3))) for index, each in enumerate(made)]
 
 
+@pytest.mark.slow
 def test_what_was_aborted_goes_on_with_the_same_tokens(model: PreTrainedModel) -> None:
     engine, made = NativeEngine(), long_requests()
     engine.adopt(model)
@@ -165,6 +167,7 @@ def test_what_was_aborted_goes_on_with_the_same_tokens(model: PreTrainedModel) -
         assert rest.log_probs == expected.log_probs[len(before) :]
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_requests_are_computed_again(model: PreTrainedModel) -> None:
     plenty, short, made = (
         NativeEngine(),
@@ -178,6 +181,7 @@ def test_where_memory_is_short_requests_are_computed_again(model: PreTrainedMode
     suite.assert_same([replace(each, preemptions=0) for each in found], whole)
 
 
+@pytest.mark.slow
 def test_new_weights_in_the_middle_recompute_states(model: PreTrainedModel) -> None:
     """Running requests go on under the same weights, loaded again, as if nothing had been."""
     engine, made = NativeEngine(), long_requests()
@@ -194,6 +198,7 @@ def test_new_weights_in_the_middle_recompute_states(model: PreTrainedModel) -> N
     assert [done[request.uid].token_ids for request in made] == [each.token_ids for each in whole]
 
 
+@pytest.mark.slow
 def test_a_later_turn_is_computed_where_a_state_is_missing(model: PreTrainedModel) -> None:
     """A request whose prompt continues a sequence that was kept has its log-probs."""
     engine, params = NativeEngine(), SamplingParams(max_new_tokens=20)
@@ -204,6 +209,7 @@ def test_a_later_turn_is_computed_where_a_state_is_missing(model: PreTrainedMode
     suite.check_log_probs(engine, model, [later])
 
 
+@pytest.mark.slow
 def test_the_way_of_accelerators(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in: steps that are read late, the cache in the layout of a device, few slots that come again."""
     more = [replace(each, uid=f"more {each.uid}") for each in suite.requests(groups=3, n=2, seed=5)]

@@ -211,4 +211,5 @@ class PagedBatch:
         new, stored = (query, key, value), (self.keys[place], self.values[place])
         if self._index is not None:
             return self._index.attend(*new, *stored, scores)
-        return paged_attention(*new, *stored, self.tables, self.rows, self.positions, *scores)
+        where = self.tables, self.rows, self.positions
+        return paged_attention(*new, *stored, *where, scores.scale, scores.window, scores.cap, scores.sinks)

@@ -31,8 +31,7 @@ def _attend(
     query, key, value, keys, values, tables, slots, positions, sinks, out, sums,
     scale, window, cap, bound, query_row, query_head, key_row, key_head, value_row, value_head, table_row, cache_head,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attends one row by one head of keys to one part of its context: softmax(query keys^T) values."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -53,15 +52,8 @@ def _attend(
     own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
     if CAPPED:
         own = cap * (2 / (1 + tl.exp(-2 * own / cap)) - 1)
-    most = tl.where(split == 0, own, -1e30)
-    total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([GP], tl.float32)
-    seen = total[:, None] * new_value.to(tl.float32)[None, :]
-    if SINKS:
-        sink = tl.load(sinks + head * G + g, mask=(g < G) & (split == 0), other=-2e30).to(tl.float32)
-        larger = tl.maximum(most, sink)
-        shrink = tl.exp(most - larger)
-        total = total * shrink + tl.exp(sink - larger)
-        seen, most = seen * shrink[:, None], larger
+    most, total, share = _begin(own, sinks, head * G + g, g < G, split)
+    seen = share[:, None] * new_value.to(tl.float32)[None, :]
     begin = 0
     if WINDOWED:
         begin = tl.maximum(at - window + 1, 0)
@@ -94,6 +86,22 @@ def _attend(
         tl.store(out + part[:, None] * D + d[None, :], seen, mask=asks)
         tl.store(sums + part * 2, most, mask=g < G)
         tl.store(sums + part * 2 + 1, total, mask=g < G)
+
+
+@triton.jit
+def _begin(own, sinks, heads, inside, split):
+    """The largest score, the sum of exp(. - largest), and the own key's share of it, of this key and the sink, which
+    belong to the first part of a context."""
+    most = tl.where(split == 0, own, -1e30)
+    share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
+    total = share
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=inside & (split == 0), other=-2e30).to(tl.float32)
+        larger = tl.maximum(most, sink)
+        share = share * tl.exp(most - larger)
+        total = share + tl.exp(sink - larger)
+        most = larger
+    return most, total, share
 
 
 @triton.jit
@@ -131,12 +139,11 @@ def decode_attention(
         sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     sizes = {"D": dim, "DP": triton.next_power_of_2(dim), "SPLITS": splits}
     _attend[(rows, kv_heads, splits)](
-        query, key, value, keys, values, tables, slots, positions, query if sinks is None else sinks, found, sums,
+        query, key, value, keys, values, tables, slots, positions, sinks, found, sums,
         scale, window, cap, tables.shape[1] * BLOCK_SIZE,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables.stride(0), keys.stride(0),
         KV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), BLOCK=BLOCK_SIZE, N=KEYS,
-        WINDOWED=window > 0, CAPPED=cap > 0, SINKS=sinks is not None, INTERPRETED=INTERPRETED,
-        num_warps=WARPS, num_stages=STAGES, **sizes,
+        WINDOWED=window > 0, CAPPED=cap > 0, INTERPRETED=INTERPRETED, num_warps=WARPS, num_stages=STAGES, **sizes,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](found, sums, out, **sizes)

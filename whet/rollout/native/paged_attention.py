@@ -139,6 +139,6 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
         return None
     function = compiled.whet_paged_attention
     function.restype = None
-    numbers = [ctypes.POINTER(ctypes.c_int64), *[ctypes.c_float] * 2, ctypes.c_void_p]
-    function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 9, *numbers]
+    pointers, numbers = [ctypes.c_void_p] * 9, [ctypes.c_float] * 2
+    function.argtypes = [ctypes.c_int, *pointers, ctypes.POINTER(ctypes.c_int64), *numbers, ctypes.c_void_p]
     return function

@@ -38,7 +38,7 @@ class States:
 
     @classmethod
     def of(cls, config: Any, slots: int, dtype: torch.dtype, device: torch.device) -> States | None:
-        """Those of a model with this text config; None where no layer has one."""
+        """Makes them for a model with this text config; None where no layer has one."""
         kinds = {layer: each for layer, each in enumerate(layer_caches(config)) if isinstance(each, State)}
         return cls(kinds, slots, dtype, device) if kinds else None
 
@@ -57,7 +57,7 @@ class States:
 
 @dataclass(frozen=True)
 class DecodeFlow:
-    """One token of each of T sequences, whose states are in these slots."""
+    """The flow of one token of each of T sequences, whose states are in these slots."""
 
     states: States
     slots: torch.Tensor  # [T]
@@ -68,14 +68,14 @@ class DecodeFlow:
         return cls(states, torch.where(rows < 0, states.spare, rows).long())
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As `Flow`."""
+        """Reads and moves the windows.   [T, C] -> [T, C]"""
         kept = self.states.windows[layer]
         window, new = kept.index_select(0, self.slots), x[..., None]
         kept.index_copy_(0, self.slots, torch.cat([window[..., 1:], new.to(kept.dtype)], -1))
         return weighted([x, *window.unbind(-1)[::-1]], weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """As `Flow`."""
+        """Makes a step with the matrices.   [T, ...] -> [T, VH, V]"""
         kept = self.states.matrices[layer]
         out, end = delta_rule(steps, tuple(each[:, None] for each in inputs), kept.index_select(0, self.slots))
         kept.index_copy_(0, self.slots, end)
@@ -95,7 +95,7 @@ class PrefillFlow:
         self.ends.extend({} for _ in self.lengths)
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """As `Flow`."""
+        """Finds inputs by the chain of tokens before, and the last windows.   [T, C] -> [T, C]"""
         none, most = x.new_zeros(x.shape[1], weight.shape[1] - 1), weight.shape[1] - 1
         past = [(none if start is None else start[layer][0].to(x.dtype)).T for start in self.starts]
         firsts = self._firsts
@@ -109,7 +109,7 @@ class PrefillFlow:
         return weighted(back(whole, before, torch.arange(len(x), device=x.device)), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """As `Flow`."""
+        """Scans grid by grid, and keeps the last matrices.   [T, ...] -> [T, VH, V]"""
         flat, out = with_zero(inputs), torch.zeros_like(inputs[2])
         out = F.pad(out, (0, 0, 0, 0, 0, 1))
         for index, numbers in self._grids(len(inputs[0])):
