@@ -61,7 +61,7 @@ class Resolved(dict[str, Any]):
 
 
 @cache
-def _warn_of(old: str, new: str, where: str) -> None:
+def warn_of(old: str, new: str, where: str) -> None:
     """Warns of an option's earlier name, once in a process."""
     log.warning("%s: %s is now called %s: the next version will not know the old name", where, old, new)
 
@@ -120,8 +120,10 @@ class Entry:
         for old in [name for name in given if name in FORMER and name not in self.options]:
             new, values = FORMER[old]
             if new in self.options and isinstance(given[old], bool):
-                _warn_of(old, new, where)
+                warn_of(old, new, where)
                 given.setdefault(new, values[given.pop(old)])
+        if "former" in self.marks:
+            given = self.marked("former")(given, where)
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
             expected = f"an option of {self.kind} {self.name!r}: {', '.join(self.options) or 'it has none'}"

@@ -18,7 +18,7 @@ from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, ModelError
 from whet.models.load import load_policy
-from whet.models.sequence_parallel import check_heads
+from whet.models.sequence_parallel import heads_ranks
 from whet.trainers.workers import TrainWorker
 
 
@@ -86,13 +86,10 @@ def test_a_folder_that_lacks_weights_is_named(model_folder: Path, tmp_path: Path
         worker(folder)
 
 
-def test_heads_that_cannot_be_shared_out(model_folder: Path) -> None:
+def test_ranks_that_share_heads(model_folder: Path) -> None:
     config = load_policy(model_folder).config  # 4 heads, 2 of keys and values
-    for size in (1, 2, 4):
-        check_heads(config, size)
-    key = "engine.options.sequence_parallel_size"
-    with raises(ConfigError, key, found=3, expected=re.compile(" 4 heads and 2 "), change="try 1, 2, 4"):
-        check_heads(config, 3)
+    assert [heads_ranks(config, size) for size in (1, 2, 3, 4, 6, 8, 12)] == [1, 2, 1, 4, 2, 4, 4]
+    assert heads_ranks(config, 4, tensor=2) == 2  # each has 2 heads, and one of keys and values
     config.layer_types = ["linear_attention", "full_attention"]
-    with raises(ConfigError, key, found=2, expected=re.compile("linear_attention")):
-        check_heads(config, 2)
+    with raises(ConfigError, "engine.options.mesh.context", found=2, expected=re.compile("linear_attention")):
+        heads_ranks(config, 2)

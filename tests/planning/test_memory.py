@@ -233,11 +233,11 @@ def test_shards_are_gathered_in_the_dtype_of_products(train_config: MakeConfig) 
 def test_sequence_parallelism_divides_the_tokens_and_tensor_parallelism_only_the_weights(
     train_config: MakeConfig,
 ) -> None:
-    def memory(**options: int) -> Memory:
-        engine = {"name": "fsdp", "options": options}
+    def memory(**mesh: int) -> Memory:
+        engine = {"name": "fsdp", "options": {"mesh": mesh}}
         return planned(train_config({"cluster.processes": 2, "actor.engine": engine}))
 
-    together, tensor = memory(sequence_parallel_size=2), memory(tensor_parallel_size=2)
+    together, tensor = memory(context=2), memory(tensor=2)
     assert together.micro_batch_tokens == tensor.micro_batch_tokens  # both ranks read all rows
     for kind in ("activations", "logits"):
         whole = item(tensor, f"actor: {kind}", "actor update")

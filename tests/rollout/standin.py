@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from whet.devices import HOST
-from whet.rollout.native import columns, engine, prefill
+from whet.rollout.native import columns, engine
 from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
 from whet.rollout.native.paged_attention import reference
 from whet.rollout.sampling import SamplingState, sample
@@ -108,7 +108,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = False) -> No
         vars(kernels).update(decode_attention=decode_attention, tile_attention=tile_attention, pick=pick)
         monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
         monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
-    for module in (columns, prefill):
+    for module in (columns, engine):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     monkeypatch.setattr(columns, "Graphs", Recorder)
     monkeypatch.setattr(engine, "is_stepwise", lambda device: device == HOST)

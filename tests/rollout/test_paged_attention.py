@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from whet.models.attention import Scores
-from whet.rollout.native.device_attention import BlockIndex
-from whet.rollout.native.paged_attention import BLOCK_SIZE, load_kernel, paged_attention, reference
+from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, load_kernel, paged_attention, reference
 
 PLAIN = [(dim, dim, False) for dim in (16, 48, 64, 128)]
 
@@ -69,7 +68,7 @@ def test_prefill_then_decode(
 ) -> None:
     function: Callable[..., torch.Tensor] = {"kernel": paged_attention, "torch": reference}.get(kind, OnDevice())
     if kind == "device, few at once":
-        monkeypatch.setattr("whet.rollout.native.device_attention.GATHERED", 1)
+        monkeypatch.setattr("whet.rollout.native.paged_attention.GATHERED", 1)
     draw = torch.Generator().manual_seed(heads * dim)
     lengths = [1, 17, 40]
     shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim)

@@ -209,7 +209,7 @@ def turn(prompt: Prompt, completion: Completion) -> Turn:
 
 def test_engines_that_cannot_are_named_with_the_row_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "no image", "answer": "1"}, *counting("train", 0, num_rows=2, prompt="<image>?")]
-    engine = {"name": "fsdp", "options": {"sequence_parallel_size": 2}}
+    engine = {"name": "fsdp", "options": {"mesh": {"context": 2}}}
     changes = {
         "model.path": str(folder),
         "actor.engine": engine,
@@ -218,7 +218,7 @@ def test_engines_that_cannot_are_named_with_the_row_before_anything_starts(folde
         "trainer.run_dir": str(tmp_path / "run"),
     }
     config = load_config(TrainConfig, "vlm_quickstart", changes, given={"data", "reward"}).config
-    key = "engine.options.sequence_parallel_size"
+    key = "engine.options.mesh.context"
     with raises(ConfigError, key=f"actor.{key}", found=2, expected=re.compile("^1, as row 1 ")):
         train(config, dry_run=True, reward=lambda solution_str: 0.0, data=rows, val_data=rows)
     supervised = {"model.path": str(folder), "engine": engine, "cluster.processes": 2}

@@ -58,7 +58,7 @@ def config(
     if command == "convert":
         _convert(words or [], system, output, variables or [])
     elif schema:
-        from whet.config.render import json_schema
+        from whet.config.load import json_schema
 
         typer.echo(json.dumps(json_schema(schema_of(command)), indent=1))
     else:
@@ -94,8 +94,8 @@ def _convert(words: list[str], system: str | None, output: Path | None, variable
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
     """Prints the config line by line, each with its note, then the errors that the command would raise."""
     from whet.config import keyed_lines, load_config, problems
-    from whet.config.keys import meaning
     from whet.config.load import DEFAULT
+    from whet.config.section import meaning
 
     loaded = load_config(schema, recipe, overrides, checked=False)
     lines = keyed_lines(loaded.config)

@@ -19,21 +19,24 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.batch import Batch
-from whet.config.engine_checks import EngineUse, other_kernels
+from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.engines.routing import Routing, trained
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of
+from whet.models.load import TrainedModel, body_of, kept_buffers
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
+from whet.models.routers import CHOICES
+from whet.models.supported import support_of
 from whet.phases import counted, span
 
 
@@ -53,7 +56,8 @@ class Engine(ABC):
         self.model, self.role = model, role
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
-        self.forward_settings = replace(role.forward, in_stretches=in_stretches)
+        packing = role.forward.packing and support_of(model).is_own
+        self.forward_settings = replace(role.forward, packing=packing, in_stretches=in_stretches and packing)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
@@ -148,20 +152,37 @@ class Engine(ABC):
         Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
         passes = self._passes(columns, objective.block)
+        routing = Routing.of(self.model, objective, self.process_group, self.rows_group, self.device)
+        if routing is not None and routing.coefficient:
+            routing.begin(columns, counts, self._choices(columns, passes, routing))
         for number, rows in enumerate(passes, start=1):
             part = _rows(columns, rows)
-            outputs = self.outputs(part, objective.needs, objective.temperature)
+            outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
             if rows:
                 loss, measured = objective.loss(outputs, self.to_device(part), counts)
-                total = total + loss.detach()
                 metrics.merge(measured)
+                if routing is not None:
+                    loss = loss + routing.loss(outputs, self.to_device(part), metrics)
+                total = total + loss.detach()
             else:
                 loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             with span("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
             counted(number, len(passes))
+        if routing is not None:
+            routing.measure(metrics)
         return total
+
+    @torch.no_grad()
+    def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
+        """Counts the choices of each expert by the tokens of this rank's rows that the loss reads.  [E]"""
+        found = [torch.zeros(routing.experts, device=self.device)]
+        for rows in passes:
+            part = _rows(columns, rows)
+            chosen = self.outputs(part, frozenset({CHOICES}), 1.0)[CHOICES]
+            found += [(chosen * trained(self.to_device(part))[..., None]).sum((0, 1))] if rows else []
+        return torch.stack(found).sum(0)
 
     def step(self) -> Metrics:
         """Sums gradients over the ranks, clips them, and takes the step.
@@ -198,15 +219,15 @@ class Engine(ABC):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
         order."""
-        return self._gathered(merged_weights(self.model))
+        return merged_weights(self.model, self._gathered)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights of the adapter, as its folder names them; on every rank, in one order."""
-        return self._gathered(adapter_weights(self.model))
+        return ((name, self._gathered(weight)) for name, weight in adapter_weights(self.model))
 
-    def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Makes weights whole, one at a time."""
-        yield from weights
+    def _gathered(self, weight: torch.Tensor) -> torch.Tensor:
+        """Makes a weight whole."""
+        return weight.detach()
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
@@ -307,10 +328,12 @@ class Engine(ABC):
             dist.all_reduce(number, group=group)
         return number
 
-    def _checkpointed(self) -> dict[str, nn.Parameter]:
-        """The weights of a checkpoint, of an adapter its own alone."""
-        named, whole = dict(self.model.named_parameters()), not adapted_layers(self.model)
-        return {name: parameter for name, parameter in named.items() if whole or parameter.requires_grad}
+    def _checkpointed(self) -> dict[str, torch.Tensor]:
+        """The weights and kept buffers of a checkpoint, of an adapter its own weights alone."""
+        named = dict(self.model.named_parameters())
+        if adapted_layers(self.model):
+            return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        return {**named, **kept_buffers(self.model)}
 
     def _progress(self) -> dict[str, int]:
         """Steps taken and skipped."""

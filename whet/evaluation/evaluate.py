@@ -18,7 +18,7 @@ import numpy as np
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
-from whet.config.render import to_yaml
+from whet.config.load import to_yaml
 from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
 from whet.data.sources import write_rows
@@ -31,7 +31,15 @@ from whet.models.load import context_length, load_tokenizer, stop_token_ids, tor
 from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
 from whet.rewards.pool import checked, scorer_of
-from whet.rollout.build import build_collector, check_media, check_sampling, load_model, rollout_engine, sampling_params
+from whet.rollout.build import (
+    build_collector,
+    check_media,
+    check_sampling,
+    chosen_engine,
+    load_model,
+    rollout_engine,
+    sampling_params,
+)
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
@@ -144,8 +152,9 @@ def _write_pass_rates(data: DataConfig, folder: Path, answers: Sequence[Record])
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
     """Opens an engine that samples from the model in the folder `model_path`, as `version`. One that can be lost is
     started again then."""
-    check_sampling(rollout, {"rollout": rollout})
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
+    rollout = chosen_engine(rollout, own)
+    check_sampling(rollout, {"rollout": rollout})
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     dtype = torch_dtype(rollout.dtype)
     engine = rollout_engine(rollout, dtype, load, device, own)

@@ -8,6 +8,7 @@ from the left edge, padding on its right). All three are causal and without drop
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
 from whet.models.linear_attention import Flow
-from whet.models.packing import Bunch, Layout
+from whet.models.packing import Bunch, Layout, Stretches
 from whet.models.sequence_parallel import TokenShare
 from whet.models.varlen import has_kernel, varlen_attention
 
@@ -110,31 +111,75 @@ def attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # once, instead of in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    if packed.stretches is not None:
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        size, value = value.shape[2], _widened(value, key.shape[2])
-        one = varlen_attention(query, key, value, packed.stretches, scores.scale, scores.window, s_aux)
-        return one[None, ..., :size], None
     if token_share is None:
         return _packed(query, key, value, scores, packed), None
     query, key, value = (token_share.to_heads(x) for x in (query, key, value))
-    return token_share.to_tokens(_packed(query, key, value, scores, packed)), None
+    scores = scores if s_aux is None else scores._replace(sinks=token_share.own_heads(s_aux))
+    if packed.ring_order is None:
+        out = _packed(query, key, value, scores, packed)
+    else:
+        out = _in_ring(query, key, value, scores, packed, token_share)
+    return token_share.to_tokens(out), None
 
 
-@torch.compiler.disable  # its shapes differ in every batch; the code around it need not be compiled again
 def _packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
     """[1, H, T, D], [1, KV, T, D], [1, KV, T, V] -> [1, T, H, V]."""
-    real = len(packed.input_ids)
-    queries, keys, values = (x[0].transpose(0, 1)[:real] for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.stretches is None:
+        real = len(packed.input_ids)
+        out = _bunches(query[:real], key[:real], value[:real], scores, packed)
+    else:
+        real = packed.stretches.size
+        out = _in_one_call(query[:real], key[:real], value[:real], scores, packed.stretches)
+    if real == len(query):
+        return out[None]
+    return torch.cat([out, out.new_zeros(len(query) - real, *out.shape[1:])])[None]
+
+
+def _in_one_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, where: Stretches
+) -> torch.Tensor:
+    """[T, H, D], [K, KV, D], [K, KV, V] -> [T, H, V]."""
+    size, wide = value.shape[2], _widened(value, key.shape[2])
+    return varlen_attention(query, key, wide, where, scores.scale, scores.window, scores.sinks)[..., :size]
+
+
+@torch.compiler.disable  # its shapes differ in every batch; the code around it need not be compiled again
+def _bunches(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
+) -> torch.Tensor:
+    """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
     grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
         outs.append(bunch.unpad(_causal(q, k, v, scores, bunch).transpose(1, 2)))
-    padding = values.new_zeros(query.shape[2] - real, queries.shape[1], values.shape[2])
-    return torch.cat([*outs, padding])[None]
+    return torch.cat(outs) if outs else values.new_zeros(0, queries.shape[1], values.shape[2]) + queries.sum() * 0.0
+
+
+@torch.compiler.disable
+def _in_ring(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout, share: TokenShare
+) -> torch.Tensor:
+    """[1, H, n, D], [1, KV, n, D], [1, KV, n, V] -> [1, n, H, V]: the keys and values of all rings are gathered."""
+    assert packed.ring_order is not None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    everyone, own = share.gather_rings(torch.cat([k, v], -1)), packed.ring_order
+    if not len(own):  # padding alone
+        return (q[..., :1].expand(-1, -1, v.shape[2]) * 0.0 + everyone.sum() * 0.0)[None]
+    both = everyone.split([k.shape[2], v.shape[2]], -1)
+    keys, values = (torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), both, strict=True))
+    if packed.stretches is None:
+        out = _bunches(q[own], keys, values, scores, packed)
+    else:
+        at = packed.stretches
+        source = torch.arange(at.size, device=q.device) if at.source is None else at.source
+        plain = replace(at, source=None, own=None, shared=None, users=None)
+        mine = F.pad(q[own], (0, 0, 0, 0, 0, at.size - len(own)))
+        out = _in_one_call(mine, keys[source], values[source], scores, plain)[: len(own)]
+    return out.new_zeros(len(q), *out.shape[1:]).index_copy(0, own, out)[None]
 
 
 def _causal(

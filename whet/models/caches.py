@@ -59,7 +59,7 @@ def layer_caches(config: Any) -> tuple[Pages | State, ...]:
     pages = Pages(heads, head_size(config), head_size(config))
     if rank := values.get("kv_lora_rank"):
         pages = Pages(
-            config.num_attention_heads, head_size(config), values["v_head_dim"], (rank, values["qk_rope_head_dim"])
+            attention_heads(config), head_size(config), values["v_head_dim"], (rank, values["qk_rope_head_dim"])
         )
     types = list(values.get("layer_types") or [])[:layers]
     if LINEAR not in types:
@@ -76,12 +76,17 @@ def head_size(config: Any) -> int:
     values = config.to_dict()
     if values.get("kv_lora_rank"):
         return int(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
-    return int(values.get("head_dim") or config.hidden_size // config.num_attention_heads)
+    return int(values.get("head_dim") or config.hidden_size // max(1, attention_heads(config)))
+
+
+def attention_heads(config: Any) -> int:
+    """The number of heads of queries of a model with this transformers config; 0 of one without attention."""
+    return int(getattr(config, "num_attention_heads", 0))
 
 
 def key_value_heads(config: Any) -> int:
     """The number of heads of keys and values of a model with this transformers config."""
-    return int(config.to_dict().get("num_key_value_heads") or config.num_attention_heads)
+    return int(config.to_dict().get("num_key_value_heads") or attention_heads(config))
 
 
 def token_bytes(config: Any, item_bytes: int) -> int:

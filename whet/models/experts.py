@@ -2,69 +2,181 @@
 """whet's mixture of experts for transformers models: on a CPU a token's result does not depend on the other tokens.
 
 Kernels for few rows round differently from those for many, and the other tokens decide how many rows an expert gets.
-So an expert's rows are padded to at least `MIN_ROWS`.
+So an expert's rows are padded to at least `MIN_ROWS`. Experts may lie on several ranks (`ExpertShare`): tokens travel
+to them and back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "whet"
 MIN_ROWS = 16
+SHARE = "whet_share"  # the attribute of a module whose experts lie on several ranks
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """The split of E experts over ranks: first over those of `group`, which have other tokens, then over those of
+    `tensor_group`, which have the same tokens."""
+
+    group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup | None
 
 
 def experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden states [T, H], the k experts of each token [T, k] and their weights [T, k] -> [T, H]."""
-    special = module.has_post_expert_norm or not module.has_gate
-    if hidden_states.device.type != "cpu" or special:
+    share: ExpertShare | None = getattr(module, SHARE, None)
+    if share is not None:
+        return _shared(module, hidden_states, top_k_index, top_k_weights, share)
+    if hidden_states.device.type != "cpu" or module.has_post_expert_norm or not module.has_gate:
         plain: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
         return plain
     chosen, k = top_k_index.flatten(), top_k_index.shape[1]
     order = chosen.argsort(stable=True)  # (token, choice) pairs, sorted by expert
-    apply = _same_for_each if isinstance(chosen, FakeTensor) else _one_by_one
-    out = apply(module, hidden_states, order // k, chosen)
+    rows = hidden_states[order // k]
+    if isinstance(chosen, FakeTensor):
+        out = _same_for_each(module, rows)
+    else:
+        counts = chosen.bincount(minlength=module.num_experts)
+        out = _one_by_one(module, rows, counts, module.gate_up_proj, module.down_proj)
     weighted = out[order.argsort()] * top_k_weights.flatten()[:, None]
     return weighted.view(-1, k, hidden_states.shape[1]).sum(1).to(hidden_states.dtype)
 
 
-def _one_by_one(module: Any, hidden_states: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    counts, outs = chosen.bincount(minlength=module.num_experts).tolist(), []
-    gates, downs = _layers(module)
-    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
-    for part, *gate_up, down, bias in zip(tokens.split(counts), *gates, *downs, strict=True):
-        if len(part):
-            rows = F.pad(hidden_states[part], (0, 0, 0, -len(part) % MIN_ROWS))
-            outs.append(F.linear(module._apply_gate(F.linear(rows, *gate_up)), down, bias)[: len(part)])
-    return torch.cat(outs)
+def is_special(module: Any) -> bool:
+    """Tells whether transformers computes these experts with more than two products and a gate."""
+    return bool(module.has_bias or module.is_transposed or module.has_post_expert_norm or not module.has_gate)
 
 
-def _layers(module: Any) -> tuple[tuple[Any, Any], ...]:
-    """Weights [N, K] and biases [N] or None of the experts, of both of their layers."""
-    pairs = []
-    for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(module, name)
-        biases = getattr(module, f"{name}_bias").unbind() if module.has_bias else [None] * module.num_experts
-        pairs.append(((weight.mT if module.is_transposed else weight).unbind(), biases))
-    return tuple(pairs)
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the modules with stacked experts [E, ...], by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "has_post_expert_norm") and hasattr(
+            module, "num_experts"
+        ):  # transformers' decorator sets it
+            yield name, module
 
 
-def _same_for_each(
-    module: Any, hidden_states: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor
+def _one_by_one(
+    module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
+    """Rows [n, H] sorted by expert, and the number of each -> [n, H]."""
+    outs, none = [], [None] * len(gate_up)
+    gate_up, down = (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)
+    biases = [module.gate_up_proj_bias.unbind(), module.down_proj_bias.unbind()] if module.has_bias else [none, none]
+    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
+    layers = zip(gate_up.unbind(), biases[0], down.unbind(), biases[1], strict=True)
+    for part, (first, first_bias, second, bias) in zip(rows.split(counts.tolist()), layers, strict=True):
+        if len(part):
+            whole = F.pad(part, (0, 0, 0, -len(part) % MIN_ROWS))
+            outs.append(F.linear(module._apply_gate(F.linear(whole, first, first_bias)), second, bias)[: len(part)])
+    return torch.cat(outs) if outs else rows + 0.0 * (gate_up.sum() + down.sum())
+
+
+def _grouped(
+    module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """`_one_by_one` in two products for all experts."""
+    ends = counts.cumsum(0).int()
+    inner = module._apply_gate(F.grouped_mm(rows.to(gate_up.dtype), gate_up.mT, offs=ends))
+    return F.grouped_mm(inner, down.mT, offs=ends)
+
+
+def _same_for_each(module: Any, rows: torch.Tensor) -> torch.Tensor:
     """The shapes alone, for tensors without values: each expert gets the same number of rows."""
-    each = -(-len(tokens) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
-    rows = F.pad(hidden_states[tokens], (0, 0, 0, module.num_experts * each - len(tokens)))
+    each = -(-len(rows) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
+    whole = F.pad(rows, (0, 0, 0, module.num_experts * each - len(rows)))
     up, down = module.gate_up_proj, module.down_proj
     up, down = (up, down) if module.is_transposed else (up.mT, down.mT)
-    inner = module._apply_gate(rows.view(module.num_experts, each, -1) @ up)
-    return (inner @ down).flatten(0, 1)[: len(tokens)]
+    return (module._apply_gate(whole.view(module.num_experts, each, -1) @ up) @ down).flatten(0, 1)[: len(rows)]
+
+
+def _shared(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, share: ExpertShare
+) -> torch.Tensor:
+    """`experts` where this rank has n of the E: rows travel to the ranks of their experts, and back."""
+    size, same = share.group.size(), share.tensor_group
+    gate_up, down = module.gate_up_proj.to_local(), module.down_proj.to_local()
+    n, k = gate_up.shape[0], chosen.shape[1]
+    pairs, places = chosen.flatten(), 1 if same is None else same.size()
+    if same is not None:
+        hidden, weights = _SummedGradient.apply(hidden, same), _SummedGradient.apply(weights, same)
+        is_own = pairs // n % places == dist.get_rank(same)
+        pairs = torch.where(is_own, pairs, module.num_experts)
+    order = pairs.argsort(stable=True)
+    counts = pairs.bincount(minlength=module.num_experts + 1)[: module.num_experts]
+    order = order[: int(counts.sum())]
+    sent = counts.view(size, places, n)[:, 0 if same is None else dist.get_rank(same)].contiguous()  # [size, n]
+    coming = torch.empty_like(sent)
+    dist.all_to_all_single(coming, sent, group=share.group)
+    to, back = sent.sum(1).tolist(), coming.sum(1).tolist()
+    rows = _Rows.apply(hidden[order // k], to, back, share.group)
+    kind = torch.arange(n, device=rows.device).repeat(size).repeat_interleave(coming.flatten())
+    by_expert = kind.argsort(stable=True)
+    compute = _one_by_one if rows.device.type == "cpu" else _grouped
+    out = compute(module, rows[by_expert], coming.sum(0), gate_up, down)[by_expert.argsort()]
+    returned = _Rows.apply(out, back, to, share.group)
+    whole = returned.new_zeros(chosen.numel(), hidden.shape[1]).index_copy(0, order, returned)
+    result = (whole * weights.flatten()[:, None]).view(-1, k, hidden.shape[1]).sum(1).to(hidden.dtype)
+    return result if same is None else _Sum.apply(result, same)
+
+
+class _Rows(torch.autograd.Function):
+    """Exchanges rows [n, H] by all-to-all: `to` says how many go to each rank, `back` how many come from each."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, rows: torch.Tensor, to: list[int], back: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.way = back, to, group
+        received = rows.new_empty(sum(back), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), back, to, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        return _Rows.apply(grad, *ctx.way), None, None, None
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The tensor itself; its gradient is summed over ranks, each of which has read it for a part of the result."""
+
+    @staticmethod
+    def forward(ctx, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        summed = grad.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, from which all compute the same."""
+
+    @staticmethod
+    def forward(ctx, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        summed = part.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        return grad, None
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

@@ -18,8 +18,9 @@ class LogitForm(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> LogitForm:
-        """Reads scale (Cohere, Granite) and cap (Gemma) from a model's text config."""
+        """Reads scale (Cohere, Granite, Falcon-H1) and cap (Gemma) from a model's text config."""
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        scale *= getattr(config, "lm_head_multiplier", 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,18 +154,22 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all weights under their Hugging Face names, tied ones once, with adapters merged."""
+def merged_weights(
+    model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields all weights under their Hugging Face names, tied ones once, with adapters merged; `whole` makes a weight
+    whole."""
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")
         if owner in layers and rest == "weight":
-            delta = layers[owner].get_delta_weight(ADAPTER).detach()
-            yield f"{owner}.weight", delta.add_(parameter.detach())
+            first, second = (whole(getattr(layers[owner], part)[ADAPTER].weight) for part in TRAINED_PARTS)
+            delta = (second @ first) * layers[owner].scaling[ADAPTER]
+            yield f"{owner}.weight", delta.detach().add_(whole(parameter))
         elif owner in layers:
-            yield f"{owner}.{rest}", parameter.detach()
+            yield f"{owner}.{rest}", whole(parameter)
         elif not any(f".{part}." in name for part in TRAINED_PARTS):
-            yield name, parameter.detach()
+            yield name, whole(parameter)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ causal mask, because padding comes after all real tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -149,6 +149,7 @@ class Layout(Grid):
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length; none with `stretches`
     media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
     stretches: Stretches | None = None
+    ring_order: torch.Tensor | None = None  # [n] of the tokens between whose ring keys are gathered: see `_in_ring`
 
     @property
     def size(self) -> int:
@@ -209,25 +210,27 @@ class Layout(Grid):
         return Spread.apply(flat, self.bunches, True)
 
 
-def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: bool = False, tile: int = 0) -> Layout:
+def layout(
+    batch: Mapping[str, Any],
+    share_prompts: bool = False,
+    in_stretches: bool = False,
+    tile: int = 0,
+    ring: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> Layout:
     """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
     on their device: the host, before anything is copied to another device.
 
     With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
-    is for attention in one call over all rows, without grids, `tile` tokens at once.  Raises: DataError when no token
-    precedes a sampled one.
+    is for attention in one call over all rows, without grids, `tile` tokens at once. With `ring`, attention is that of
+    some of the tokens to all (`_in_ring`).  Raises: DataError when no token precedes a sampled one.
     """
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
     kept = response_mask.any(1).nonzero()[:, 0]
     row_at = torch.arange(len(kept), device=kept.device)
     real = batch["attention_mask"].bool()[kept]
-    own, first = real, row_at
-    if share_prompts:
-        media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
-        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
-        own = real.clone()
-        own[first != row_at, :prompt_width] = False
+    first, own = _first_rows(batch, kept) if share_prompts else row_at, real.clone()
+    own[first != row_at, :prompt_width] = False
 
     by_length = own.sum(1).argsort(descending=True, stable=True)
     has_prompt = (first == row_at)[by_length].tolist()
@@ -249,12 +252,15 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: 
     before = last.gather(1, order.clamp(min=0))[own]
     width = int(lengths.max()) if len(lengths) else 0
     within = own.cumsum(1)[own] - 1
-    positions = batch["position_ids"][kept]
+    positions, slots, ring_order = batch["position_ids"][kept], row_at.repeat_interleave(lengths) * width + within, None
+    pieces = [lengths, prefix_lengths, within, in_order]
+    if ring is not None:
+        ring_order, *pieces = _in_ring(*ring(len(slots)), slots // width, *pieces)
     return Layout(
         tokens=slice(None),
         input_ids=input_ids[own],
         position_ids=positions[own] if positions.dim() == 2 else positions.transpose(0, 1)[:, own],
-        slots=row_at.repeat_interleave(lengths) * width + within,
+        slots=slots,
         num_rows=len(lengths),
         width=width,
         states=in_order[rows, chosen_at - 1],
@@ -262,9 +268,53 @@ def layout(batch: Mapping[str, Any], share_prompts: bool = False, in_stretches: 
         places=kept[rows] * response_mask.shape[1] + columns,
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
         before=before,
-        bunches=() if in_stretches else tuple(_bunches(lengths.tolist(), prefix_lengths, within, in_order)),
+        bunches=() if in_stretches else tuple(_bunches(*pieces)),
         media=tuple(_media(batch, kept.tolist(), has_prompt)),
-        stretches=Stretches.of(lengths, prefix_lengths, in_order, tile) if in_stretches and len(lengths) else None,
+        stretches=Stretches.of(pieces[0], pieces[1], pieces[3], tile) if in_stretches and len(pieces[0]) else None,
+        ring_order=ring_order,
+    )
+
+
+def _first_rows(batch: Mapping[str, Any], kept: torch.Tensor) -> torch.Tensor:
+    """The first of the rows `kept` that has the prompt of each: positions among them."""
+    media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
+    return same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
+
+
+def _in_ring(
+    tokens: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    prefix_lengths: torch.Tensor,
+    within: torch.Tensor,
+    in_order: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Rows of attention whose own tokens are pieces of the rows, those among `tokens` [n]; all that is before a piece
+    in its row is its prefix. Keys are the n tokens in the order that comes first, then the T in `places` [T].
+
+    rows [T] and within [T]: each token's row, and its index there.  Returns: the order of the n tokens, by piece;
+    lengths, prefix_lengths, within and in_order of the pieces."""
+    row, at = rows[tokens], within[tokens]
+    starts = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+    starts[1:] = (row[1:] != row[:-1]) | (at[1:] != at[:-1] + 1)
+    piece, first = starts.cumsum(0) - 1, starts.nonzero()[:, 0]
+    counts = piece.bincount(minlength=len(first))
+    by_length = counts.argsort(descending=True, stable=True)
+    order, first = by_length.argsort()[piece].argsort(stable=True), first[by_length]
+    counts, prefixes = counts[by_length], (prefix_lengths[row] + at)[first]
+    begin = counts.cumsum(0) - counts
+    index = torch.arange(in_order.shape[1], device=tokens.device)
+    own = begin[:, None] + index - prefixes[:, None]
+    others = places[in_order.clamp(min=0)] + len(tokens)
+    pieces = torch.where(index < prefixes[:, None], others[row[first]], own)
+    pieces = torch.where(index < (prefixes + counts)[:, None], pieces, -1)
+    return (
+        order,
+        counts,
+        prefixes,
+        torch.arange(len(tokens), device=tokens.device) - begin.repeat_interleave(counts),
+        pieces,
     )
 
 
@@ -288,13 +338,13 @@ def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _bunches(
-    lengths: Sequence[int], prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
+    own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
 ) -> Iterator[Bunch]:
-    """Yields bunches of rows, which are sorted by falling `lengths`; `within` [T] is each token's index in its row.
+    """Yields bunches of rows, which are sorted by falling lengths; `within` [T] is each token's index in its row.
 
     prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared prompt first.
     """
-    prefixes, device = prefix_lengths.tolist(), within.device
+    lengths, prefixes, device = own_lengths.tolist(), prefix_lengths.tolist(), within.device
     row = token = 0
     while row < len(lengths):
         width, end, deepest = lengths[row], row, 0
@@ -362,7 +412,7 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
-        ctx.bunches, ctx.with_prompts = bunches, with_prompts
+        ctx.bunches, ctx.with_prompts, ctx.size = bunches, with_prompts, len(flat)
         grids = []
         for bunch in bunches:
             slots, width = bunch.places(with_prompts)
@@ -376,6 +426,8 @@ class Spread(torch.autograd.Function):
     def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
         pairs = list(zip(ctx.bunches, (grad.flatten(0, 1) for grad in grads), strict=True))
         flat = torch.cat([grad.index_select(0, bunch.places(ctx.with_prompts)[0]) for bunch, grad in pairs])
+        if ctx.size > len(flat):  # tokens that are keys alone
+            flat = torch.cat([flat, flat.new_zeros(ctx.size - len(flat), *flat.shape[1:])])
         if ctx.with_prompts:
             tokens = torch.cat([bunch.prefix_tokens for bunch, _ in pairs])
             prefixes = torch.cat([grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs])

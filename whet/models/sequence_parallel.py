@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence parallelism: each rank has a part of the tokens; in attention it has all tokens and a part of the heads.
+"""Context parallelism: each rank has a part of the tokens; in attention it has more tokens and a part of the heads.
 
 Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. A layer has two exchanges, before and after attention.
+With more ranks than heads, keys and values are gathered too, as in Llama 3 (2024), https://arxiv.org/abs/2407.21783.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from whet.errors import ConfigError
+from whet.models.packing import TOKENS_STEP, rounded
 
-KEY = "engine.options.sequence_parallel_size"
+KEY = "engine.options.mesh.context"
 SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only attention mixes tokens
 
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The split of tokens over the ranks of `group`, in equal consecutive parts."""
+    """The split of tokens over the ranks of `group`, in equal parts.
+
+    The ranks are `rings` rows of `heads` ranks. In attention the ranks of a row exchange their tokens for heads, and
+    gather the keys and values of other rows. A row of ranks has one part from the start of the tokens and one from
+    their end, so that all rows of ranks have about as many pairs of query and key (a causal triangle).
+    """
 
     group: dist.ProcessGroup
+    heads_group: dist.ProcessGroup
+    ring_group: dist.ProcessGroup
 
     @property
     def size(self) -> int:
@@ -35,25 +44,59 @@ class TokenShare:
         """Number of this rank's part."""
         return dist.get_rank(self.group)
 
+    @property
+    def rings(self) -> int:
+        """Number of parts between which keys and values are gathered."""
+        return dist.get_world_size(self.ring_group)
+
     def padded(self, count: int) -> int:
-        """`count`, rounded up to a multiple of the number of ranks."""
-        return -(-count // self.size) * self.size
+        """`count`, rounded up to tokens that all ranks divide."""
+        step = self.size if self.rings == 1 else 2 * self.size
+        return -(-count // step) * step
+
+    def order(self, total: int, device: torch.device) -> torch.Tensor:
+        """[size, total / size] the tokens of each rank."""
+        halves = torch.arange(total, device=device).view(2 * self.rings, -1) if self.rings > 1 else None
+        if halves is None:
+            return torch.arange(total, device=device).view(self.size, -1)
+        return torch.cat([halves[: self.rings], halves[self.rings :].flip(0)], 1).view(self.size, -1)
+
+    def places(self, total: int, device: torch.device) -> torch.Tensor:
+        """[total] each token's index among the tokens of all ranks, one rank after the other."""
+        return self.order(total, device).flatten().argsort()
+
+    def ring(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `count` tokens those of this row of ranks, and the place of each where all rows are gathered."""
+        total, host = self.padded(rounded(count, TOKENS_STEP)), torch.device("cpu")
+        tokens = self.order(total, host).view(self.rings, -1)[dist.get_rank(self.ring_group)]
+        return tokens[tokens < count], self.places(total, host)
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         """Part of this rank: [..., T] -> [..., T / size]."""
-        return tokens.unflatten(-1, (self.size, -1))[..., self.rank, :]
+        return tokens[..., self.order(tokens.shape[-1], tokens.device)[self.rank]]
+
+    def gather_rings(self, states: torch.Tensor) -> torch.Tensor:
+        """[T / rings, ...] -> [T, ...] of all rows of ranks, one after the other; differentiable."""
+        gathered: torch.Tensor = _GatherParts.apply(states, self.ring_group)
+        return gathered.flatten(0, 1)
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, H, T / size, D] -> [1, H / size, T, D]; fewer heads than ranks are repeated first."""
-        if (heads := states.shape[1]) < self.size:
-            states = states.repeat_interleave(self.size // heads, dim=1)
-        parts = states[0].unflatten(0, (self.size, -1))  # [size, H / size, T / size, D]
-        return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
+        """[1, H, T / size, D] -> [1, H / heads, T / rings, D]; fewer heads than ranks are repeated first."""
+        heads = dist.get_world_size(self.heads_group)
+        if (count := states.shape[1]) < heads:
+            states = states.repeat_interleave(heads // count, dim=1)
+        parts = states[0].unflatten(0, (heads, -1))  # [heads, H / heads, T / size, D]
+        return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
+
+    def own_heads(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Part of the heads that this rank has in attention: [H] -> [H / heads]."""
+        return numbers.chunk(dist.get_world_size(self.heads_group))[dist.get_rank(self.heads_group)]
 
     def to_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, T, H / size, D] -> [1, T / size, H, D]."""
-        parts = states[0].unflatten(0, (self.size, -1))  # [size, T / size, H / size, D]
-        return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
+        """[1, T / rings, H / heads, D] -> [1, T / size, H, D]."""
+        heads = dist.get_world_size(self.heads_group)
+        parts = states[0].unflatten(0, (heads, -1))  # [heads, T / size, H / heads, D]
+        return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
 
     def gather(self, own: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
         """Gathers the values of N tokens from all ranks, [n, ...] -> [N, ...]; `owner` [N] is the rank of each token,
@@ -69,16 +112,15 @@ class TokenShare:
         return everyone[owner, place]
 
 
-def check_heads(config: Any, size: int) -> None:
-    """Checks that a model's heads and layers allow a split over `size` ranks.  Raises: ConfigError."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    valid = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if size not in valid:
-        expected = f"a divisor of {heads} heads and {kv_heads} key-value heads"
-        raise ConfigError(KEY, size, expected, f"try {', '.join(str(each) for each in valid)}")
+def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
+    """The most of `size` ranks that can share a model's heads, of which each of `tensor` ranks has a part.  Raises:
+    ConfigError for layers in which tokens mix elsewhere too."""
+    heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"
         raise ConfigError(KEY, size, expected, "set it to 1")
+    valid = (n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+    return max(n for n in valid if size % n == 0)
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -114,3 +156,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         return grad[ctx.rank], None
+
+
+class _GatherParts(torch.autograd.Function):
+    """Gathers [...] -> [size, ...]; each rank's gradient is summed over all ranks, which compute different things."""
+
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.group = group
+        everyone = own.new_empty(dist.get_world_size(group), *own.shape)
+        dist.all_gather(list(everyone.unbind()), own.contiguous(), group=group)
+        return everyone
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return _exchange(grad, ctx.group).sum(0, dtype=wide).to(grad.dtype), None

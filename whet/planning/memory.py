@@ -214,7 +214,7 @@ def cache_room(setup: Setup) -> CacheRoom | None:
     peaks = [kept.on_device("rollout")]
     for name in () if config.rollout.free_cache_engine else setup.objectives:
         if config.cluster.pool_of(name) == pool:
-            (held, of_token), role = _pass_bytes(setup, name), setup.roles[name]
+            (held, of_token), role = _pass_bytes(setup, name), setup.outlines[name].role
             tokens = max(tokens_of(rows, role.forward) for rows in _micro_batches(setup, name))
             peaks.append(held + round(MARGIN * of_token * tokens))
     longest = max(setup.lengths.prompts) + setup.lengths.response
@@ -306,7 +306,8 @@ def _update_bytes(
 
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     """Returns the micro-batches of a mini-batch, as the engine splits it."""
-    rows, role = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks), setup.roles[name]
+    rows = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks)
+    role = setup.outlines[name].role
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],

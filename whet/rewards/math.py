@@ -24,16 +24,19 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
 from whet.options import Share
 from whet.registry import register_reward
-from whet.rewards.math_compare import Expression, as_interval, differs, verify
 from whet.rewards.math_read import (
     MAX_CHARS,
     NORMALISATIONS as NORMALISATIONS,
+    Expression,
+    as_interval,
+    differs,
     key_of,
     normalise,
     number,
     read,
     renamed,
     unit_after,
+    verify,
 )
 from whet.rewards.math_tex import WORDS
 from whet.rewards.result import after_thought, is_repeated

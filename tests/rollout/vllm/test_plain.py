@@ -30,9 +30,8 @@ from whet.rollout.protocol import Event, Finished, Partial, SamplingParams, gene
 from whet.rollout.servers import engine as servers_engine
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.vllm import engine as engine_module
-from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine, completion_of
 from whet.rollout.vllm.plain import generated
-from whet.rollout.vllm.translate import completion_of
 from whet.types import Media
 
 pytestmark = pytest.mark.slow

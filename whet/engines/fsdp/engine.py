@@ -7,10 +7,10 @@ Whole layers exist one at a time, gathered before they are used and given up aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,26 +23,27 @@ from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine
 from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.sharding import arrange, shard
+from whet.engines.mesh import Mesh
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Spread
 from whet.engines.role import RoleSettings
 from whet.models.compiled_layers import compile_layers
 from whet.models.load import body_of, cast_weights
 from whet.models.packing import Layout
-from whet.models.sequence_parallel import TokenShare, check_heads
+from whet.models.sequence_parallel import heads_ranks
 from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses")
+@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.mesh:of_former")
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
-    shard_size: ranks over which weights are sharded, with copies beyond (hybrid); unset: all.
+    mesh: sizes of the grid of processes: replicate (copies), shard (parts of the weights and of a mini-batch's rows),
+        context (parts of a row's tokens), tensor (parts of heads and inner numbers), expert (parts of the experts, over
+        shard x context), pipeline (parts of the layers); of shard and replicate the one that is unset takes the rest.
     reshard_after_forward: gives up gathered layers before the backward pass and gathers them again.
     cpu_offload: weights and optimizer stay on the host, gradients go there.
-    sequence_parallel_size: ranks that share a row's tokens, and in attention the heads (Ulysses).
-    tensor_parallel_size: ranks that share the model's heads and inner numbers, where transformers has a plan.
     compile: compiles the layers: a slower start, faster steps.
     """
 
@@ -54,21 +55,19 @@ class FSDPEngine(Engine):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device = HOST,
         *,
-        shard_size: Count | None = None,
+        mesh: dict[Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"], Count] | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        sequence_parallel_size: Count = 1,
-        tensor_parallel_size: Count = 1,
         compile: bool = False,  # noqa: A002  # the option's name
     ) -> None:
-        self.ranks = arrange(process_group, device.type, shard_size, sequence_parallel_size, tensor_parallel_size)
+        self.ranks = arrange(process_group, device.type, mesh)  # type: ignore[arg-type]  # the keys are text
         super().__init__(role.empty_model(device), role, self.ranks.group, device)
-        self.rows_group, self.row_ranks = self.ranks.rows_group, self.ranks.inner
+        self.rows_group, self.row_ranks = self.ranks.rows_group, self.ranks.mesh.row_ranks
         model, optim = self.model, role.optim
         forward = self.forward_settings = replace(self.forward_settings, is_sharded=True)
-        if sequence_parallel_size > 1:
-            check_heads(body_of(model).config.get_text_config(), sequence_parallel_size)
-            self.forward_settings = replace(forward, token_share=TokenShare(self.ranks.inner_group))
+        if (context := self.ranks.mesh.context) > 1:
+            heads = heads_ranks(body_of(model).config.get_text_config(), context, self.ranks.mesh.tensor)
+            self.forward_settings = replace(forward, token_share=self.ranks.token_share(heads))
         if optim is not None and optim.weight_rounding is not None:
             cast_weights(model, torch.bfloat16)
         if compile:
@@ -91,15 +90,21 @@ class FSDPEngine(Engine):
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of everything in each process, on the host where it is offloaded."""
-        tensor, sequence = options["tensor_parallel_size"], options["sequence_parallel_size"]
-        shards = (options["shard_size"] or processes // tensor) * tensor
-        return Spread(shards, options["cpu_offload"], row_ranks=tensor * sequence, token_shares=sequence)
+        mesh = Mesh.of(processes, options["mesh"])
+        shards = mesh.holders * mesh.tensor * mesh.pipeline
+        return Spread(shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._reshard()
+        return super().named_weights()
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._reshard()
+        return super().adapter_weights()
 
     @torch.no_grad()
-    def _gathered(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        self._reshard()
-        for name, weight in weights:
-            yield name, _gathered(weight.to(self.device)) if isinstance(weight, DTensor) else weight
+    def _gathered(self, weight: torch.Tensor) -> torch.Tensor:
+        return _gathered(weight.detach().to(self.device)) if isinstance(weight, DTensor) else weight.detach()
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         outputs = super().forward(*args, **kwargs)
@@ -126,7 +131,7 @@ class FSDPEngine(Engine):
         start: dict[str, Any] | None = state["start"]
         return start
 
-    def _saved(self) -> dict[str, nn.Parameter]:
+    def _saved(self) -> dict[str, torch.Tensor]:
         """The weights of a checkpoint, of an adapter its own alone."""
         self._reshard()
         return self._checkpointed()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a role, with their shards of the weights and of the rows; and the model's modules given to torch: layers
-one by one, their heads split over ranks first where that is asked for."""
+one by one, their heads and experts split over ranks first where that is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from whet import devices
 from whet.devices import backends
+from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
+from whet.models.experts import SHARE, ExpertShare, expert_modules, is_special
 from whet.models.load import body_of, layers
+from whet.models.lora import ADAPTER, adapted_layers
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout
+from whet.models.sequence_parallel import TokenShare
 
-TENSOR_KEY = "engine.options.tensor_parallel_size"
+TENSOR_KEY, EXPERT_KEY = "engine.options.mesh.tensor", "engine.options.mesh.expert"
 # Ranks whose rows do not reach a part of the model send zeros as its gradient: from torch 2.13 on.
 ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
@@ -60,6 +65,7 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
         raise ConfigError(f"torch {torch.__version__}", found, "", change)
     if ranks.tensor_mesh is not None:
         split_heads(body, ranks.tensor_mesh)
+    experts = list(split_experts(body, ranks))
     options: dict[str, Any] = {
         "mesh": ranks.shard_mesh,
         # States between layers keep their dtype: autocast narrows what products read, as it does in one process.
@@ -75,6 +81,9 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
     head = model.get_output_embeddings() if model is body else None  # type: ignore[operator]
     if head is None or head.weight is not embedding.weight:
         fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
+    for module in experts:  # not by experts, of which each rank has its own
+        own: dict[str, Any] = {**options, "mesh": ranks.expert_shard_mesh, "shard_placement_fn": lambda _: Shard(1)}
+        fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
     for layer in layers(body):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(whole, **options)
@@ -122,66 +131,118 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some of an MLP's inner
-    numbers; embedding, norms and output are whole on every rank.  Raises: ConfigError where that cannot be.
+    numbers; embedding, norms and output are whole on every rank. `split_experts` splits experts.  Raises: ConfigError
+    where that cannot be.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053."""
-    config = model.config.get_text_config()
-    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
-    if unknown := sorted({style for style in plan.values() if style not in STYLES}) or not plan:
-        what = f"has layers of the kinds {', '.join(unknown)}" if plan and isinstance(unknown, list) else "has no plan"
-        change = "set it to 1 (and engine.options.sequence_parallel_size for long rows)"
+    config, body = model.config.get_text_config(), model.base_model
+    known = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
+    known = {name: style for name, style in known.items() if ".experts" not in name}
+    if unknown := sorted({style for style in known.values() if style not in STYLES}) or not known:
+        what = f"has layers of the kinds {', '.join(unknown)}" if known and isinstance(unknown, list) else "has no plan"
+        change = "set it to 1 (and engine.options.mesh.context for long rows)"
         raise ConfigError(TENSOR_KEY, mesh.size(), f"1, as {type(model).__name__} {what} for it", change)
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "inner numbers of an MLP": config.intermediate_size,
-    }
-    if wrong := [f"{count} {what}" for what, count in sizes.items() if count % mesh.size()]:
-        valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for n in sizes.values())]
+    names = [name for name, _ in body.named_modules()]
+    plan = {name: style for name in names for glob, style in known.items() if fnmatchcase(name, glob)}
+    inner = {body.get_submodule(name).in_features for name, style in plan.items() if _is_mlp(name, style)}
+    sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    counts = [*sizes.items(), *(("inner numbers of an MLP", each) for each in sorted(inner))]
+    if wrong := [f"{count} {what}" for what, count in counts if count % mesh.size()]:
+        valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for _, n in counts)]
         change = f"try {', '.join(str(each) for each in valid)}"
         raise ConfigError(TENSOR_KEY, mesh.size(), f"a divisor of the model's {' and '.join(wrong)}", change)
-    parallelize_module(
-        model.base_model, mesh, {name: STYLES[style]() for name, style in plan.items()}, src_data_rank=None
-    )
+    adapted = adapted_layers(body)
+    styles: dict[str, str] = {}
+    for name, style in plan.items():
+        if name not in adapted:
+            styles[name] = style
+            continue
+        # Of B A x, the factor on the side that is split is split too, and the other one is whole.
+        styles[f"{name}.base_layer"] = style
+        styles[f"{name}.{'lora_A' if style.startswith('rowwise') else 'lora_B'}.{ADAPTER}"] = style
+    parallelize_module(body, mesh, {name: STYLES[style]() for name, style in styles.items()}, src_data_rank=None)
+
+
+def _is_mlp(name: str, style: str) -> bool:
+    return style.startswith("rowwise") and "attn" not in name
+
+
+def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
+    """Gives each rank some of the experts [E, ...] of every mixture.  Yields the modules.  Raises: ConfigError."""
+    mesh, found = ranks.mesh, list(expert_modules(model))
+    if mesh.expert > 1 and not found:
+        raise ConfigError(EXPERT_KEY, mesh.expert, f"1, as {type(model).__name__} has no experts", "unset it")
+    if ranks.expert_mesh is None:
+        return
+    places, shards = ranks.expert_mesh["experts"], mesh.holders // mesh.expert
+    for name, module in found:
+        key, size = (EXPERT_KEY, mesh.expert) if mesh.expert > 1 else (TENSOR_KEY, mesh.tensor)
+        if is_special(module):
+            raise ConfigError(key, size, f"1, as experts of {type(model).__name__} have biases or another form", "")
+        if module.num_experts % places.size():
+            expected = f"with the product of tensor and expert a divisor of {module.num_experts} experts ({name})"
+            raise ConfigError(key, size, expected, f"try a divisor of {module.num_experts}")
+        for own, weight in list(module.named_parameters(recurse=False)):
+            if weight.shape[1] % shards:
+                expected = f"shard x context / expert a divisor of {weight.shape[1]} ({name}.{own})"
+                raise ConfigError(key, size, expected, "raise it")
+            part = torch.empty(
+                module.num_experts // places.size(), *weight.shape[1:], device="meta", dtype=weight.dtype
+            )
+            split = DTensor.from_local(part, places, [Shard(0)], run_check=False)
+            setattr(module, own, nn.Parameter(split, requires_grad=weight.requires_grad))
+        tensor = None if ranks.tensor_mesh is None else ranks.tensor_mesh.get_group()
+        setattr(module, SHARE, ExpertShare(ranks.expert_group, tensor))
+        yield module
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a role. `inner` consecutive ones read the same rows: each a part of their tokens or of the model's
-    heads. Weights lie in shards over `shard_mesh`, whose first dimension counts replicas where it has two."""
+    """The ranks of a role. Weights lie in shards over `shard_mesh`, whose first dimension counts copies where it has
+    two. The groups are lines through the grid, and this rank is in each."""
 
     group: dist.ProcessGroup
-    inner: int
+    mesh: Mesh
     shard_mesh: DeviceMesh
-    tensor_mesh: DeviceMesh | None  # over the inner ranks, where they split the model
-    inner_group: dist.ProcessGroup
-    rows_group: dist.ProcessGroup  # ranks with the same place among the inner ones: together they read every row once
+    tensor_mesh: DeviceMesh | None  # ranks that split heads and inner numbers
+    expert_mesh: DeviceMesh | None  # (copies,) shards of an expert, parts of the experts
+    expert_group: dist.ProcessGroup  # ranks with different experts and different tokens
+    context_group: dist.ProcessGroup  # ranks with different tokens of the same rows
+    rows_group: dist.ProcessGroup  # together they read every row once
+
+    def token_share(self, heads: int) -> TokenShare:
+        """The split of tokens over the context ranks, of which `heads` consecutive ones share heads."""
+        grid = torch.tensor(dist.get_process_group_ranks(self.context_group)).view(-1, heads)
+        inner, outer = _line(self.context_group, grid.tolist()), _line(self.context_group, grid.T.tolist())
+        return TokenShare(self.context_group, inner, outer)
+
+    @property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """The ranks that hold parts and copies of the same experts."""
+        assert self.expert_mesh is not None and self.expert_mesh.mesh_dim_names is not None
+        return self.expert_mesh[self.expert_mesh.mesh_dim_names[:-1]]
 
 
-def arrange(
-    group: dist.ProcessGroup | None,
-    device_type: str,
-    shard_size: int | None,
-    sequence_parallel: int,
-    tensor_parallel: int,
-) -> Ranks:
-    """The arrangement of the ranks in `group` (None: of this process alone), which the sizes divide."""
+def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[str, int] | None) -> Ranks:
+    """The arrangement of the ranks in `group` (None: of this process alone), which the sizes of a mesh divide."""
     group = group if group is not None else _alone(device_type)
-    ranks = dist.get_process_group_ranks(group)
-    inner = sequence_parallel * tensor_parallel
-    holders = len(ranks) // tensor_parallel  # of different shards or replicas of them
-    shards = holders if shard_size is None else shard_size
-    sizes = {"replicate": holders // shards, "shard": shards, "tensor": tensor_parallel}
-    mesh = _mesh(group, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device_type)
-    names = tuple(name for name in ("replicate", "shard") if sizes[name] > 1 or name == "shard")
-    grid = torch.tensor(ranks).view(-1, inner)
+    ranks, mesh = dist.get_process_group_ranks(group), Mesh.of(group.size(), given)
+    names = tuple(name for name in ("replicate", "shard") if mesh.replicate > 1 or name == "shard")
+    sizes = {"replicate": mesh.replicate, "shard": mesh.holders, "tensor": mesh.tensor}
+    whole = _mesh(group, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device_type)
+    parts = {"replicate": mesh.replicate, "shard": mesh.holders // mesh.expert, "experts": mesh.expert * mesh.tensor}
+    splits = parts["experts"] > 1
+    experts = {name: size for name, size in parts.items() if size > 1 or name != "replicate"}
+    grid = torch.tensor(ranks)
     return Ranks(
         group=group,
-        inner=inner,
-        shard_mesh=mesh[names],
-        tensor_mesh=mesh["tensor"] if tensor_parallel > 1 else None,
-        inner_group=_line(group, grid.tolist()),
-        rows_group=_line(group, grid.T.tolist()),
+        mesh=mesh,
+        shard_mesh=whole[names],
+        tensor_mesh=whole["tensor"] if mesh.tensor > 1 else None,
+        expert_mesh=_mesh(group, experts, device_type) if splits else None,
+        expert_group=_line(group, grid.view(-1, mesh.expert, mesh.tensor).mT.reshape(-1, mesh.expert).tolist()),
+        context_group=_line(group, grid.view(-1, mesh.context, mesh.tensor).mT.reshape(-1, mesh.context).tolist()),
+        rows_group=_line(group, grid.view(-1, mesh.row_ranks).T.tolist()),
     )
 
 

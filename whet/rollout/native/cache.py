@@ -16,8 +16,7 @@ from whet.errors import EngineError
 from whet.models.attention import Scores
 from whet.models.caches import Pages, layer_caches, token_bytes
 from whet.models.linear_attention import Flow
-from whet.rollout.native.device_attention import BlockIndex
-from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
+from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.rollout.native.states import DecodeFlow, States
 from whet.rollout.protocol import Identity
 

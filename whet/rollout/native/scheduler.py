@@ -109,11 +109,6 @@ class ScheduledRequest(LiveRequest):
         """The tokens whose keys and values it needs before it goes on: all but the last, which is fed next."""
         return (*self.prompt.token_ids, *self.tokens[:-1])
 
-    @property
-    def cached_identity(self) -> Identity:
-        """The identity of the sequence of `cached_ids`."""
-        return (*self.prompt.identity, *self.tokens[:-1])
-
 
 class Scheduler:
     """Hands out requests in order as rows and blocks allow, and takes blocks back where they are short."""
@@ -207,7 +202,7 @@ class Scheduler:
         if self.running.pop(uid, None) is not None:
             prompt.running -= 1
             if keeps_cache:
-                self.prefixes.keep(live.cached_identity, live.blocks)
+                self.prefixes.keep((*live.prompt.identity, *live.tokens[:-1]), live.blocks)
             self.cache.release(live.blocks)
         elif live.tokens:
             self._begun.remove(live)

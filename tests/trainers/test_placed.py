@@ -22,7 +22,7 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.environments.protocol import Answer, Observation
 from whet.errors import LostWorkerError
 from whet.trainers.build import train
-from whet.trainers.environment_worker import ROLE, EnvironmentWorker, PlacedHost, placed_hosts
+from whet.trainers.placed import ENVIRONMENT, EnvironmentWorker, PlacedHost, placed_hosts
 from whet.types import Failure, Message, Prompt
 
 MakeConfig = Callable[..., TrainConfig]
@@ -79,11 +79,11 @@ def place(tmp_path: Path) -> Iterator[Callable[..., Mapping[str, PlacedHost]]]:
         processes: int = 0, name: str = "World", deadline_seconds: float = 60.0, **more: Any
     ) -> Mapping[str, PlacedHost]:
         config = EnvironmentConfig.model_validate(stage(tmp_path, name, **more))
-        pools = [ResourcePool(max(1, processes), (ROLE,), "games")]
+        pools = [ResourcePool(max(1, processes), (ENVIRONMENT,), "games")]
         if processes == 1:
-            pools = [ResourcePool(1, (ROLE,), "games"), ResourcePool(1, ("other",), "others")]
+            pools = [ResourcePool(1, (ENVIRONMENT,), "games"), ResourcePool(1, ("other",), "others")]
         specs = [WorkerSpec(role, EnvironmentWorker, (config,)) for pool in pools for role in pool.roles]
-        groups.append(launch(specs, pools, deadline_seconds)[ROLE])
+        groups.append(launch(specs, pools, deadline_seconds)[ENVIRONMENT])
         return placed_hosts(groups[-1], config)
 
     yield placed

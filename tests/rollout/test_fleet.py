@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from whet.rollout.fleet import RETRIES, Give
+from whet.rollout.fleet import RETRIES, Give, Router, Sampled, assign
 from whet.rollout.protocol import Completion, Failed, Finished, Partial, Request, SamplingParams
-from whet.rollout.router import Router, Sampled, assign
 from whet.types import Failure
 
 
