@@ -44,11 +44,7 @@ def folder_of(path: Path, model_type: str, **changed: Any) -> Path:
 
 
 GENERAL = [
-    ("qwen3_next", EXPERTS, "linear_attention"),
-    ("qwen3_5_text", {}, "linear_attention"),
-    ("deepseek_v3", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "keys of 4 x 16 and values of 4 x 8"),
-    ("deepseek_v2", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "keys of 4 x 16 and values of 4 x 8"),
-    ("gpt_oss", {**EXPERTS, "head_dim": 8}, "attention sinks"),
+    ("deepseek_v32", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "indexed_attention"),
     ("llama4_text", {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 32}, "chunked_attention"),
     ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
     ("jamba", {**EXPERTS, "attn_layer_period": 4, "attn_layer_offset": 2, "use_mamba_kernels": False}, "conv"),
@@ -136,6 +132,12 @@ def test_a_model_is_tried_when_it_is_loaded(
         ("gpt2", {"n_embd": 32, "n_layer": 10, "n_head": 4, "num_key_value_heads": 4}),
         ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 32, "num_key_value_heads": 4}),
         ("granitemoe", EXPERTS),
+        ("gpt_oss", {**EXPERTS, "head_dim": 8}),
+        ("qwen3_next", EXPERTS),
+        ("qwen3_5_text", {}),
+        ("olmo_hybrid", {}),
+        ("deepseek_v3", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
+        ("deepseek_v2", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
         ("cohere2", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}),
         ("glm4_moe", {**EXPERTS, "head_dim": 8, "n_group": 1, "topk_group": 1}),
     ],

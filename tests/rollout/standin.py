@@ -32,10 +32,11 @@ def decode_attention(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's work in torch: the layout of the cache is that of an accelerator."""
     by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
-    out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap)
+    out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap, sinks)
     block = tables[slots, positions // BLOCK_SIZE].long()
     keys[:, block, positions % BLOCK_SIZE] = key.transpose(0, 1).to(keys.dtype)
     values[:, block, positions % BLOCK_SIZE] = value.transpose(0, 1).to(values.dtype)
@@ -54,6 +55,7 @@ def tile_attention(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's work in torch."""
     rows, positions = torch.full((len(query),), -1, dtype=torch.int32), torch.zeros(len(query), dtype=torch.int64)
@@ -61,7 +63,7 @@ def tile_attention(
         rows[first : first + count] = row
         positions[first : first + count] = torch.arange(position, position + count)
     by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
-    out = reference(query, key, value, *by_block, tables, rows, positions, scale, window, cap)
+    out = reference(query, key, value, *by_block, tables, rows, positions, scale, window, cap, sinks)
     for kept, new in ((keys, key), (values, value)):
         kept.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1).to(kept.dtype))
     return out

@@ -12,7 +12,10 @@ from whet.cli.arguments import TrustRemoteCode, program
 
 GSM8K = "openai/gsm8k:main"
 # As in whet/models/, which loads torch.
-TextArch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
+TextArch = Literal[
+    "qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi",
+    "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5",
+]  # fmt: skip
 VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"]
 
 

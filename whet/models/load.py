@@ -35,6 +35,8 @@ from whet.models.encoders.base import Encoders, body_of as language_body
 from whet.models.encoders.load import attach, load_encoders, names_of
 from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
+from whet.models.latent import keep_latents
+from whet.models.linear_attention import follow_rows
 from whet.models.lora import HEAD, merge_adapter
 from whet.models.supported import Support, lack_of, set_support
 
@@ -313,6 +315,9 @@ def _prepare(model: PreTrainedModel, path: str | Path) -> None:
     has_numbers = model.device.type != "meta"
     set_support(model, general.tried(model, path, lacks) if lacks and has_numbers else Support(lacks))
     fuse(model)
+    if not lacks:
+        keep_latents(model)
+        follow_rows(model)
 
 
 def _remove_noise(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from whet.config.schema import TrainConfig
 from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
-from whet.models.attention import attention_heads
+from whet.models.caches import attention_heads
 from whet.phases import counting, phase
 from whet.planning import memory as estimate
 from whet.planning.first import changed, section_of

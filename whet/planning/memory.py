@@ -15,7 +15,7 @@ from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread, TrainEngine
 from whet.engines.role import RoleSettings
-from whet.models.attention import token_bytes
+from whet.models.caches import sequence_bytes, token_bytes
 from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
@@ -344,7 +344,8 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
     """The memory of the rollout engine, from its own plan; zero bytes for an engine without a plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
-    decoding = Decoding(rows, config.rollout.n, lengths, of_token, int(model.num_hidden_layers))
+    layers, states = int(model.num_hidden_layers), sequence_bytes(model)
+    decoding = Decoding(rows, config.rollout.n, lengths, of_token, layers, states)
     engine = entry.load()
     if not isinstance(engine, PlansMemory):
         return RolloutBytes(0, 0, False, rows, 0)

@@ -15,7 +15,7 @@ import torch
 
 from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
-from whet.models.attention import attention_heads, head_size, token_bytes
+from whet.models.caches import attention_heads, head_size, token_bytes
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, mini_batch
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size
 

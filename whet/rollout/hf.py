@@ -121,7 +121,8 @@ class HFEngine(InProcessEngine[LiveRequest]):
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
         """Bytes of the cache: a tensor a layer, which grows by being copied."""
         rows, lengths = decoding.rows, decoding.lengths
-        used = rows * (max(lengths.prompts) + lengths.response) * decoding.token_bytes
+        longest = max(lengths.prompts) + lengths.response
+        used = rows * (longest * decoding.token_bytes + decoding.sequence_bytes)
         used += used // decoding.layers
         return RolloutBytes(used, used, False, rows, sum(lengths.spread(rows)))
 

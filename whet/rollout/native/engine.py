@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 from whet.config.schema import KV_CACHE_BYTES
 from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
-from whet.models.attention import NAME, PagedContext, key_value_heads, token_bytes
+from whet.models.attention import NAME, PagedContext
+from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
 from whet.models.compiled_layers import compile_layers
 from whet.models.encoders.load import encoders_of
 from whet.models.fixed import fix_tiles
@@ -43,6 +45,7 @@ from whet.rollout.native.columns import (
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
+from whet.rollout.native.states import End, PrefillFlow
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.types import Media
@@ -103,14 +106,15 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for prompt in prompts:
             own = blocks_for(prompt + lengths.response) - prompt // BLOCK_SIZE
             blocks += blocks_for(prompt) + min(n, rows) * own
-        written = min(cache, blocks * per_block)
+        states, written = rows * decoding.sequence_bytes, min(cache, blocks * per_block)
         tokens = min(sum(prompts), max(PREFILL_TOKENS, *lengths.prompts))
-        return RolloutBytes(cache, written, True, len(prompts), tokens, {"kv_cache_bytes": max(2**26, written // 2)})
+        smaller = {"kv_cache_bytes": max(2**26, written // 2)}
+        return RolloutBytes(cache + states, written + states, True, len(prompts), tokens, smaller)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory held for keys and values."""
-        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+        """Memory held for keys and values, and for states."""
+        return 0 if self._cache is None else self._cache.nbytes
 
     def sleep(self) -> None:
         """Frees the cache of keys and values, and the device of an own module."""
@@ -176,7 +180,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             config = module.config.get_text_config()
             width = blocks_for(config.max_position_embeddings)
             self._columns = DeviceColumns(module.device, self.max_batch_size, width, fixed=self.fixed)
-            self._prompts = Prefill.of(self._columns, config)
+            self._prompts = Prefill.of(self._columns, config) if self._require_cache()[0].is_plain else None
         cache, _ = self._require_cache()
         self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
         return self._columns
@@ -226,32 +230,40 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
-        logits = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
-        for prompt, after in zip(prompts, logits, strict=True):
-            prompt.logits, prompt.uncomputed = after, ()
+        after = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
+        for prompt, (logits, end) in zip(prompts, after, strict=True):
+            prompt.logits, prompt.end, prompt.uncomputed = logits, end, ()
         resumed, started = ([each for each in admitted if bool(each.tokens) == goes_on] for goes_on in (True, False))
-        starts = [each.prompt.num_full * BLOCK_SIZE for each in resumed]
-        stretches = [
-            Stretch(each.cached_ids[start:], start, each.blocks, each.prompt)
-            for each, start in zip(resumed, starts, strict=True)
-        ]
-        self._compute([stretch for stretch in stretches if stretch.token_ids])
         first_logits = [each.prompt.logits for each in started if each.prompt.logits is not None]
-        scheduler.copy_partial_blocks(started)
+        states, ends = scheduler.cache.states, {each: each.prompt.end or {} for each in [*resumed, *started]}
+        scheduler.copy_partial_blocks(started if states is None else [*resumed, *started])
+        stretches = dict[ScheduledRequest, Stretch]()
+        for each in resumed:  # a state is that after the prompt; keys and values are shared up to its last full block
+            start = each.prompt.num_full * BLOCK_SIZE if states is None else len(each.prompt.token_ids)
+            if ids := each.cached_ids[start:]:
+                stretches[each] = Stretch(ids, start, each.blocks, each.prompt, end=each.prompt.end)
+        for each, (_, end) in zip(stretches, self._compute([*stretches.values()]), strict=True):
+            ends[each] = end or {}
         slots = running.add([*resumed, *started], [self.stops_of(each.request) for each in [*resumed, *started]])
+        if states is not None:
+            states.enter(slots, [*ends.values()])
         if started:
             running.begin(torch.stack(first_logits), slots[len(resumed) :])
 
-    def _compute(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-        """Fills the blocks of the stretches.  Returns the logits after each."""
+    def _compute(self, stretches: Sequence[Stretch]) -> list[tuple[torch.Tensor, End | None]]:
+        """Fills the blocks of the stretches.  Returns the logits and states after each."""
         batches = by_tokens(stretches) if self._prompts is None else in_parts(stretches)
         pairs = (pair for batch in batches for pair in zip(batch, self._compute_batch(batch), strict=True))
         return [after for stretch, after in pairs if stretch.is_last]
 
-    def _compute_batch(self, stretches: Sequence[Stretch]) -> torch.Tensor:
+    def _compute_batch(self, stretches: Sequence[Stretch]) -> Iterator[tuple[torch.Tensor, End | None]]:
         device, cache = self.policy.require().device, self._require_cache()[0]
         if self._prompts is not None:
-            return self._prompts.logits(self._forward, cache, stretches, self._seen(stretches))
+            logits = self._prompts.logits(self._forward, cache, stretches, self._seen(stretches))
+            return zip(logits, repeat(None), strict=False)
+        flow = None
+        if cache.states is not None:
+            flow = PrefillFlow([len(each.token_ids) for each in stretches], [each.end for each in stretches], device)
         ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids])
         lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches])
         starts = torch.tensor([stretch.start for stretch in stretches])
@@ -267,8 +279,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         ids, rotary, rows, positions, tables, last = (
             moved(each, device) for each in (ids, rotary, rows, positions, tables, last)
         )
-        inputs = padded(cache, ids, rotary, rows, positions, tables, *sizes)
-        return self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
+        inputs = padded(cache, ids, rotary, rows, positions, tables, *sizes, flow)
+        logits = self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
+        return zip(logits, repeat(None) if flow is None else flow.ends, strict=False)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
         """Arguments of the model's forward for the media of stretches, each encoded once for a version of the tower."""
@@ -310,7 +323,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             return KV_CACHE_BYTES
         config, room = module.config.get_text_config(), self._cache_room
         longest = self.max_batch_size * config.max_position_embeddings * token_bytes(config, module.dtype.itemsize)
-        sampling = self.max_batch_size * config.vocab_size * LOGIT_BYTES
+        sampling = self.max_batch_size * (config.vocab_size * LOGIT_BYTES + sequence_bytes(config))
         room = replace(room, most=min(room.most, longest))
         return room.bytes(use.free + use.held, use.allocated + sampling)
 
@@ -318,9 +331,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self._cache is None or self._prefixes is None:
             module = self.policy.require()
             config, budget, by_head = module.config.get_text_config(), self._budget(module), is_stepwise(module.device)
-            self._cache = BlockCache(
-                config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head
-            )
+            options: dict[str, Any] = {"budget_bytes": budget, "by_head": by_head, "slots": self.max_batch_size}
+            self._cache = BlockCache(config, dtype=module.dtype, device=module.device, **options)
             self._prefixes = Prefixes(self._cache)
         return self._cache, self._prefixes
 

@@ -20,7 +20,7 @@ import torch
 from whet.config.schema import ModelConfig
 from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
-from whet.models.attention import token_bytes
+from whet.models.caches import token_bytes
 from whet.models.load import load_tokenizer
 from whet.models.positions import next_position
 from whet.options import Count, Number, Positive
