@@ -51,12 +51,9 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype
 
     Raises: ModelError for a target that no layer has.
     """
-    config, holder = peft_config(model, settings), nn.Module()
-    # Of a model with a config peft adapts the experts of a mixture in place of linear layers that have like names.
-    holder.add_module("model", model)
+    config = peft_config(model, settings)
     with torch.random.fork_rng(devices=[]):  # peft's random values are replaced below
-        _peft().inject_adapter_in_model(config, holder, ADAPTER)
-    vars(model)["peft_config"] = holder.peft_config
+        _peft().inject_adapter_in_model(config, model, ADAPTER)
     for name, layer in adapted_layers(model).items():
         layer.base_layer.to(dtype)
         first = layer.lora_A[ADAPTER].weight
