@@ -57,6 +57,8 @@ GENERAL = [
         "no num_attention_heads and no max_position_embeddings",
     ),
     ("falcon", {}, "cannot replace"),
+    ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 32}, "bias by position"),
+    ("modernbert-decoder", {}, "both sides"),
     ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "cannot replace"),
 ]
 

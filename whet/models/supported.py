@@ -37,6 +37,8 @@ ARGUMENTS = {"scaling", "sliding_window", "softcap", "dropout", "attention_mask"
 ARGUMENTS |= {"s_aux", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 NAMED = {"position_bias": "a bias by position in attention"}
 NAMED |= {"indices": "sparse attention", "block_indices": "sparse attention"}
+# What the calls of attention do not show.
+BY_TYPE = {"mpt": "a bias by position in its mask", "modernbert-decoder": "windows counted from both sides"}
 ENOUGH = 8  # calls of attention: the layers after them are like those before
 _FOUND: dict[tuple[type, str], str] = {}  # of models that this process has checked
 
@@ -82,6 +84,8 @@ def lack_of(model: Any, path: str | Path) -> str:
 def _unsupported(model: Any, config: Any) -> Iterator[str]:
     """Descriptions of what is unsupported, the most telling one first."""
     values = config.to_dict()
+    if config.model_type in BY_TYPE:
+        yield BY_TYPE[config.model_type]
     if missing := [name for name in OF_ATTENTION if not hasattr(config, name)]:
         yield f"no {' and no '.join(missing)} in its config"
     types = {str(each) for each in values.get("layer_types") or ()}
