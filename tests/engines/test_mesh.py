@@ -12,21 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config.schema import EngineConfig, LoraConfig
-from whet.controller.dispatch import register
-from whet.controller.launch import launch
-from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.engines.role import RoleSettings
-from whet.models.init import init_model
-from whet.protocol import DataProto
 
 BOUND = 2e-5  # of the gradient of a parameter, relative by norm, float32
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
@@ -61,30 +52,6 @@ MIXTURE: dict[int, list[Sizes]] = {
 }
 
 
-class Probe(suite.Probe):
-    """A training worker that shows its gradients."""
-
-    @register()
-    def gradients(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
-        """Gradients of a mini-batch, of which each rank takes its rows, whole, by name; from rank 0."""
-        engine: Any = self.engine
-        rows = batch[list(range(engine.dp_rank, len(batch), engine.dp_size))]
-        engine.forward_backward(rows, suite.OBJECTIVES[1])
-        named = {name: each.grad for name, each in engine.model.named_parameters() if each.requires_grad}
-        whole = {name: _whole(grad) for name, grad in named.items() if grad is not None}
-        everyone: list[Any] = [whole]
-        if engine.process_group is not None:
-            everyone = [None] * engine.process_group.size()
-            dist.all_gather_object(everyone, whole, group=engine.process_group)
-        engine._loss = None
-        engine.optimizer.zero_grad(set_to_none=True)
-        return {name: grad for each in everyone for name, grad in each.items()} if self.rank == 0 else None
-
-
-def _whole(grad: torch.Tensor) -> torch.Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-
 def named(sizes: Sizes) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items()) or "shard"
 
@@ -93,14 +60,11 @@ def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
     return EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"mesh": sizes, **options})
 
 
-def launched(roles: dict[str, RoleSettings], processes: int) -> dict[str, WorkerGroup]:
-    specs = [WorkerSpec(role, Probe, (each,)) for role, each in roles.items()]
-    return launch(specs, ResourcePool(processes), deadline_seconds=240)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of 4 layers, with 4 heads and 2 of keys and values, and with 8 experts; dense ones with fewer heads."""
+    from whet.models.init import init_model  # not in the processes that read this file
+
     folder = tmp_path_factory.mktemp("models")
     made = {
         arch: init_model(folder / arch, arch, "nano", alphabet=ALPHABET, num_layers=4, max_position_embeddings=512)
@@ -112,6 +76,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def with_config(folder: Path, name: str, **changes: int) -> Path:
     """A model with random weights and other sizes than that in a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     other = Path(shutil.copytree(folder, folder.with_name(name)))
     config = AutoConfig.from_pretrained(folder)
     for key, value in changes.items():
@@ -147,7 +113,7 @@ def reference_of(folders: dict[str, Path]) -> Callable[[str], Reference]:
     @cache
     def made(kind: str) -> Reference:
         arch, both, _ = KINDS[kind]
-        one = launched({"actor": suite.settings(folders[arch], **both)}, 1)["actor"]
+        one = suite.launched({"actor": suite.settings(folders[arch], **both)}, 1)["actor"]
         one.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])  # a new adapter has no gradient in A
         return one.gradients(suite.batch_of(1, 12))[0], suite.drive(one, steps=range(3))
 
@@ -160,7 +126,7 @@ def groups(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator
     kind, count = request.param
     arch, both, meshes = KINDS[kind]
     roles = {named(sizes): suite.settings(folders[arch], fsdp(sizes), **both) for sizes in meshes[count]}
-    made = launched(roles, count)
+    made = suite.launched(roles, count)
     yield made
     next(iter(made.values())).close()
 

@@ -30,10 +30,11 @@ from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of
+from whet.models.load import TrainedModel, body_of, layers
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
+from whet.models.routing import replay
 from whet.phases import counted, span
 
 
@@ -67,6 +68,8 @@ class Engine(ABC):
         self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, its outputs
         if role.optim is None:
             model.requires_grad_(False)
+        if role.forward.replays:
+            replay(layers(body_of(model)))
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:

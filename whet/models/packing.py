@@ -30,6 +30,7 @@ TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
 TILE_ROWS = 64
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
+ROUTED = "routed_experts"
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Layout(Grid):
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length; none with `stretches`
     media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
     stretches: Stretches | None = None
+    routed: torch.Tensor | None = None  # [T, layers, k] experts to replay, -1 where the router chooses
     ring_order: torch.Tensor | None = None  # [n] of the tokens between whose ring keys are gathered: see `_in_ring`
 
     @property
@@ -267,6 +269,14 @@ def layout(
         stretches=Stretches.of(pieces[0], pieces[1], pieces[3], tile) if in_stretches and len(pieces[0]) else None,
         ring_order=ring_order,
     )
+
+
+def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
+    """The layout with experts to replay: routed [B, R, layers, k] has in the place of each sampled token the experts of
+    the pass that it was sampled from, which is that of the token before it."""
+    experts = routed.new_full((len(where.input_ids), *routed.shape[2:]), -1)
+    experts[where.states] = routed.flatten(0, 1)[where.places]
+    return replace(where, routed=experts)
 
 
 def _in_ring(
