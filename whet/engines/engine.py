@@ -113,7 +113,7 @@ class Engine(ABC):
         passes = self._passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
-                found = self.outputs(_rows(columns, rows), needs, temperature).items()
+                found = self.outputs(rows_of(columns, rows), needs, temperature).items()
                 coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found]
                 if self.device == HOST:  # nothing is on its way
                     _take_in(outputs, coming)
@@ -152,7 +152,7 @@ class Engine(ABC):
         total = torch.zeros((), device=self.device)
         passes = self._passes(columns, objective.block)
         for number, rows in enumerate(passes, start=1):
-            part = _rows(columns, rows)
+            part = rows_of(columns, rows)
             outputs = self.outputs(part, objective.needs, objective.temperature)
             if rows:
                 loss, measured = objective.loss(outputs, self.to_device(part), counts)
@@ -351,7 +351,7 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
     coming.clear()
 
 
-def _rows(columns: Columns, rows: list[int]) -> Columns:
+def rows_of(columns: Columns, rows: list[int]) -> Columns:
     """Rows of all columns, the columns themselves where these are all rows in order; `_idle` where there are none."""
     if not rows:
         return _idle(columns)

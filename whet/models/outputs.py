@@ -105,6 +105,19 @@ def outputs_of(
     return outputs
 
 
+def states_of(model: nn.Module, where: Layout, settings: ForwardSettings) -> torch.Tensor:
+    """The hidden states after a model's layers, of the tokens that this rank has: [T, H]."""
+    body, is_narrow = body_of(model), settings.dtype == torch.bfloat16
+    with torch.autocast(where.input_ids.device.type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
+        return hidden_states(body, where, settings)
+
+
+def tokens_of(where: Layout, settings: ForwardSettings) -> int:
+    """Number of packed tokens that a rank has, padding included."""
+    share = settings.token_share
+    return where.size if share is None else share.padded(where.size) // share.size
+
+
 @dataclass(frozen=True)
 class _Sampled:
     """The sampled tokens that this rank computes: all, or with split tokens those whose preceding token it has."""

@@ -70,7 +70,10 @@ def load(
     reader = HuggingFaceStorageReader(str(path))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     saved = {name.removeprefix("model."): each.size for name, each in found.items() if name.startswith("model.")}
-    check_same({name: weight.shape for name, weight in weights.items()}, saved)
+    own = [{name: weight.shape for name, weight in weights.items()}]
+    everyone: list[Any] = own * group.size()
+    dist.all_gather_object(everyone, own[0], group=group)  # a stage of a pipeline has some of the weights
+    check_same({name: shape for each in everyone for name, shape in each.items()}, saved)
     tensors = {f"model.{name}": weight.detach() for name, weight in weights.items()}
     for weight, state in states.items():
         prefix = f"optimizer.{weight}."
