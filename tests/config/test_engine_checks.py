@@ -25,7 +25,12 @@ MakeConfig = Callable[..., TrainConfig]
             {"shard": "two"},
             "a mapping, each key one of replicate, .*, each value a whole number > 0 or null",
         ),
-        ({"engine.name": "fsdp", "engine.options.mesh.tensors": 2}, "actor.engine.options.mesh", {"tensors": 2}, "tensor"),
+        (
+            {"engine.name": "fsdp", "engine.options.mesh.tensors": 2},
+            "actor.engine.options.mesh",
+            {"tensors": 2},
+            "tensor",
+        ),
         ({"engine.name": "fdsp"}, "actor.engine.name", "fdsp", "'fsdp'"),
         (
             {"optim.weight_rounding": "kahan"},
@@ -56,7 +61,10 @@ def test_what_does_not_go_together(
     [
         ({"engine.options.mesh.context": 2, "engine.packing": False}, ["actor.engine.packing"]),
         ({"engine.options.mesh.context": 3}, ["mesh.context", "3", "cluster.processes=4", "2 or 4"]),
-        ({"engine.options.mesh": {"tensor": 2, "shard": 4}}, ["mesh.shard", "4", "the 2 processes that tensor=2", "try 2"]),
+        (
+            {"engine.options.mesh": {"tensor": 2, "shard": 4}},
+            ["mesh.shard", "4", "the 2 processes that tensor=2", "try 2"],
+        ),
         ({"engine.options.mesh": {"replicate": 1, "shard": 2}}, ["mesh.shard", "2", "4, as the product"]),
         ({"engine.options.mesh": {"expert": 3}}, ["mesh.expert", "3", "shard x context = 4 x 1", "2 or 4"]),
         ({"engine.options.mesh": {"expert": 4, "tensor": 2}}, ["mesh.expert", "4", "shard x context = 2 x 1", "2"]),

@@ -9,7 +9,7 @@ with any engine through the controller, `drive` trains them, and `check_records`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -202,6 +202,12 @@ class Probe(TrainWorker):
         engine._loss = None
         engine.optimizer.zero_grad(set_to_none=True)
         return {name: grad for each in everyone for name, grad in each.items()} if self.rank == 0 else None
+
+    @register()
+    def in_one_call(self) -> None:
+        """Attention of all packed rows in one call, as on an accelerator."""
+        engine: Any = self.engine
+        engine.forward_settings = replace(engine.forward_settings, in_stretches=True)
 
     @register()
     def held(self) -> int:

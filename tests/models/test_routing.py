@@ -65,7 +65,11 @@ def test_rows_of_a_column() -> None:
 def test_own_choices_replayed_change_nothing_and_others_are_those_that_are_given(
     packing: bool, model: PreTrainedModel
 ) -> None:
-    batch, needs, settings = suite.ragged_batch(), frozenset({"log_probs"}), ForwardSettings(packing=packing, replays=True)
+    batch, needs, settings = (
+        suite.ragged_batch(),
+        frozenset({"log_probs"}),
+        ForwardSettings(packing=packing, replays=True),
+    )
     columns = batch.columns()
     expected = model_outputs(model, columns, needs, settings)["log_probs"]
     none = torch.full((*batch["response_mask"].shape, 2, 2), -1, dtype=torch.int16)
@@ -90,7 +94,9 @@ def sampled(engine: NativeEngine, groups: int = 4) -> tuple[list[Request], list[
     draw = torch.Generator().manual_seed(5)
     prompts = [tuple(torch.randint(3, 40, (6 + group,), generator=draw).tolist()) for group in range(groups)]
     params = SamplingParams(max_new_tokens=24)
-    made = [Request(f"{n}", prompt, params, key=n) for n, prompt in enumerate(each for each in prompts for _ in range(4))]
+    made = [
+        Request(f"{n}", prompt, params, key=n) for n, prompt in enumerate(each for each in prompts for _ in range(4))
+    ]
     return made, list(generate(engine, made))
 
 

@@ -169,9 +169,7 @@ def _in_ring(
     everyone, own = share.gather_rings(torch.cat([k, v], -1)), packed.ring_order
     if not len(own):  # padding alone
         return (q * 0.0 + everyone.sum() * 0.0)[None]
-    keys, values = (
-        torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), everyone.chunk(2, -1), strict=True)
-    )
+    keys, values = (torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), everyone.chunk(2, -1), strict=True))
     if packed.stretches is None:
         out = _bunches(q[own], keys, values, scores, packed)
     else:
@@ -242,6 +240,8 @@ def _unfused(
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, bunch: Bunch | None) -> torch.Tensor:
     """[b or 1, Q, K]: True where the key is padding, or after the query, or before its `window`."""
+    if bunch is not None and not window:
+        return bunch.hidden
     length, seen = query.shape[2], key.shape[2]
     at = torch.arange(seen, device=query.device)
     back = at[seen - length :, None] - at

@@ -307,7 +307,13 @@ def _in_ring(
     others = places[in_order.clamp(min=0)] + len(tokens)
     pieces = torch.where(index < prefixes[:, None], others[row[first]], own)
     pieces = torch.where(index < (prefixes + counts)[:, None], pieces, -1)
-    return order, counts, prefixes, torch.arange(len(tokens), device=tokens.device) - begin.repeat_interleave(counts), pieces
+    return (
+        order,
+        counts,
+        prefixes,
+        torch.arange(len(tokens), device=tokens.device) - begin.repeat_interleave(counts),
+        pieces,
+    )
 
 
 def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[bool]) -> Iterator[Media]:

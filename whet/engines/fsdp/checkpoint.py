@@ -70,9 +70,9 @@ def load(
     reader = HuggingFaceStorageReader(str(path))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     saved = {name.removeprefix("model."): each.size for name, each in found.items() if name.startswith("model.")}
-    own = [{name: weight.shape for name, weight in weights.items()}]
-    everyone: list[Any] = own * group.size()
-    dist.all_gather_object(everyone, own[0], group=group)  # a stage of a pipeline has some of the weights
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    everyone: list[Any] = [shapes] * group.size()
+    dist.all_gather_object(everyone, shapes, group=group)  # a stage of a pipeline has some of the weights
     check_same({name: shape for each in everyone for name, shape in each.items()}, saved)
     tensors = {f"model.{name}": weight.detach() for name, weight in weights.items()}
     for weight, state in states.items():

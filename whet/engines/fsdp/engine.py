@@ -30,9 +30,9 @@ from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.metrics import Metrics
 from whet.models.compiled_layers import compile_layers
 from whet.models.load import body_of, cast_weights
-from whet.metrics import Metrics
 from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import heads_ranks
@@ -40,19 +40,17 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine(
-    "fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.fsdp.mesh:of_former"
-)
+@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.fsdp.mesh:of_former")
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
     mesh: sizes of the grid of processes: replicate (copies), shard (parts of the weights and of a mini-batch's rows),
-        context (parts of a row's tokens), tensor (parts of heads and inner numbers), expert (parts of the experts, over
-        shard x context), pipeline (parts of the layers); of shard and replicate the one that is unset takes the rest.
+        context (parts of a row's tokens), tensor (parts of heads and inner numbers), expert (parts of the experts,
+        over shard x context), pipeline (parts of the layers); of shard and replicate the unset one takes the rest.
     reshard_after_forward: gives up gathered layers before the backward pass and gathers them again.
     cpu_offload: weights and optimizer stay on the host, gradients go there.
-    stages_per_rank: stages of a pipeline on each of its ranks; with more than one they are interleaved: shorter waits at
-        the start and end of an update, more messages.
+    stages_per_rank: stages of a pipeline on each of its ranks; with more than one they are interleaved: less waiting,
+        more messages.
     compile: compiles the layers: a slower start, faster steps.
     """
 

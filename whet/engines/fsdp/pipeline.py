@@ -55,10 +55,11 @@ def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Modu
     base, embedding = body.base_model, body.get_input_embeddings()
     owner = {id(embedding): 0} | {id(each): number * count // len(listed) for number, each in enumerate(listed)}
     holders = [base] if model is base else [base, *(each for each in (model, body) if each is not base)]
-    for module in (child for holder in holders for child in holder.children()):
-        if id(module) not in owner and module is not base and not isinstance(module, nn.ModuleList):
-            if any(True for _ in module.parameters()) and module is not body:
-                owner[id(module)] = count - 1
+    outside = {id(module): module for holder in holders for module in holder.children()}
+    for number, module in outside.items():
+        is_end = module is not base and module is not body and any(True for _ in module.parameters())
+        if is_end and number not in owner and not isinstance(module, nn.ModuleList):
+            owner[number] = count - 1
 
     def only(kept: Sequence[int]) -> nn.Module:
         gone = {each for each, stage in owner.items() if stage not in kept}
@@ -92,7 +93,12 @@ class _Stage(nn.Module):
 
 
 def run_schedule(
-    runs: Mapping[int, Run], count: int, shape: tuple[int, int], batches: int, group: dist.ProcessGroup, device: torch.device
+    runs: Mapping[int, Run],
+    count: int,
+    shape: tuple[int, int],
+    batches: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
     """Runs all micro-batches forward and backward, one forward and one backward in turn, through the stages `runs` of
     `count` on this rank; `shape` is that of hidden states between stages."""
@@ -104,7 +110,7 @@ def run_schedule(
         made.append(PipelineStage(_Stage(run, index == 0), index, count, device, ends[0], out, group=group))
     numbers, dummy = torch.arange(batches), torch.zeros(batches, device=device)
     options: dict[str, Any] = {"n_microbatches": batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
-    schedule: Any = Schedule1F1B(made[0], **options) if len(made) == 1 else ScheduleInterleaved1F1B(made, **options)
+    schedule: Any = Schedule1F1B(made[0], **options) if len(made) == 1 else ScheduleInterleaved1F1B([*made], **options)
     args = (dummy,) if 0 in runs else ()
     target = {"target": dummy} if count - 1 in runs else {}
     schedule.step(*args, number=numbers, return_outputs=False, **target)

@@ -51,8 +51,8 @@ class Whole(nn.Module):
     def forward(
         self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns. A stage that is not
-        the last returns its hidden states."""
+        """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns. A stage before the
+        last returns its hidden states."""
         if not self.is_last:
             return {"states": states_of(self.model, where, settings).clone()}
         outputs = outputs_of(self.model, where, needs, settings, temperature)
@@ -92,8 +92,8 @@ def shard(
     head = model.get_output_embeddings() if model is body else None  # type: ignore[operator]
     if embedding.weight is not None and (head is None or head.weight is not embedding.weight):
         fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
-    for module in experts:  # not by experts, of which each rank has its own
-        own: dict[str, Any] = {**options, "mesh": ranks.expert_shard_mesh, "shard_placement_fn": lambda _: Shard(1)}
+    for module in experts:  # by columns: each rank has experts of its own, and files have rows of two products apart
+        own: dict[str, Any] = {**options, "mesh": ranks.expert_shard_mesh, "shard_placement_fn": lambda _: Shard(2)}
         fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
     for layer in (each for each in layers(body) if any(True for _ in each.parameters())):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
@@ -149,13 +149,15 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     config, body = model.config.get_text_config(), model.base_model
     known = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
     known = {name: style for name, style in known.items() if ".experts" not in name}
-    if unknown := sorted({style for style in known.values() if style not in STYLES}) or not known:
-        what = f"has layers of the kinds {', '.join(unknown)}" if known and isinstance(unknown, list) else "has no plan"
+    unknown = sorted({style for style in known.values() if style not in STYLES})
+    if unknown or not known:
+        what = f"has layers of the kinds {', '.join(unknown)}" if unknown else "has no plan"
         change = "set it to 1 (and engine.options.mesh.context for long rows)"
         raise ConfigError(TENSOR_KEY, mesh.size(), f"1, as {type(model).__name__} {what} for it", change)
     names = [name for name, _ in body.named_modules()]
     plan = {name: style for name in names for glob, style in known.items() if fnmatchcase(name, glob)}
-    inner = {body.get_submodule(name).in_features for name, style in plan.items() if _is_mlp(name, style)}
+    rows = (name for name, style in plan.items() if style.startswith("rowwise") and "attn" not in name)
+    inner: set[int] = {getattr(body.get_submodule(name), "in_features") for name in rows}  # noqa: B009  # of a Linear
     sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
     counts = [*sizes.items(), *(("inner numbers of an MLP", each) for each in sorted(inner))]
     if wrong := [f"{count} {what}" for what, count in counts if count % mesh.size()]:
@@ -174,10 +176,6 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     parallelize_module(body, mesh, {name: STYLES[style]() for name, style in styles.items()}, src_data_rank=None)
 
 
-def _is_mlp(name: str, style: str) -> bool:
-    return style.startswith("rowwise") and "attn" not in name
-
-
 def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
     """Gives each rank some of the experts [E, ...] of every mixture.  Yields the modules.  Raises: ConfigError."""
     mesh, found = ranks.mesh, list(expert_modules(model))
@@ -194,10 +192,12 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
             expected = f"with the product of tensor and expert a divisor of {module.num_experts} experts ({name})"
             raise ConfigError(key, size, expected, f"try a divisor of {module.num_experts}")
         for own, weight in list(module.named_parameters(recurse=False)):
-            if weight.shape[1] % shards:
-                expected = f"shard x context / expert a divisor of {weight.shape[1]} ({name}.{own})"
+            if weight.shape[2] % shards:
+                expected = f"shard x context / expert a divisor of {weight.shape[2]} ({name}.{own})"
                 raise ConfigError(key, size, expected, "raise it")
-            part = torch.empty(module.num_experts // places.size(), *weight.shape[1:], device="meta", dtype=weight.dtype)
+            part = torch.empty(
+                module.num_experts // places.size(), *weight.shape[1:], device="meta", dtype=weight.dtype
+            )
             split = DTensor.from_local(part, places, [Shard(0)], run_check=False)
             setattr(module, own, nn.Parameter(split, requires_grad=weight.requires_grad))
         tensor = None if ranks.tensor_mesh is None else ranks.tensor_mesh.get_group()

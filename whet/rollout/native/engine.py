@@ -49,8 +49,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
-    routed_experts: tells the experts that computed each token of a mixture, which the trainer then has compute it too; on
-        a CPU.
+    routed_experts: tells the experts that computed each token of a mixture, which compute it in the trainer too; on a
+        CPU.
     batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
         same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
     """

@@ -21,7 +21,6 @@ from whet.rollout.sampling import SamplingState, is_stop, likeliest
 from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
-
 Routing = Callable[[], list[bytes]]  # experts of each row of the last pass
 
 
