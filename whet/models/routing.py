@@ -40,7 +40,7 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def told(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """What `recording` found, for each token or for those in `keep`: int16 k, then [layers, k] experts."""
+    """Returns the choices of `recording`, of each token or of those in `keep`: int16 k, then [layers, k] experts."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]

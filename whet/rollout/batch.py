@@ -33,10 +33,10 @@ class Row:
     log_probs: list[float] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routed: list[bytes] = field(default_factory=list)
     agent: str = ""
     media: tuple[Media, ...] = ()  # of the prompt
     response_media: tuple[Media, ...] = ()  # of text that was read after it
+    routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Appends text that the policy did not write."""

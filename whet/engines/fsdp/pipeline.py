@@ -34,7 +34,7 @@ class Absent(nn.Module):
 
 
 class Receives(Absent):
-    """In the place of the embedding: the hidden states that came from the stage before, whatever the tokens."""
+    """The start of a stage, in the place of the embedding: gives the hidden states that came, whatever the tokens."""
 
     hidden: torch.Tensor
 
