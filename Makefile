@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers adapters verifiers vllm sglang bubblewrap chromium debootstrap dockerfile-check quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters verifiers vllm sglang bubblewrap chromium slurm debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
 quickstart: $(INSTALLED) ## a small model learns arithmetic, in one to six minutes
 	$(BIN)/whet quickstart
@@ -54,6 +54,9 @@ bubblewrap: ## bubblewrap, which holds programs that nobody trusts (Debian, Ubun
 
 chromium: ## Chromium and adb, for environments on web pages and devices (Debian, Ubuntu; as root)
 	command -v chromium && command -v adb || apt-get install -y --no-install-recommends chromium adb
+
+slurm: ## Slurm, for the test of examples/slurm (Debian, Ubuntu; as root)
+	command -v slurmctld && command -v slurmd || apt-get install -y --no-install-recommends slurm-wlm
 
 debootstrap: ## debootstrap, which makes the root of dockerfile-check (Debian, Ubuntu; as root)
 	command -v debootstrap || apt-get install -y debootstrap

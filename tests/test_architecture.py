@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generate.layers import layers, limit
 from whet.config.commands import commands, schema_of
-from whet.config.keys import is_free, is_section
+from whet.config.section import is_free, is_section
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "whet"

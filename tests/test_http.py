@@ -29,7 +29,7 @@ from whet.errors import DataError, RewardError, SandboxError
 from whet.http import CallError, Http, fetch, insist, read, shown
 from whet.limits import REPLY_BYTES
 from whet.rewards.judge.client import Client as Judge, Settings
-from whet.rollout.servers import client as servers
+from whet.rollout.servers import process as servers
 from whet.sandbox import http as sandbox
 from whet.sandbox.protocol import Program
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import algorithms, bad_input, columns, config, gpu, layers, migrating
+from docs.generate import algorithms, bad_input, columns, config, gpu, layers, migrating, models
 from whet.cli.algorithms import certify_all, shipped
 
 DOCS = Path(__file__).parents[1]
@@ -18,6 +18,7 @@ PAGES: dict[str, Callable[[str], str]] = {  # from the page's present text to th
     "columns": columns.page,
     "config": config.page,
     "migrating": migrating.page,
+    "models": models.page,
     "gpu": gpu.page,
     **{name: gpu.stated(name) for name in gpu.STATED},
     "layers.svg": lambda _: layers.picture(layers.PAGE.read_text(encoding="utf-8")),

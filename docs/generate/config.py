@@ -7,9 +7,8 @@ import html
 from collections.abc import Sequence
 
 from whet.config.commands import commands, schema_of
-from whet.config.keys import describe_type, is_section
-from whet.config.render import inline
-from whet.config.section import Section
+from whet.config.load import inline
+from whet.config.section import Section, describe_type, is_section
 
 MARK = "<!-- Below this line the page is written by `make pages`. -->\n"
 

@@ -11,8 +11,8 @@ import whet
 from whet.cli import algorithms as command
 from whet.cli.algorithms import certificate, chosen_by, elsewhere, facts, legend, notation, number, summary
 from whet.cli.app import main
-from whet.config.keys import is_known
 from whet.config.schema import TrainConfig
+from whet.config.section import is_known
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, Registry
 from whet.trainers.certify import rows_of
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from whet.cli.app import main
 from whet.phases import counted, watching
 from whet.serving import server
-from whet.tracking import long_phases
+from whet.tracking import console as progress
 
 
 class Seen:
@@ -76,12 +76,12 @@ def test_certificates_are_counted() -> None:
 def test_the_work_of_a_command_is_drawn_on_a_terminal_once_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr(long_phases, "shared_console", lambda: console)
-    monkeypatch.setattr(long_phases, "LONG_SECONDS", 0.0)
-    shown = long_phases.LongPhases
-    made: list[long_phases.LongPhases] = []
-    monkeypatch.setattr(long_phases, "LongPhases", lambda *given: made.append(shown(*given)) or made[0])
-    with long_phases.long_phase("planning"):
+    monkeypatch.setattr(progress, "shared_console", lambda: console)
+    monkeypatch.setattr(progress, "LONG_SECONDS", 0.0)
+    shown = progress.LongPhases
+    made: list[progress.LongPhases] = []
+    monkeypatch.setattr(progress, "LongPhases", lambda *given: made.append(shown(*given)) or made[0])
+    with progress.long_phase("planning"):
         counted(3, 8)
         made[0].refresh()
     assert "planning" in written.getvalue() and "3/8" in written.getvalue()

@@ -13,7 +13,7 @@ from tests.tracking.test_runs import OLD_RUN, make_run
 from whet.cli.app import main
 from whet.cli.runs import next_command
 from whet.config import SFTConfig, TrainConfig
-from whet.config.render import to_yaml
+from whet.config.load import to_yaml
 from whet.tracking.runs import main_metrics, read_run, write_state
 from whet.viewer.server import Site
 

@@ -12,8 +12,8 @@ import pytest
 from tests.cli.test_runs import whet
 from tests.raising import raises
 from tests.tracking.test_runs import make_run
-from whet.cli import sweep
-from whet.cli.sweep import members
+from whet.cli import train
+from whet.cli.train import members
 from whet.errors import ConfigError
 from whet.tracking.runs import write_state
 
@@ -68,7 +68,7 @@ class Process:
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen25_folder: Path) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep.subprocess, "Popen", Process)
+    monkeypatch.setattr(train.subprocess, "Popen", Process)
     monkeypatch.setattr(Process, "begun", [])
     Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     data = [f"model.path={qwen25_folder}", "data.train_files=rows.jsonl", "data.val_files=rows.jsonl"]
@@ -109,7 +109,7 @@ def test_a_signal_ends_the_sweep_after_the_run(words: list[str], monkeypatch: py
         def send_signal(self, number: int) -> None:
             sent.append(number)
 
-    monkeypatch.setattr(sweep.subprocess, "Popen", Stopped)
+    monkeypatch.setattr(train.subprocess, "Popen", Stopped)
     before: Any = signal.getsignal(signal.SIGTERM)
     assert whet(*words) == 143
     assert Stopped.begun == ["trainer.seed=1"] and sent == [signal.SIGTERM]

@@ -19,7 +19,7 @@ TWO_POOLS = "{train: {processes: 2, roles: [actor, ref]}, sample: {roles: [rollo
 @pytest.fixture(autouse=True)
 def ray_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as the checks see: they import nothing."""
-    monkeypatch.setattr("whet.config.engine_checks.find_spec", lambda name: object())
+    monkeypatch.setattr("whet.config.algorithm_checks.find_spec", lambda name: object())
 
 
 def refusals(sections: str) -> list[ConfigError]:
@@ -98,7 +98,7 @@ def test_what_goes_together_is_not_refused(sections: str) -> None:
 
 
 def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.config.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("whet.config.algorithm_checks.find_spec", lambda name: None)
     [error] = refusals("cluster: {backend: ray}")
     check_fields(error, "cluster.backend", change=re.compile(re.escape(pip_install("ray"))))
 

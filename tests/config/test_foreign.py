@@ -11,7 +11,7 @@ from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.config.convert import convert
 from whet.config.foreign import foreign_key, foreign_keys
 from whet.config.foreign_files import Written
-from whet.config.keys import is_known
+from whet.config.section import is_known
 from whet.errors import ConfigError
 
 

@@ -11,9 +11,8 @@ import yaml
 
 from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
 from whet.config.compose import SHIPPED, shipped_recipes
-from whet.config.keys import choices
-from whet.config.render import json_schema
-from whet.config.section import Section
+from whet.config.load import json_schema
+from whet.config.section import Section, choices
 from whet.errors import ConfigError
 
 SCHEMA = json_schema(TrainConfig)

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from whet.config.keys import describe_type, field_at, is_known, leaf_fields, meaning, nearest_key
 from whet.config.schema import TrainConfig
+from whet.config.section import describe_type, field_at, is_known, leaf_fields, meaning, nearest_key
 
 
 @pytest.mark.parametrize(

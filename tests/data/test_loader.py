@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from tests.raising import raises
-from whet.data.loader import OrderLoader, PromptLoader, steps_per_epoch
+from whet.config.schema import TrainerConfig
+from whet.data.loader import OrderLoader, PromptLoader, run_steps
 from whet.errors import DataError
 from whet.keyed import key
 from whet.types import Prompt
@@ -71,8 +72,9 @@ def test_a_state_of_more_prompts_is_refused() -> None:
         PromptLoader(prompts(3), seed=0).load_state(loader.state())
 
 
-def test_steps_per_epoch_counts_whole_steps() -> None:
-    assert [steps_per_epoch(10, n) for n in (1, 3, 5, 10, 11)] == [10, 3, 2, 1, 1]
+def test_an_epoch_has_whole_steps() -> None:
+    once = TrainerConfig(total_epochs=1)
+    assert [run_steps(once, 10, n) for n in (1, 3, 5, 10, 11)] == [10, 3, 2, 1, 1]
 
 
 def test_no_prompts_are_refused() -> None:

@@ -39,10 +39,10 @@ from typer.main import get_command
 
 from whet.cli.app import app, main
 from whet.cli.arguments import split_recipe
-from whet.cli.sweep import members
+from whet.cli.train import members
 from whet.config import load_config, problems
 from whet.config.commands import commands, schema_of
-from whet.config.render import json_schema
+from whet.config.load import json_schema
 from whet.config.section import Section
 from whet.errors import ConfigError
 

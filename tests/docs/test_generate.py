@@ -12,8 +12,8 @@ from docs.generate import __main__ as generate, algorithms, columns, fits, gpu, 
 from docs.generate.config import MARK, page, reference
 from whet.cli.algorithms import certify_all
 from whet.columns import TABLE
-from whet.config.keys import leaf_fields
 from whet.config.schema import EngineConfig, TrainConfig
+from whet.config.section import leaf_fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 CERTIFICATES = DOCS.parent / "whet" / "algorithms" / "certificates.csv"

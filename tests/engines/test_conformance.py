@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config import TrainConfig
-from whet.config.engine_checks import EngineUse
+from whet.config.algorithm_checks import EngineUse
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.config.section import Place
 from whet.devices import HOST

@@ -178,7 +178,11 @@ def test_gradients_and_steps_are_those_of_one_process(
     for name, expected in gradients.items():
         assert expected.norm() > 0, name
         assert (got[name] - expected).norm() <= BOUND * expected.norm(), name
-    suite.check_records(record, suite.drive(group, steps=range(3)))
+    got_record = suite.drive(group, steps=range(3))
+    if "pipeline" in sizes:  # a stage measures no routers
+        plain = [{name: value for name, value in each.items() if "router" not in name} for each in record.metrics]
+        record = replace(record, metrics=plain)
+    suite.check_records(record, got_record)
 
 
 @pytest.mark.slow
@@ -227,7 +231,10 @@ def test_a_state_goes_on_on_another_mesh(folders: dict[str, Path], tmp_path: Pat
         metrics += got.metrics
         group.save(str(tmp_path / f"{part + 1}.state"))
         group.close()
-    suite.check_records(expected, replace(got, metrics=metrics))
+    plain = [
+        [{n: v for n, v in each.items() if "router" not in n} for each in all_] for all_ in (expected.metrics, metrics)
+    ]
+    suite.check_records(replace(expected, metrics=plain[0]), replace(got, metrics=plain[1]))
 
 
 @pytest.mark.slow

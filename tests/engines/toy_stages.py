@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whet.config.engine_checks import EngineUse
+from whet.config.algorithm_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.protocol import Columns, Objective
 from whet.engines.role import RoleSettings

@@ -12,7 +12,7 @@ import pytest
 from tests.raising import raises
 from whet.errors import DataError
 from whet.evaluation.answers import Record
-from whet.evaluation.compare import compare
+from whet.evaluation.estimators import compare
 
 
 def answer(index: int, accuracy: float | None, **changes: Any) -> Record:

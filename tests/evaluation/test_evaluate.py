@@ -264,3 +264,27 @@ def test_a_folder_that_is_no_model_is_refused(eval_config: MakeConfig, tmp_path:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         evaluate(eval_config(**{"model.path": str(tmp_path)}), reward=lambda solution_str: 0.0, data=[])
+
+
+def by_length(predict: str, ground_truth: str) -> float:
+    return float(len(predict) % 2)
+
+
+def test_pass_rates_go_back_into_the_rows(eval_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a} + 1 =", "answer": str(a + 1), "level": {"of": a}} for a in range(3)]
+    long = {"prompt": "7 + 1 = " * 40, "answer": "8"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, long]))
+    config = eval_config(
+        **{
+            "data.val_files": [f"{tmp_path / 'a.jsonl'}"] * 2,
+            "data.difficulty_key": "pass_rate",
+            "output": str(tmp_path / "out"),
+            "rollout.n": 4,
+            "rollout.temperature": 1.0,
+        }
+    )
+    found = evaluate(config, reward=by_length)
+    by_index = {at: sum(row["accuracy"] for row in of) / 4 for at, of in by_prompt(found.answers).items()}
+    assert [*by_index] == [0, 1, 2, 4, 5, 6]
+    written = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert written == [{**row, "pass_rate": by_index[at]} for row, at in zip([*rows, *rows], by_index, strict=True)]

@@ -31,7 +31,7 @@ from whet.trainers.build import train
 
 ARCHS = [arch for arch in KNOWN if arch not in ("qwen2.5", "qwen3", *MARKERS)]  # those have tests of their own
 WINDOW = 8  # tokens: shorter than the sequences, so that a window that is not kept shows
-MODEL_TYPES = {"gemma": "gemma3_text", "phi": "phi3"}
+MODEL_TYPES = {"gemma": "gemma3_text", "phi": "phi3", "qwen3_5": "qwen3_5_text"}
 
 
 @pytest.fixture(scope="module", params=ARCHS)
@@ -41,11 +41,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     out = tmp_path_factory.mktemp("models") / request.param
     init_model(out, request.param, "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=512)
     config = json.loads((out / "config.json").read_text())
-    if "sliding_window" in config and request.param in ("mistral", "gemma", "gemma2", "phi"):
+    if "sliding_window" in config and request.param in ("mistral", "gemma", "gemma2", "phi", "gpt_oss"):
         (out / "config.json").write_text(json.dumps({**config, "sliding_window": WINDOW}))
     model = AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and ("sinks" in name or "bias" in name):
+                parameter.normal_()
     model.save_pretrained(out)
     return out
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that mix tokens otherwise than by causal attention are refused when they are loaded, with the part named."""
+"""Models that mix tokens otherwise than by causal attention are computed by transformers' own forward."""
 
 from __future__ import annotations
 
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.raising import raises
 from whet.errors import ModelError
-from whet.models import attention, fused
-from whet.models.load import context_length, load_policy, outline
-from whet.models.supported import check_supported
+from whet.models import attention, fused, general
+from whet.models.load import NO_LIMIT, context_length, load_policy, outline
+from whet.models.supported import Support, lack_of, support_of
 
 SMALL = {
     "hidden_size": 32,
@@ -31,66 +32,98 @@ SMALL = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_local_experts": 4, "n_routed_experts": 8, "num_experts": 4, "num_experts_per_tok": 2}
+UNCOUNTED: dict[str, Any] = {"max_position_embeddings": ...}  # left out
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 
 
 def folder_of(path: Path, model_type: str, **changed: Any) -> Path:
-    config = AutoConfig.for_model(model_type, **(SMALL | changed))
+    values = {name: value for name, value in (SMALL | changed).items() if value is not ...}
+    config = AutoConfig.for_model(model_type, **values)
     config.save_pretrained(path)
     return path
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changed", "part"),
-    [
-        ("qwen3_next", EXPERTS, "linear_attention"),
-        ("qwen3_5_text", {}, "linear_attention"),
-        ("deepseek_v3", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "keys of 4 x 16 and values of 4 x 8"),
-        ("deepseek_v2", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "keys of 4 x 16 and values of 4 x 8"),
-        ("gpt_oss", {**EXPERTS, "head_dim": 8}, "attention sinks"),
-        ("llama4_text", {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 32}, "chunked_attention"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
-        ("jamba", {**EXPERTS, "attn_layer_period": 4, "attn_layer_offset": 2, "use_mamba_kernels": False}, "conv"),
-        ("diffllama", {}, "layers 0, 0, 1, 1, 2, 2, 3, 3"),
-        ("stablelm", {}, "nowhere"),
-        ("bloom", {"n_layer": 2}, "nowhere"),
-        ("falcon", {}, "cannot replace"),
-        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "cannot replace"),
-        ("roberta", {}, "both directions"),
-    ],
-)
-def test_a_model_of_another_kind_is_refused_by_its_part(
+GENERAL = [
+    ("deepseek_v32", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "indexed_attention"),
+    ("llama4_text", {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 32}, "chunked_attention"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
+    ("jamba", {**EXPERTS, "attn_layer_period": 4, "attn_layer_offset": 2, "use_mamba_kernels": False}, "conv"),
+    ("diffllama", {}, "layers 0, 0, 1, 1, 2, 2, 3, 3"),
+    ("stablelm", {}, "nowhere"),
+    ("bloom", {"n_layer": 2, "n_head": 4, **UNCOUNTED}, "no max_position_embeddings"),
+    (
+        "mamba",
+        {"state_size": 4, **UNCOUNTED, "num_attention_heads": ...},
+        "no num_attention_heads and no max_position_embeddings",
+    ),
+    ("falcon", {}, "cannot replace"),
+    ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "cannot replace"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changed", "part"), GENERAL)
+def test_a_model_of_another_kind_goes_the_general_way_for_its_part(
     model_type: str, changed: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path / "model", model_type, **changed)
-    with raises(ModelError, f"{folder}", found=re.compile(part)), torch.device("meta"):
-        outline(folder)
+    with torch.device("meta"):
+        support = support_of(outline(folder))
+    assert part in support.lacks and not support.is_own
+
+
+@pytest.mark.parametrize("load", [outline, load_policy])
+def test_an_encoder_is_refused(load: Callable[[Path], Any], tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", "roberta")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    with raises(ModelError, f"{folder}", found=re.compile("both directions")), torch.device("cpu"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "missing"),
+    ("model_type", "changed", "length"),
+    [("mamba", UNCOUNTED, NO_LIMIT), ("bloom", UNCOUNTED, NO_LIMIT), ("llama", {}, 64)],
+)
+def test_a_model_without_positions_reads_rows_of_any_length(
+    model_type: str, changed: dict[str, Any], length: int, tmp_path: Path
+) -> None:
+    assert context_length(folder_of(tmp_path, model_type, **changed)) == length
+
+
+class _Changed(torch.nn.Module):
+    """A body whose states are those of another one, changed."""
+
+    def __init__(self, body: Any, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.change = body, change
+
+    def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        out = self.body(input_ids=input_ids, **arguments)
+        mask = arguments["attention_mask"]
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        out["last_hidden_state"] = self.change(out.last_hidden_state, mask)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
     [
-        ("mamba", "max_position_embeddings"),
-        ("rwkv", "num_attention_heads"),
-        ("t5", "max_position"),
-        ("bloom", "max_pos"),
+        (lambda states, mask: states + states.flip(1), "later"),
+        (lambda states, mask: states * (2 - mask.amin(1))[:, None, None], "padding"),
+        (lambda states, mask: states * (mask[:, :1, None] + 1), ""),
     ],
 )
-def test_a_config_without_attention_over_positions_is_refused_before_its_rows_are_read(
-    model_type: str, missing: str, tmp_path: Path
+def test_a_model_is_tried_when_it_is_loaded(
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], part: str, tmp_path: Path
 ) -> None:
-    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    for read in (context_length, load_policy):
-        with raises(ModelError, f"{tmp_path}", found=re.compile(missing)):
-            read(tmp_path)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss"])
-def test_it_is_refused_with_its_weights_too(model_type: str, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "model", model_type, **EXPERTS, head_dim=8)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-    with raises(ModelError, f"{folder}", found=re.compile(r"linear_attention|attention sinks")):
-        load_policy(folder)
+    """The states of the first read later tokens, those of the second padding; the third is changed by padding on its
+    left alone, and so is sampled in rows of one length."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
+    model.model = _Changed(model.model, change)
+    if part:
+        with raises(ModelError, "there", found=re.compile(part)):
+            general.tried(model, "there", "a part")
+    else:
+        assert general.tried(model, "there", "a part") == Support("a part", pads_left=False)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +132,19 @@ def test_it_is_refused_with_its_weights_too(model_type: str, tmp_path: Path) -> 
         ("gpt2", {"n_embd": 32, "n_layer": 10, "n_head": 4, "num_key_value_heads": 4}),
         ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 32, "num_key_value_heads": 4}),
         ("granitemoe", EXPERTS),
+        ("gpt_oss", {**EXPERTS, "head_dim": 8}),
+        ("qwen3_next", EXPERTS),
+        ("qwen3_5_text", {}),
+        ("olmo_hybrid", {}),
+        ("deepseek_v3", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
+        ("deepseek_v2", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
         ("cohere2", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}),
         ("glm4_moe", {**EXPERTS, "head_dim": 8, "n_group": 1, "topk_group": 1}),
     ],
 )
 def test_other_causal_models_are_taken(model_type: str, changed: dict[str, Any], tmp_path: Path) -> None:
     with torch.device("meta"):
-        outline(folder_of(tmp_path / "model", model_type, **changed))
+        assert support_of(outline(folder_of(tmp_path / "model", model_type, **changed))).is_own
 
 
 def test_a_norm_that_needs_more_than_its_rows_is_not_replaced() -> None:
@@ -122,29 +161,13 @@ def test_a_norm_that_needs_more_than_its_rows_is_not_replaced() -> None:
     assert fused.fuse(torch.nn.Sequential(GatedNorm())) == 0
 
 
-@pytest.mark.parametrize(("model_type", "coefficient"), [("qwen3_moe", 0.25), ("mixtral", 0.5)])
-def test_the_loss_of_a_router_is_left_out_with_a_line(
-    model_type: str, coefficient: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    for asks in (False, True):
-        config = AutoConfig.for_model(
-            model_type, **SMALL, **EXPERTS, router_aux_loss_coef=coefficient, output_router_logits=asks
-        )
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-        caplog.clear()
-        check_supported(model, "there")
-        args = [record.args for record in caplog.records]
-        assert args == [("there", coefficient)] * asks
-
-
 def test_the_check_leaves_no_reference_to_the_weights() -> None:
     """A parameter with one, kept for a while by a cycle, cannot be moved to a device of another kind."""
     config = AutoConfig.for_model("qwen3", **(SMALL | {"hidden_size": 48}))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     gc.disable()
     try:
-        check_supported(model, "there")
+        assert lack_of(model, "there") == ""
         assert [name for name, each in model.named_parameters() if weakref.getweakrefs(each)] == []
     finally:
         gc.enable()

@@ -17,6 +17,7 @@ from whet.models.load import layers, load_policy, recompute_activations
 from whet.models.narrow import NarrowCopies, NarrowLinear
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.packing import layout
+from whet.models.varlen import varlen_attention
 
 PLAIN, ONE_CALL = ForwardSettings(), ForwardSettings(in_stretches=True)
 
@@ -83,6 +84,32 @@ def test_one_call_gives_what_bunches_give(model: PreTrainedModel, share_prompts:
         found.append([*(each.detach() for each in outputs.values()), *grads])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=2e-5)
+
+
+def test_sinks_and_their_gradient() -> None:
+    """Against each row's attention written out, with one more key of which each head has the score, and no value."""
+    where = layout(answers(), share_prompts=True, in_stretches=True)
+    found = where.stretches
+    assert found is not None and found.source is not None
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(11, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
+    leaves = [each.requires_grad_() for each in (*given, torch.randn(4, generator=draw, dtype=torch.float64))]
+    query, key, value, sinks = leaves
+    got = varlen_attention(query, key, value, found, 0.3, 2, sinks)
+    rows = []
+    for begin, end, first, last in zip(found.queries, found.queries[1:], found.keys, found.keys[1:], strict=False):
+        k, v = (x[found.source[first:last]].repeat_interleave(2, 1).transpose(0, 1) for x in (key, value))
+        back = torch.arange(len(found.source[first:last]) - (end - begin), last - first)[:, None] - torch.arange(
+            last - first
+        )
+        scores = (query[begin:end].transpose(0, 1) @ k.mT * 0.3).masked_fill((back < 0) | (back >= 2), float("-inf"))
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        rows.append((scores.softmax(-1)[..., :-1] @ v).transpose(0, 1))
+    expected = torch.cat(rows)
+    assert torch.allclose(got, expected, atol=1e-6)
+    weights = torch.randn(got.shape, generator=draw, dtype=torch.float64)
+    for one, other in zip(*(torch.autograd.grad(out, leaves, weights) for out in (got, expected)), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 @pytest.fixture

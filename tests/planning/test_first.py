@@ -34,7 +34,7 @@ def config_of(folder: Path, **changes: object) -> TrainConfig:
 @pytest.mark.parametrize("size", fits.SIZES)
 def test_formulas_are_within_a_fifth_of_traced_plans(size: str, tmp_path: Path) -> None:
     folder = model(tmp_path / "model", size)
-    shape = first._shape(str(folder))
+    shape = first.shape_of(str(folder))
     assert shape is not None
     for card in fits.SHOWN:
         for (name, changes), cell in zip(fits.COLUMNS.items(), TRACED[str(card)][size], strict=True):
@@ -57,7 +57,7 @@ def test_it_says_whether_it_fits_on_which_card_and_what_helps(tmp_path: Path) ->
     assert [left for _, left in listed] == sorted(left for _, left in listed)
     assert listed[-1][1] < float(re.findall(r"([\d.]+) GiB", said)[0])
     said, *_ = first_answer(config_of(folder, **fits.ADAPTER), 80.0, None)
-    shape = first._shape(str(folder))
+    shape = first.shape_of(str(folder))
     assert shape is not None
     adapter = config_of(folder, **fits.ADAPTER)
     needed = {card: bytes_of(adapter, shape, True, gib) / 2**30 for card, gib in CARDS.items()}
@@ -79,7 +79,7 @@ def test_weights_are_counted_as_transformers_makes_them(changed: dict[str, int],
 
     kind = "qwen3_moe" if "num_experts" in changed else "qwen3"
     (tmp_path / "config.json").write_text(json.dumps({**fits.shape("0.6B"), "model_type": kind, **changed}))
-    shape = first._shape(str(tmp_path))
+    shape = first.shape_of(str(tmp_path))
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert shape is not None and shape["weights"] == pytest.approx(made.num_parameters(), rel=0.01)
@@ -105,7 +105,7 @@ def test_dtype_auto_is_that_of_the_machine_that_is_planned_for(
 ) -> None:
     monkeypatch.setattr(first, "instruction_set", lambda: flags)
     folder = model(tmp_path / "model", "0.6B")
-    shape = first._shape(str(folder))
+    shape = first.shape_of(str(folder))
     assert shape is not None
     needed = {
         (name, device): bytes_of(config_of(folder, **{"model.dtype": name, "rollout.dtype": name}), shape, device)

@@ -43,8 +43,7 @@ from whet.rollout.protocol import (
 from whet.rollout.servers import engine as engine_module
 from whet.rollout.servers.engine import OnNewWeights, ServerEngine
 from whet.rollout.servers.environment import Package, find_environment
-from whet.rollout.servers.parts import Part, in_parts
-from whet.rollout.servers.weights import Weights
+from whet.rollout.servers.weights import Part, Weights, in_parts
 from whet.types import Media
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from whet.devices import HOST
-from whet.rollout.native import columns, engine, prefill
+from whet.rollout.native import columns, engine
 from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
 from whet.rollout.native.paged_attention import reference
 from whet.rollout.sampling import SamplingState, sample
@@ -32,10 +32,11 @@ def decode_attention(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's work in torch: the layout of the cache is that of an accelerator."""
     by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
-    out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap)
+    out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap, sinks)
     block = tables[slots, positions // BLOCK_SIZE].long()
     keys[:, block, positions % BLOCK_SIZE] = key.transpose(0, 1).to(keys.dtype)
     values[:, block, positions % BLOCK_SIZE] = value.transpose(0, 1).to(values.dtype)
@@ -54,6 +55,7 @@ def tile_attention(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's work in torch."""
     rows, positions = torch.full((len(query),), -1, dtype=torch.int32), torch.zeros(len(query), dtype=torch.int64)
@@ -61,7 +63,7 @@ def tile_attention(
         rows[first : first + count] = row
         positions[first : first + count] = torch.arange(position, position + count)
     by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
-    out = reference(query, key, value, *by_block, tables, rows, positions, scale, window, cap)
+    out = reference(query, key, value, *by_block, tables, rows, positions, scale, window, cap, sinks)
     for kept, new in ((keys, key), (values, value)):
         kept.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1).to(kept.dtype))
     return out
@@ -106,7 +108,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = False) -> No
         vars(kernels).update(decode_attention=decode_attention, tile_attention=tile_attention, pick=pick)
         monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
         monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
-    for module in (columns, prefill):
+    for module in (columns, engine):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     monkeypatch.setattr(columns, "Graphs", Recorder)
     monkeypatch.setattr(engine, "is_stepwise", lambda device: device == HOST)

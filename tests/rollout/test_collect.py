@@ -27,8 +27,7 @@ from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 from whet.phases import watching
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.codec import BARE_TAG
-from whet.rollout.collect import Collector, Stage
+from whet.rollout.collect import BARE_TAG, Collector, Stage
 from whet.rollout.episode import Limits
 from whet.rollout.protocol import Completion, Event, Request, SamplingParams
 from whet.trainers.build import build, build_scorer

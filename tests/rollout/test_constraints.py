@@ -22,9 +22,8 @@ from transformers import (
 
 from tests.raising import raises
 from whet.errors import DataError, EngineError
-from whet.rollout.constraints import Constraints, bad_word_ids
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import SamplingState, _cut
+from whet.rollout.sampling import Constraints, SamplingState, _cut, bad_word_ids
 
 VOCABULARY = 12
 CPU = torch.device("cpu")

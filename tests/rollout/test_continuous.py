@@ -28,8 +28,8 @@ from whet.errors import DeadlineError, EngineError
 from whet.metrics import Metrics
 from whet.phases import phase
 from whet.rewards.pool import RewardPool
-from whet.rollout.background import SWITCH_SECONDS, Background
 from whet.rollout.collect import Collector
+from whet.rollout.driver import SWITCH_SECONDS, Background
 from whet.rollout.flow import Admitted, Command, Filter, Flow, HandOut, Run
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts

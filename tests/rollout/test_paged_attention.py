@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from whet.models.attention import Scores
-from whet.rollout.native.device_attention import BlockIndex
-from whet.rollout.native.paged_attention import BLOCK_SIZE, load_kernel, paged_attention, reference
+from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, load_kernel, paged_attention, reference
+
+PLAIN = [(dim, dim, False) for dim in (16, 48, 64, 128)]
 
 
 def attend_from_scratch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, cap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, cap: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """One sequence, one token after another: q [L, H, D], k and v [L, KV, D], in float64."""
+    """One sequence, one token after another: q [L, H, D], k [L, KV, D], v [L, KV, V], in float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     rows = []
@@ -26,7 +27,8 @@ def attend_from_scratch(
         heads = []
         for h in range(q.shape[1]):
             scores = k[start : t + 1, h // group] @ q[t, h] * scale
-            weights = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
+            weights = (cap * (scores / cap).tanh() if cap else scores).exp()
+            weights = weights / (weights.sum() + (0 if sinks is None else sinks[h].double().exp()))
             heads.append(weights @ v[start : t + 1, h // group])
         rows.append(torch.stack(heads))
     return torch.stack(rows)
@@ -39,31 +41,41 @@ class OnDevice:
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, *given: Any) -> torch.Tensor:
-        query, key, value, keys, _, tables, rows, positions, scale, window, cap = given
+        query, key, value, keys, _, tables, rows, positions, *scores = given
         if self.kept is None:
-            shape = (key.shape[1], len(keys) + 1, BLOCK_SIZE, key.shape[2])
-            self.kept = torch.zeros(shape), torch.zeros(shape)
+            shape = (key.shape[1], len(keys) + 1, BLOCK_SIZE)
+            self.kept = torch.zeros(*shape, key.shape[2]), torch.zeros(*shape, value.shape[2])
         longest = int(rows[rows >= 0].bincount().max())
         index = BlockIndex.of(tables, rows, positions, len(keys), longest, int(positions.max()) + 1)
-        out = index.attend(query, key, value, *self.kept, Scores(scale, window, cap))
+        out = index.attend(query, key, value, *self.kept, Scores(*scores))
         return out.masked_fill((rows < 0)[:, None, None], 0)
 
 
 @pytest.mark.parametrize("kind", ["kernel", "torch", "device", "device, few at once"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (7, 1), (6, 2)])
-@pytest.mark.parametrize("dim", [16, 48, 64, 128])
+@pytest.mark.parametrize(("dim", "value_dim", "has_sinks"), [*PLAIN, (48, 32, False), (32, 64, True), (64, 64, True)])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (0, 1.5)])
 def test_prefill_then_decode(
-    kind: str, heads: int, kv_heads: int, dim: int, window: int, cap: float, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    has_sinks: bool,
+    window: int,
+    cap: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     function: Callable[..., torch.Tensor] = {"kernel": paged_attention, "torch": reference}.get(kind, OnDevice())
     if kind == "device, few at once":
-        monkeypatch.setattr("whet.rollout.native.device_attention.GATHERED", 1)
+        monkeypatch.setattr("whet.rollout.native.paged_attention.GATHERED", 1)
     draw = torch.Generator().manual_seed(heads * dim)
     lengths = [1, 17, 40]
-    data = [[torch.randn(n, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads)] for n in lengths]
+    shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim)
+    data = [[torch.randn(n, *shape, generator=draw) for shape in shapes] for n in lengths]
+    sinks = torch.randn(heads, generator=draw) * 2 if has_sinks else None
     keys = torch.full((16, kv_heads, dim, BLOCK_SIZE), float("nan"))  # what was never written must not matter
-    values = torch.full((16, kv_heads, BLOCK_SIZE, dim), float("nan"))
+    values = torch.full((16, kv_heads, BLOCK_SIZE, value_dim), float("nan"))
     tables = torch.tensor([[9, 0, 0], [3, 12, 0], [1, 15, 4]], dtype=torch.int32)
 
     def run(tokens: list[tuple[int, int]]) -> torch.Tensor:
@@ -73,11 +85,11 @@ def test_prefill_then_decode(
         )
         rows = torch.tensor([s for s, _ in tokens] + [-1, -1], dtype=torch.int32)
         positions = torch.tensor([p for _, p in tokens] + [0, 0])
-        out = function(q, k, v, keys, values, tables, rows, positions, dim**-0.5, window, cap)
+        out = function(q, k, v, keys, values, tables, rows, positions, dim**-0.5, window, cap, sinks)
         assert (out[-2:] == 0).all()
         return out[:-2]
 
-    expected = [attend_from_scratch(*each, dim**-0.5, window, cap) for each in data]
+    expected = [attend_from_scratch(*each, dim**-0.5, window, cap, sinks) for each in data]
     prefill = [(s, p) for s, n in enumerate(lengths) for p in range(n - 1)]
     out = run(prefill)
     for row, (s, p) in zip(out, prefill, strict=True):
@@ -101,6 +113,24 @@ def test_bfloat16_rounds_the_float32_result() -> None:
         return paged_attention(q.to(dtype), k.to(dtype), v.to(dtype), keys, values, tables, rows, positions, 0.125)
 
     torch.testing.assert_close(run(torch.bfloat16), run(torch.float32).bfloat16(), atol=0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("function", [paged_attention, reference])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_the_beginnings_of_keys(
+    function: Callable[..., torch.Tensor], window: int, dtype: torch.dtype
+) -> None:
+    """The same as values of their own; what was never written must not matter."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(40, heads, 48, generator=draw).to(dtype) for heads in (6, 1))
+    tables = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    where = tables, torch.zeros(40, dtype=torch.int32), torch.arange(40), 0.2, window
+    found = []
+    for size in (32, 0):
+        keys, values = (torch.full(shape, float("nan"), dtype=dtype) for shape in ((3, 1, 48, 16), (3, 1, 16, size)))
+        found.append(function(q, k, k[..., :32], keys, values, *where))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_strided_inputs() -> None:

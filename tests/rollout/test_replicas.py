@@ -26,11 +26,10 @@ from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import EngineError, LostReplicaError, WhetError
 from whet.models.load import load_policy
-from whet.rollout.fleet import Done, Fleet, Task
+from whet.rollout.fleet import Done, Fleet, Task, assign, blocks_of
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate, late
 from whet.rollout.replicas import Ranks as Driver, Replicas
-from whet.rollout.router import assign, blocks_of
 from whet.trainers.rollout_worker import RolloutWorker
 
 

@@ -20,7 +20,8 @@ from whet.errors import DataError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
-from whet.rollout.collect import Collector, Stage, Turns
+from whet.rollout.collect import Collector, Stage
+from whet.rollout.driver import Turns
 from whet.rollout.flow import Filter
 from whet.rollout.protocol import Event, Failed, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts, Taken

@@ -20,7 +20,7 @@ from server_processes import ECHO, Running, Start, started
 from transformers import PreTrainedModel
 
 from whet.models.load import load_policy, load_tokenizer
-from whet.serving.texts import TokenTexts
+from whet.serving.answers import TokenTexts
 
 pytestmark = pytest.mark.slow
 

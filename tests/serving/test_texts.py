@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from whet.models.load import load_tokenizer
-from whet.serving.texts import BROKEN, StopCut, TextStream, TokenTexts
+from whet.serving.answers import BROKEN, StopCut, TextStream, TokenTexts
 
 TEXT = "a bé — 你好 👩‍👩‍👧 naïve\n  two"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation import actors
 from whet.environments.protocol import Answer
 from whet.rollout.fleet import Done, Fleet, Generation, Give, Task
-from whet.trainers.environment_worker import PlacedHost
+from whet.trainers.placed import PlacedHost
 from whet.types import Prompt
 
 if TYPE_CHECKING:

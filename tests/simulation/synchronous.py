@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.actors import END, Letters, Prompts, log_probs_of, observation, outcome_of, runs_of, token_at
 from whet.environments.protocol import Answer, Observation
-from whet.rollout.collect import Driver, Turns
+from whet.rollout.driver import Driver, Turns
 from whet.rollout.episode import Episode
 from whet.rollout.protocol import Completion, Event, Finished, Request, SamplingParams, Status
 from whet.rollout.rollouts import Rollouts

@@ -14,12 +14,12 @@ from tests.simulation import actors
 from tests.simulation.invariants import ALL, InvariantError, named
 from tests.simulation.plan import Plan
 from tests.simulation.world import World
-from whet.rollout import episode, fleet as fleeting, router as routing, snapshot as saving
-from whet.rollout.collect import Driver
+from whet.rollout import episode, fleet as fleeting, snapshot as saving
+from whet.rollout.driver import Driver
 from whet.rollout.episode import Command, Step
+from whet.rollout.fleet import Router, Sampled
 from whet.rollout.flow import Flow
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
-from whet.rollout.router import Router, Sampled
 from whet.types import Group
 
 SEEDS = 400
@@ -113,7 +113,7 @@ def sampling_goes_ahead_before_the_weights_are_there() -> list[Patch]:
 def a_chunk_is_heard_twice() -> list[Patch]:
     def note(self: Sampled, partial: Partial) -> None:
         new = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
-        self.so_far = new if self.so_far is None else routing.joined(self.so_far, new)
+        self.so_far = new if self.so_far is None else fleeting.joined(self.so_far, new)
 
     return [(Sampled, "note", note)]
 
@@ -155,7 +155,7 @@ def the_budget_starts_again() -> list[Patch]:
 
 @bug(7)
 def an_attempt_begins_behind_the_end() -> list[Patch]:
-    return [(routing, "unfinished", lambda sampled, request: sampled)]
+    return [(fleeting, "unfinished", lambda sampled, request: sampled)]
 
 
 @bug(7)

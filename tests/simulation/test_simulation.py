@@ -13,8 +13,8 @@ from tests.simulation.failing import KEPT, failure, failures, keep, read, shrink
 from tests.simulation.plan import Plan
 from tests.simulation.synchronous import synchronous_steps
 from tests.simulation.world import World
+from whet.rollout.fleet import Router
 from whet.rollout.flow import Flow
-from whet.rollout.router import Router
 
 
 @pytest.fixture(autouse=True)

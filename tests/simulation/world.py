@@ -24,13 +24,12 @@ from tests.simulation.invariants import ALL, CHECKS, LATEST
 from tests.simulation.placed import EnvironmentRanks, Environments, PlacedRanks, RewardRanks
 from tests.simulation.plan import PLACED, Fault, Plan
 from whet.rollout import flow as flowing, snapshot as saving
-from whet.rollout.collect import Driver
+from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode, Limits, Rules
-from whet.rollout.fleet import RETRIES, Done, Give, Task
+from whet.rollout.fleet import RETRIES, Done, Give, Router, Task
 from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.rollouts import with_outcomes
-from whet.rollout.router import Router
 from whet.types import Group, Prompt, Trajectory
 
 PATIENCE = 12.0  # seconds without a word after which a busy replica is given up

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from whet.metrics import Metrics
 from whet.phases import counted, phase, watching
-from whet.tracking import long_phases
-from whet.tracking.long_phases import LongPhases
+from whet.tracking.console import LONG_SECONDS, REFRESH_SECONDS, LongPhases
 
 
 class Clock:
@@ -97,7 +96,7 @@ def test_a_thread_looks_by_itself() -> None:
         while not written.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
     assert written.getvalue() == "loading models: 0:20\n"
-    assert long_phases.REFRESH_SECONDS < long_phases.LONG_SECONDS
+    assert REFRESH_SECONDS < LONG_SECONDS
 
 
 def test_a_count_that_begins_again_is_timed_from_there() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from whet.config import TrainConfig
-from whet.rollout.background import Background
+from whet.rollout.driver import Background
 from whet.trainers import build
 from whet.trainers.build import train
 

@@ -14,7 +14,7 @@ from tests.raising import raises
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.trainers.build import train
-from whet.trainers.gap import largest_jumps, reward_gap
+from whet.trainers.run import largest_jumps, reward_gap
 
 
 def steps(

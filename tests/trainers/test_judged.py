@@ -23,7 +23,7 @@ from whet.rewards.judge.rubrics import load_rubric
 from whet.rollout.collect import Collector
 from whet.trainers.build import train
 from whet.trainers.columns import ColumnPlan
-from whet.trainers.judged import UNREADABLE
+from whet.trainers.hints import UNREADABLE
 from whet.trainers.sft import train_sft
 from whet.types import Failure, Message, Prompt, Trajectory
 

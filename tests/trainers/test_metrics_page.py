@@ -23,6 +23,7 @@ from torch import Tensor
 import whet
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.algorithms.conftest import _make_batch
+from tests.models.nano import nano_model
 from whet.checkpoints.export import export
 from whet.columns import COLUMNS
 from whet.config import RewardTrainingConfig, SFTConfig, load_config
@@ -278,6 +279,10 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     where = {"trainer.run_dir": str(tmp_path / "images"), "data.apply_chat_template": True, "trainer.val_freq": -1}
     counted = counting("train", 0, num_rows=4, prompt="<image>?")
     assert whet.train(reward=moody, data=counted, **{**common, **small, **where}).step == 1
+    asks = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    routed = {"model.path": str(nano_model(tmp_path / "experts", "mixtral", **asks))}
+    where = {"trainer.run_dir": str(tmp_path / "routed"), "trainer.val_freq": -1}
+    whet.train(reward=moody, data=additions, **{**common, **small, "data.max_prompt_length": 32, **where, **routed})
     logged |= of_episodes() | of_verdicts() | of_accelerators(monkeypatch)
     for path in (*tmp_path.glob("*/metrics.jsonl"), *tmp_path.glob("*/timings.jsonl")):
         logged |= {name for line in path.open() for name in json.loads(line)} - {"step"}

@@ -38,7 +38,6 @@ WORK = (
     "rollout/in_process",
     "rollout/ledger",
     "rollout/sampling",
-    "rollout/stop_strings",
 )
 
 

@@ -22,7 +22,7 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import Worker, WorkerSpec
 from whet.errors import LostWorkerError, RewardError
 from whet.trainers.build import train
-from whet.trainers.reward_worker import PlacedRewards, RewardWorker
+from whet.trainers.placed import PlacedRewards, RewardWorker
 from whet.types import RewardItem, RewardResult
 
 MakeConfig = Callable[..., TrainConfig]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from tests.raising import raises
 from whet.errors import DeadlineError, WeightSyncError
-from whet.weight_sync import links
+from whet.weight_sync import routes
 from whet.weight_sync.buckets import HEADER_BYTES, SLOTS, Digest, Inlet, LinkClosedError, Outlet, receive, send
-from whet.weight_sync.links import CollectiveInlet, CollectiveOutlet, SharedMemoryInlet, SharedMemoryOutlet
+from whet.weight_sync.routes import CollectiveInlet, CollectiveOutlet, SharedMemoryInlet, SharedMemoryOutlet
 
 BUCKET = HEADER_BYTES + 2**14
 LINKS = ("memory", "broadcast")
@@ -96,7 +96,7 @@ class Nccl:
 
 def test_between_accelerators_nccl_carries_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks ask for the same collectives in the same order, as NCCL wants it; it was not run on two cards."""
-    monkeypatch.setattr(links, "spans", lambda device: True)
+    monkeypatch.setattr(routes, "spans", lambda device: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(Nccl, "made", [])
     outlet, inlets = link("broadcast", 2)
@@ -115,7 +115,7 @@ def test_between_accelerators_nccl_carries_the_same_calls(monkeypatch: pytest.Mo
 
 
 def test_accelerators_of_nvidia_are_spanned_by_nccl() -> None:
-    assert links.spans(torch.device("cuda")) and not links.spans(torch.device("cpu"))
+    assert routes.spans(torch.device("cuda")) and not routes.spans(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("way", LINKS)

@@ -28,7 +28,16 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError, WhetError
-from whet.models.load import body_of, is_classifier, load_config, load_policy, load_reward_model, outline, torch_dtype
+from whet.models.load import (
+    body_of,
+    is_classifier,
+    kept_buffers,
+    load_config,
+    load_policy,
+    load_reward_model,
+    outline,
+    torch_dtype,
+)
 from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_weights, save_adapter
 
 log = logging.getLogger(__name__)
@@ -84,7 +93,7 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str
         model = _with_adapter(folder, origin | {"trust_remote_code": is_trusted}, weights, base)
         if adapter:
             return _write_adapter(model, origin, weights, folder, base, out)
-        weights = dict(merged_weights(model))
+        weights = {**dict(merged_weights(model)), **kept_buffers(model)}
     try:
         config = load_config(folder / "model", trust_remote_code=is_trusted)
         with torch.device("meta"):
@@ -95,7 +104,7 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str
         raise CheckpointError(key, found, "", checkpoint.RESTORE) from error
     _check_names(shapes, weights, folder)
     # In the model's order: a state sorted by name would not have the weights of a layer together.
-    ordered = ((name, weights[name]) for name, _ in shapes.named_parameters())
+    ordered = ((name, weights[name]) for name in _names(shapes))
     start = _start_weights(base or saved.get("start"))
     left = write_weights(out, ordered, shapes, torch_dtype(name), start)
     shutil.copytree(folder / "model", out, dirs_exist_ok=True)
@@ -128,11 +137,16 @@ def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], Origin | None]:
 
 
 def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    expected = dict(model.named_parameters())  # tied weights are saved once
+    expected = dict.fromkeys(_names(model))
     missing, unexpected = expected.keys() - set(weights), set(weights) - expected.keys()
     if missing or unexpected:
         found = f"they do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
         raise CheckpointError(f"{folder}: weights", found, "", "choose another checkpoint")
+
+
+def _names(model: PreTrainedModel) -> list[str]:
+    """The names of what a checkpoint has of a model: tied weights once, and kept buffers."""
+    return [*(name for name, _ in model.named_parameters()), *kept_buffers(model)]
 
 
 def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | None) -> PreTrainedModel:
@@ -226,13 +240,15 @@ def write_weights(
             written.append(list(kept))
             kept.clear()
 
+    buffers = kept_buffers(model)
     total, lost, moved, is_rounded = 0, 0.0, 0.0, False
     for _, group in groupby(weights, key=lambda named: _layer(named[0])):
         # The files may split a layer's weights differently, such as experts one by one.
-        part = revert_weight_conversion(model, dict(group))
-        for name, trained in part.items():
-            weight = _finite(name, trained.to(dtype))
-            if dtype.itemsize < trained.dtype.itemsize:
+        named = dict(group)
+        stays = named.keys() <= buffers.keys()  # buffers come after all weights
+        for name, trained in revert_weight_conversion(model, named).items():
+            weight = trained if stays else _finite(name, trained.to(dtype))
+            if weight.dtype.itemsize < trained.dtype.itemsize:
                 is_rounded = True
                 if name in start:
                     lost += float((weight.float() - trained).double().square().sum())

@@ -33,8 +33,8 @@ UNLIMITED = 10_000  # console width where the output is no terminal, so that no 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
     """Maps each kind to the first config key that chooses a function of it, and to the key of its options."""
-    from whet.config.keys import choices
     from whet.config.schema import TrainConfig
+    from whet.config.section import choices
 
     found = {
         choice.registry: (key, choice.options and choice.options_key(key))
@@ -122,7 +122,7 @@ def certify(
     ] = None,
 ) -> None:
     """Compute the exact expected gradient of algorithms, and compare it with the gradient of the objective."""
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     output = console()
     with long_phase("certificates"):

@@ -56,7 +56,7 @@ def complete(context: typer.Context, incomplete: str) -> list[str]:
     """Returns the recipes and keys that complete a word, for the shell."""
     from whet.config.commands import READERS, schema_of
     from whet.config.compose import shipped_recipes
-    from whet.config.keys import leaf_fields
+    from whet.config.section import leaf_fields
 
     name = context.info_name or ""
     keys = leaf_fields(schema_of(name if name in READERS or name in TRAINERS else "train"))

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
-from whet.planning.units import plural
+from whet.cli.tables import table
+from whet.errors import ConfigError
+from whet.planning.units import plural, size
 from whet.registry import trainer_of
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def plan(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
+    gpus: Annotated[str | None, typer.Option(help="numbers of accelerators to plan for instead, 8,16,64")] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="list the node, devices and mesh place of every rank")] = False,
 ) -> None:
     """Estimate the memory, disk and time that a run needs.
 
@@ -42,13 +46,20 @@ def plan(
 
     config = run_config_of(command, *split_recipe(words, config_name))
 
+    if ranks:
+        list_ranks(config)
+        return
+    if gpus is not None:
+        plan_for(config, gpus, device_memory, host_memory)
+        return
+
     from whet.planning.first import first_answer
 
     for line in [] if as_json else first_answer(config, device_memory, host_memory):
         typer.echo(line)
 
     from whet.cli.plan_page import numbers, show
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     with long_phase("planning"):
         made, refused = forecast_of(config, device_memory, host_memory), [str(each) for each in problems(config)]
@@ -58,6 +69,46 @@ def plan(
         show(made, refused)
     if not (made.fits and made.fits_on_disk):
         raise typer.Exit(1)
+
+
+def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: float | None) -> None:
+    """Prints a plan for each number of accelerators, and the smallest number. The exit status is 1 if none fits."""
+    from whet.planning.first import CARDS, shape_of
+    from whet.planning.scale import scale, smallest
+    from whet.tracking.console import shared_console
+
+    counts = [int(each) if each.strip().isdecimal() else 0 for each in gpus.split(",")]
+    if min(counts) < 1:
+        raise ConfigError("--gpus", gpus, "numbers of accelerators, such as 8,16,64")
+    if device_gib is None:
+        raise ConfigError("--device-memory", None, f"GiB of an accelerator, such as {CARDS[80]}", "add it to --gpus")
+    shape = shape_of(str(config.model.path))
+    if shape is None:
+        raise ConfigError("model.path", config.model.path, "a folder with the config.json of the model")
+    found = scale(config, shape, counts, device_gib, host_gib)
+    rows = [
+        (str(each.gpus), "yes" if each.fits else "no", size(each.needed), size(each.offloaded), each.mesh, each.pools)
+        for each in found
+    ]
+    columns = ["GPUs", "fits", "on each", "offloaded to a node", "mesh of the actor", "processes x devices"]
+    shared_console().print(table(columns, rows, left=(4, 5)))
+    least = smallest(config, shape, device_gib, max(counts), host_gib)
+    if least is None:
+        typer.echo(f"it fits on none of up to {max(counts)}")
+        raise typer.Exit(1)
+    typer.echo(f"smallest number that fits: {least.gpus}, with {least.words or 'the config as it is'}")
+    typer.echo("by formulas, to a fifth; `whet plan` with these words traces the passes, --ranks lists every rank")
+
+
+def list_ranks(config: RunConfig) -> None:
+    """Prints the place of every rank."""
+    from whet.planning.scale import places
+
+    for each in places(config):
+        devices = ", ".join(map(str, each.devices))
+        at = "".join(f", {name} {place}" for name, place in each.at.items())
+        place = f"node {each.node}, device{'s' * (len(each.devices) > 1)} {devices}"
+        typer.echo(f"{each.pool} rank {each.rank}: {place}: {', '.join(each.roles)}{at}")
 
 
 def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
@@ -80,7 +131,7 @@ def doctor(
     config = run_config_of(command, recipe, overrides)
 
     from whet.planning.doctor import examine, examine_cluster
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
     from whet.trainers.frame import run_folder
 
     with long_phase("checking"):

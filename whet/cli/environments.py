@@ -79,7 +79,7 @@ def play(
     You also answer for sub-agents: the name of one stands before its turn."""
     import asyncio
 
-    from whet.config.tools import ToolsConfig
+    from whet.config.environment import ToolsConfig
     from whet.environments.running import EnvironmentSpec, Running
     from whet.environments.tools.toolbox import described, toolbox_of
 

@@ -36,8 +36,7 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
     """Evaluates, and shows the tables."""
     from whet.evaluation.evaluate import evaluate as run
-    from whet.tracking.console import shared_console
-    from whet.tracking.long_phases import LongPhases
+    from whet.tracking.console import LongPhases, shared_console
 
     with LongPhases().watch():
         evaluation = run(config, **objects)
@@ -109,7 +108,7 @@ def compare(
 
     The validation files of a run (rollouts/validation_*.jsonl) can be compared too."""
     from whet.evaluation.answers import read_answers
-    from whet.evaluation.compare import compare as run, shown, shown_p
+    from whet.evaluation.estimators import compare as run, shown, shown_p
     from whet.tracking.console import shared_console
 
     found = run(read_answers(a), read_answers(b), metric=metric, other_prompts=other_prompts, seed=seed)
@@ -139,7 +138,7 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -> Generated:
     """Samples, and says how much."""
     from whet.evaluation.generate import generate as run
-    from whet.tracking.long_phases import LongPhases
+    from whet.tracking.console import LongPhases
 
     with LongPhases().watch():
         done = run(config, **objects)

@@ -58,7 +58,7 @@ def config(
     if command == "convert":
         _convert(words or [], system, output, variables or [])
     elif schema:
-        from whet.config.render import json_schema
+        from whet.config.load import json_schema
 
         typer.echo(json.dumps(json_schema(schema_of(command)), indent=1))
     else:
@@ -94,8 +94,8 @@ def _convert(words: list[str], system: str | None, output: Path | None, variable
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
     """Prints the config line by line, each with its note, then the errors that the command would raise."""
     from whet.config import keyed_lines, load_config, problems
-    from whet.config.keys import meaning
     from whet.config.load import DEFAULT
+    from whet.config.section import meaning
 
     loaded = load_config(schema, recipe, overrides, checked=False)
     lines = keyed_lines(loaded.config)
@@ -127,7 +127,11 @@ def data(
     thumbnails: Annotated[Path | None, typer.Option(help="folder for a thumbnail of each image and video")] = None,
     command: For = None,
 ) -> None:
-    """Show data rows as the model reads them: text, tokens, images."""
+    """Show data rows as the model reads them: text, tokens, images. `convert FILE [OUTPUT]` writes a pickle's rows as
+    JSON lines, without running its code."""
+    if words and words[0] == "convert":
+        _convert_rows(words[1:])
+        return
     config = config_of(command, *split_recipe(words, config_name))
 
     from whet.config.checks import check_data
@@ -145,6 +149,20 @@ def data(
         output.print()
         _print_row(output, tokenizer, row, tokens)
         _print_media(output, row, thumbnails)
+
+
+def _convert_rows(words: list[str]) -> None:
+    from whet.data.pickled import read_pickle
+    from whet.data.sources import write_rows
+
+    if len(words) not in (1, 2) or not Path(words[0]).is_file():
+        expected = "an existing file, and optionally the file to write"
+        raise ConfigError("arguments", " ".join(words) or None, expected, "write whet data convert rows.pkl")
+    output = Path(words[1] if words[1:] else words[0]).with_suffix(".jsonl")
+    if output.exists():
+        raise ConfigError("OUTPUT", f"{output} exists", "a new file", "name another, or remove it")
+    rows = read_pickle(Path(words[0]))
+    typer.echo(f"wrote {len(rows)} rows to {write_rows(output, rows)}")
 
 
 def config_of(command: str | None, recipe: str | None, words: list[str]) -> WholeConfig:

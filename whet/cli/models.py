@@ -12,7 +12,10 @@ from whet.cli.arguments import TrustRemoteCode, program
 
 GSM8K = "openai/gsm8k:main"
 # As in whet/models/, which loads torch.
-TextArch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
+TextArch = Literal[
+    "qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi",
+    "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5",
+]  # fmt: skip
 VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"]
 
 
@@ -31,7 +34,7 @@ def init_model(
 ) -> None:
     """Create a model folder: random weights, a trained tokenizer."""
     from whet.models.init import init_model as run
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines(keepends=True)
     with long_phase("making the model"):
@@ -67,7 +70,7 @@ def export(
     """Export the model of a checkpoint as a Hugging Face folder."""
     from whet.checkpoints.export import export as run
     from whet.checkpoints.hub import address, upload
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     with long_phase("exporting"):
         run(checkpoint, out, adapter=adapter, base=base, dtype=dtype, trust_remote_code=trust_remote_code)

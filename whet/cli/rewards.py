@@ -89,7 +89,7 @@ def check_reward(
     1 if there is a finding."""
     from whet.rewards.check import ROWS, check
     from whet.rewards.pool import RewardPool
-    from whet.tracking.long_phases import long_phase
+    from whet.tracking.console import long_phase
 
     with stand_ins():
         entry = REWARDS[function]

@@ -3,8 +3,12 @@
 
 from whet.config.algorithm_checks import aggregation as aggregation, uses_critic as uses_critic
 from whet.config.checks import check as check, check_context as check_context, problems as problems
-from whet.config.load import Loaded as Loaded, load_config as load_config
-from whet.config.render import keyed_lines as keyed_lines, to_yaml as to_yaml
+from whet.config.load import (
+    Loaded as Loaded,
+    keyed_lines as keyed_lines,
+    load_config as load_config,
+    to_yaml as to_yaml,
+)
 from whet.config.schema import (
     EvalConfig as EvalConfig,
     ExamplesConfig as ExamplesConfig,

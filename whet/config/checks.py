@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from whet.config import schema
-from whet.config.algorithm_checks import algorithm_rule, critic_rule, group_rule, optim_rule, updates_rule
+from whet.config.algorithm_checks import (
+    algorithm_rule,
+    cluster_rule,
+    critic_rule,
+    engine_rule,
+    group_rule,
+    neighbours_rule,
+    optim_rule,
+    processes_rule,
+    updates_rule,
+)
 from whet.config.compose import flatten
-from whet.config.engine_checks import cluster_rule, engine_rule, neighbours_rule, processes_rule
-from whet.config.keys import choices
+from whet.config.environment import tool_rule
 from whet.config.managers import LIMIT_NAMES
-from whet.config.section import Choice, Place, entry_at
+from whet.config.section import Choice, Place, choices, entry_at
 from whet.config.sources import check_files, missing_file, shares_at
-from whet.config.tools import tool_rule
 from whet.errors import ConfigError, pip_install
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
 

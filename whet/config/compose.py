@@ -20,8 +20,7 @@ import yaml
 
 from whet.config.commands import commands, schema_of
 from whet.config.foreign import foreign_config, foreign_key
-from whet.config.keys import is_known, is_section, nearest_key
-from whet.config.section import Section, Values
+from whet.config.section import Section, Values, is_known, is_section, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 

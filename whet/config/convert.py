@@ -19,11 +19,9 @@ from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
 from whet.config.foreign_files import Written, scalar
 from whet.config.foreign_python import calculated
 from whet.config.foreign_shell_language import OTHER
-from whet.config.keys import field_at, is_free, is_known, leaf_fields
-from whet.config.load import load_config
-from whet.config.render import value_lines
+from whet.config.load import load_config, value_lines
 from whet.config.schema import TrainConfig
-from whet.config.section import Section, Values
+from whet.config.section import Section, Values, field_at, is_free, is_known, leaf_fields
 from whet.errors import ConfigError
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 

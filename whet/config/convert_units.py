@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet.config.foreign import KeyRow
 from whet.config.foreign_python import calculated
-from whet.config.keys import leaf_fields
 from whet.config.schema import TrainConfig
+from whet.config.section import leaf_fields
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,13 +3,100 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from whet.config.section import Choice, Values, key
-from whet.config.tools import ToolsConfig
-from whet.registry import ENVIRONMENTS
+from whet.config.section import Choice, Place, Section, Values, entry_at, key
+from whet.config.sources import missing_file
+from whet.errors import ConfigError
+from whet.registry import ENVIRONMENTS, TOOL_PARSERS, TOOLS
+
+ENTRIES = (
+    "tools: a shipped name, path/file.py:function (or class), {python: ..., options: {...}}, "
+    "{mcp: {command: [...]}}, {mcp: {url: http://..., headers: {...}}}, {mcp: {python: path/file.py:server}}"
+)
+ROLE = "role of results: tool, or user for chat templates that know no tools, which then are told in the system message"
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """The limits of tools. A call that is late or one too many gets an error as its result, a longer result is cut."""
+
+    seconds: float = 30.0  # of one call
+    start_seconds: float = 60.0  # of all sessions of an episode together
+    calls: float = 32  # of an episode
+    characters: float = 8000  # of one result
+
+
+LIMITS = (
+    f"limits of tools: seconds of a call ({ToolLimits.seconds:g}), start_seconds of the sessions of an episode "
+    f"({ToolLimits.start_seconds:g}), calls an episode ({ToolLimits.calls:g}), characters of a result "
+    f"({ToolLimits.characters:g})"
+)
+
+
+class ToolsConfig(Section):
+    """Tools around an environment."""
+
+    tools: list[str | Values] = key([], ENTRIES)
+    tool_parser: Annotated[str | None, Choice(TOOL_PARSERS)] = key(
+        None, "format of tool calls, or path/file.py:function; unset: that of the chat template"
+    )
+    tool_role: Literal["tool", "user"] = key("tool", ROLE)
+    tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
+
+
+def tool_rule(section: ToolsConfig, at: Place) -> Iterator[ConfigError]:
+    """Checks entries and limits without running user code."""
+    known = [each.name for each in dataclasses.fields(ToolLimits)]
+    if unknown := sorted({*section.tool_limits} - {*known}):
+        yield ConfigError(at.of("tool_limits"), unknown[0], f"one of {', '.join(known)}", "correct the name")
+        return
+    if not section.tools:
+        given = [name for name in ("tool_parser", "tool_limits") if section[name]]
+        if given:
+            change = f"set {at.of('tools')}, or unset it"
+            yield ConfigError(at.of(given[0]), section[given[0]], f"no value, as {at.of('tools')} is empty", change)
+        return
+    limits = ToolLimits(**section.tool_limits)
+    for name, most in (("seconds", "step_seconds"), ("start_seconds", "reset_seconds")):
+        if getattr(limits, name) >= section[most]:
+            expected = f"less than {at.of(most)}={section[most]:g}, which would fail the episode first"
+            key, change = f"{at.of('tool_limits')}.{name}", f"lower it, or raise {at.of(most)}"
+            yield ConfigError(key, getattr(limits, name), expected, change)
+    for number, entry in enumerate(section.tools):
+        where = f"{at.of('tools')}[{number}]"
+        try:
+            kind, value, options = read_entry(entry, where)
+            if kind == "python" and ":" not in value:
+                entry_at(TOOLS, where, value).resolve_options(options, f"{where}.options")
+            elif kind == "python":
+                location = value.rpartition(":")[0]
+                if location.endswith(".py") and not Path(location).expanduser().is_file():
+                    yield missing_file(where, location)
+        except ConfigError as error:
+            yield error
+
+
+def read_entry(entry: Any, where: str) -> tuple[str, Any, Mapping[str, Any]]:
+    """Kind (python or mcp), value and options of an entry.  Raises: ConfigError for another form."""
+    if isinstance(entry, str):
+        entry = {"python": entry}
+    kinds = [kind for kind in ("python", "mcp") if kind in entry]
+    if len(kinds) != 1 or {*entry} - {"options", *kinds} or ("options" in entry and kinds == ["mcp"]):
+        forms = "a name, {python: path/file.py:function, options: {...}}, or {mcp: {command: [...]}}"
+        raise ConfigError(where, dict(entry), forms, "correct the entry")
+    value = entry[kinds[0]]
+    if not isinstance(value, str if kinds == ["python"] else Mapping):
+        expected = "text" if kinds == ["python"] else "a mapping with command, url or python"
+        raise ConfigError(f"{where}.{kinds[0]}", value, expected, "correct it")
+    return kinds[0], value, entry.get("options") or {}
+
 
 OnLimit = Literal["fail", "truncate"]
 

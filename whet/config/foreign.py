@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from whet.config.keys import is_known
-from whet.config.section import Section
+from whet.config.section import Section, is_known
 from whet.errors import ConfigError
 
 TABLES = sorted(Path(__file__).parent.glob("foreign_keys*.yaml"))

@@ -16,7 +16,8 @@ from whet.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from whet.config.schema import DataConfig, ExamplesDataConfig
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+PICKLES = (".pkl", ".pickle")  # refused when they are read
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", *PICKLES)
 ENTRY_KEYS = ("path", "weight", "config", "split", "filter", "options")
 # Keys of the data section that an entry may override for its own rows.
 OWN_KEYS = (

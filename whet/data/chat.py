@@ -272,7 +272,9 @@ def _continuation(
     thinks = "</think>" in tokenizer.decode(list(turn.token_ids))  # templates treat such turns differently
     probe = Message("assistant", f"<think>\n{_THOUGHT}\n</think>\n\n{_RESPONSE}" if thinks else _RESPONSE)
     if calls:
-        probe = assistant_message("", _probing_calls(new_messages))
+        answered = [message.fields for message in new_messages if "tool_call_id" in message.fields]
+        called = [{"id": x["tool_call_id"], "name": x["name"], "arguments": {"x": _RESPONSE}} for x in answered]
+        probe = assistant_message("", called)
     with_probe = [*messages_before, probe]
     with bounded():
         before, after = render(messages_before), render([*with_probe, *new_messages])
@@ -311,12 +313,6 @@ def _size_of(before: str, text: str) -> int | None:
 def _without_calls(message: Message) -> Message:
     fields = {name: value for name, value in message.fields.items() if name != "tool_calls"}
     return Message(message.role, message.content, fields) if "tool_calls" in message.fields else message
-
-
-def _probing_calls(results: Sequence[Message]) -> list[dict[str, Any]]:
-    """Calls that the results answer, with the probe as an argument."""
-    fields = [message.fields for message in results if "tool_call_id" in message.fields]
-    return [{"id": each["tool_call_id"], "name": each["name"], "arguments": {"x": _RESPONSE}} for each in fields]
 
 
 def _told(messages: Sequence[Message], options: Options, template: str) -> Sequence[Message]:

@@ -105,6 +105,21 @@ def load_items(
     return Loaded(tuple(items), tuple(parts))
 
 
+def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
+    """Yields the rows of all entries of `key` with the numbers that their prompts have as `index`.
+
+    Raises: DataError for an entry that is a function; as `load_items`."""
+    first = 0
+    for source in read_sources(key, getattr(data, key.removeprefix("data.")), data):
+        if source.kind == "function":
+            raise DataError(
+                source.name, "a function", "files and data sets, which have rows", "write its rows into a file"
+            )
+        rows = _open(source, data, {"split": "train" if key == TRAIN else "val"})
+        yield from enumerate(rows, start=first)
+        first += len(rows)
+
+
 def _prompts(
     data: DataConfig, prompt_format: PromptFormat, read: _Read, first: int, is_train: bool, with_answers: bool
 ) -> Sequence[Prompt]:

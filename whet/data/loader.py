@@ -70,12 +70,8 @@ def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[fl
 
 def run_steps(trainer: TrainerConfig, count: int, rows_per_step: int) -> int:
     """The number of steps of a run on `count` rows."""
-    return trainer.total_steps or trainer.total_epochs * steps_per_epoch(count, rows_per_step)
-
-
-def steps_per_epoch(count: int, rows_per_step: int) -> int:
-    """The number of whole steps in one pass over the data, at least 1; the remaining rows belong to the next epoch."""
-    return max(1, count // rows_per_step)
+    steps_per_epoch = max(1, count // rows_per_step)  # whole ones; the remaining rows belong to the next epoch
+    return trainer.total_steps or trainer.total_epochs * steps_per_epoch
 
 
 class OrderLoader(Generic[T]):
@@ -131,7 +127,6 @@ class PromptLoader(OrderLoader[Prompt]):
         return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
 
     def find(self, uid: str) -> Prompt:
-        """Returns the prompt with this uid.  Raises: DataError."""
         return found(self.items, uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -171,11 +166,9 @@ class SamplerLoader:
         return [replace(p, uid=f"{draw}:{p.index}") for draw, p in enumerate(chosen, self._drawn - n)]
 
     def find(self, uid: str) -> Prompt:
-        """Returns the prompt with this uid.  Raises: DataError."""
         return found(self.prompts, uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Passes scored groups to the sampler."""
         self.sampler.observe(groups)
 
     def state(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import base64
 import binascii
 import hashlib
 import threading
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,17 @@ import numpy as np
 from PIL import Image
 
 from whet import files
-from whet.data.audio import audio_header
-from whet.data.pixels import Header, from_array, image_header, image_pixels, opened, png, video_header, video_pixels
+from whet.data.pixels import (
+    REPLACE,
+    Header,
+    from_array,
+    image_header,
+    image_pixels,
+    opened,
+    png,
+    video_header,
+    video_pixels,
+)
 from whet.errors import DataError, StorageError
 from whet.types import Media
 
@@ -32,8 +42,20 @@ OWN_LIMITS = {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "vi
 UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "video_start", "video_end")
 CONTENT = ("bytes", "path", "url", *KINDS)  # fields of an object, the first that it has
 MAX_TOKENS = 2**18  # of one media
-HEADERS: Mapping[Kind, Callable[[IO[bytes]], Header]] = {"image": image_header, "audio": audio_header}
 _writing = threading.Lock()  # two threads may store the same bytes
+
+
+def audio_header(file: IO[bytes]) -> Header:
+    """Reads channels (as the height), samples (as the width) and the length in seconds.  Raises: DataError."""
+    try:
+        with wave.open(file) as sound:
+            samples, rate = sound.getnframes(), sound.getframerate()
+            return Header(sound.getnchannels(), samples, ".wav", (samples / rate,))
+    except (wave.Error, EOFError, ZeroDivisionError) as error:
+        raise DataError("format", f"no WAV file ({error})", "a WAV file of plain samples", REPLACE) from error
+
+
+HEADERS: Mapping[Kind, Callable[[IO[bytes]], Header]] = {"image": image_header, "audio": audio_header}
 
 
 class Measures(Protocol):

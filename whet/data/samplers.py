@@ -251,7 +251,6 @@ class MixedLoader:
         return [next(drawn[name]) for name in turns]
 
     def find(self, uid: str) -> Prompt:
-        """Returns the prompt with this uid.  Raises: DataError."""
         return found([prompt for loader in self._loaders.values() for prompt in loader.items], uid)
 
     def observe(self, groups: Sequence[Group]) -> None:

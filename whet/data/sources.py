@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+from whet import files
+from whet.config.sources import PICKLES
 from whet.errors import DataError, DeadlineError
 from whet.processes.background import within
 
@@ -38,6 +40,11 @@ def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, 
 
 def _read_file(path: Path) -> list[DataRow]:
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if suffix in PICKLES:
+        change = f"`whet data convert {path}` reads it without running code, and writes JSON lines"
+        raise DataError(
+            f"{path}", "a pickle, which can run code when it is read", f"one of {', '.join(_READERS)}", change
+        )
     if suffix not in _READERS:
         raise DataError(f"{path}", "cannot tell the format from the name", f"one of {', '.join(_READERS)}")
     if not path.is_file():
@@ -99,6 +106,20 @@ def _read_parquet(path: Path) -> list[DataRow]:
 def _open_text(path: Path) -> IO[str]:
     opener = gzip.open if path.suffix == ".gz" else open
     return cast(IO[str], opener(path, "rt", encoding="utf-8-sig"))
+
+
+def write_rows(path: Path, rows: Sequence[DataRow]) -> Path:
+    """Writes rows as JSON lines; rows that have bytes, as parquet.  Returns the file, of that suffix."""
+    try:
+        content = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    except TypeError:  # bytes, dates
+        import pyarrow.parquet
+
+        path = path.with_suffix(".parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    files.write(path, content)
+    return path
 
 
 def _checked(row: object, place: str) -> DataRow:

@@ -19,22 +19,25 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.batch import Batch
-from whet.config.engine_checks import EngineUse, other_kernels
+from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.engines.routing import Routing, trained
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of, layers
+from whet.models.load import TrainedModel, body_of, kept_buffers, layers
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
+from whet.models.routers import CHOICES
 from whet.models.routing import replay
+from whet.models.supported import support_of
 from whet.phases import counted, span
 
 
@@ -54,7 +57,8 @@ class Engine(ABC):
         self.model, self.role = model, role
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
-        self.forward_settings = replace(role.forward, in_stretches=in_stretches)
+        packing = role.forward.packing and support_of(model).is_own
+        self.forward_settings = replace(role.forward, packing=packing, in_stretches=in_stretches and packing)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
@@ -151,20 +155,37 @@ class Engine(ABC):
         Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
         passes = self._passes(columns, objective.block)
+        routing = Routing.of(self.model, objective, self.process_group, self.rows_group, self.device)
+        if routing is not None and routing.coefficient:
+            routing.begin(columns, counts, self._choices(columns, passes, routing))
         for number, rows in enumerate(passes, start=1):
             part = rows_of(columns, rows)
-            outputs = self.outputs(part, objective.needs, objective.temperature)
+            outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
             if rows:
                 loss, measured = objective.loss(outputs, self.to_device(part), counts)
-                total = total + loss.detach()
                 metrics.merge(measured)
+                if routing is not None:
+                    loss = loss + routing.loss(outputs, self.to_device(part), metrics)
+                total = total + loss.detach()
             else:
                 loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             with span("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
             counted(number, len(passes))
+        if routing is not None:
+            routing.measure(metrics)
         return total
+
+    @torch.no_grad()
+    def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
+        """Counts the choices of each expert by the tokens of this rank's rows that the loss reads.  [E]"""
+        found = [torch.zeros(routing.experts, device=self.device)]
+        for rows in passes:
+            part = rows_of(columns, rows)
+            chosen = self.outputs(part, frozenset({CHOICES}), 1.0)[CHOICES]
+            found += [(chosen * trained(self.to_device(part))[..., None]).sum((0, 1))] if rows else []
+        return torch.stack(found).sum(0)
 
     def step(self) -> Metrics:
         """Sums gradients over the ranks, clips them, and takes the step.
@@ -310,10 +331,12 @@ class Engine(ABC):
             dist.all_reduce(number, group=group)
         return number
 
-    def _checkpointed(self) -> dict[str, nn.Parameter]:
-        """The weights of a checkpoint, of an adapter its own alone."""
-        named, whole = dict(self.model.named_parameters()), not adapted_layers(self.model)
-        return {name: parameter for name, parameter in named.items() if whole or parameter.requires_grad}
+    def _checkpointed(self) -> dict[str, torch.Tensor]:
+        """The weights and kept buffers of a checkpoint, of an adapter its own weights alone."""
+        named = dict(self.model.named_parameters())
+        if adapted_layers(self.model):
+            return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        return {**named, **kept_buffers(self.model)}
 
     def _progress(self) -> dict[str, int]:
         """Steps taken and skipped."""

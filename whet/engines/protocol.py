@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.batch import Batch
-from whet.config.engine_checks import EngineUse
+from whet.config.algorithm_checks import EngineUse
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet import serialization
-from whet.config.engine_checks import EngineUse
+from whet.config.algorithm_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -17,9 +18,10 @@ import numpy as np
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
-from whet.config.render import to_yaml
-from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
-from whet.data.load import VAL, load_items
+from whet.config.load import to_yaml
+from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
+from whet.data.load import VAL, load_items, numbered_rows
+from whet.data.sources import write_rows
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
@@ -29,11 +31,20 @@ from whet.models.load import context_length, load_tokenizer, stop_token_ids, tor
 from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
 from whet.rewards.pool import checked, scorer_of
-from whet.rollout.build import build_collector, check_media, check_sampling, load_model, rollout_engine, sampling_params
+from whet.rollout.build import (
+    build_collector,
+    check_media,
+    check_sampling,
+    chosen_engine,
+    load_model,
+    rollout_engine,
+    sampling_params,
+)
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
 
+log = logging.getLogger(__name__)
 BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 
 
@@ -123,14 +134,27 @@ def evaluate(
     evaluation = summarise(answers, seed=config.seed)
     if journal is not None:
         journal.finish(evaluation.summary())
+        if config.data.difficulty_key is not None and data is None:
+            _write_pass_rates(config.data, journal.folder, answers)
     return evaluation
+
+
+def _write_pass_rates(data: DataConfig, folder: Path, answers: Sequence[Record]) -> None:
+    """Writes the rows of `data.val_files` to rows.jsonl, each with the mean accuracy of its responses in the field
+    `data.difficulty_key`; rows without responses are left out, and counted in the log."""
+    rates = {index: fmean(row["accuracy"] or 0.0 for row in rows) for index, rows in by_prompt(answers).items()}
+    rows = [*numbered_rows(data, VAL)]
+    rated = [{**row, str(data.difficulty_key): rates[index]} for index, row in rows if index in rates]
+    written = write_rows(folder / "rows.jsonl", rated)
+    log.info("%s has %d of %d rows with their %s", written, len(rated), len(rows), data.difficulty_key)
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
     """Opens an engine that samples from the model in the folder `model_path`, as `version`. One that can be lost is
     started again then."""
-    check_sampling(rollout, {"rollout": rollout})
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
+    rollout = chosen_engine(rollout, own)
+    check_sampling(rollout, {"rollout": rollout})
     load = cache(partial(load_tokenizer, tokenizer or model_path, trust_remote_code=model.trust_remote_code))
     dtype = torch_dtype(rollout.dtype)
     engine = rollout_engine(rollout, dtype, load, device, own)

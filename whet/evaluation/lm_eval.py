@@ -22,16 +22,17 @@ from whet.config.schema import Dtype, ModelConfig, RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, DataError, describe, pip_install
 from whet.keyed import key
-from whet.models.load import cast_weights, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import cast_weights, load_policy, load_tokenizer, num_positions, stop_token_ids, torch_dtype
 from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.models.positions import position_ids
+from whet.models.supported import support_of
 from whet.phases import counted
 from whet.planning.dtypes import choose
-from whet.rollout.build import rollout_engine
+from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Request, SamplingParams, SharesModule, generate
-from whet.tracking.long_phases import long_phase
+from whet.tracking.console import long_phase
 from whet.types import Message
 
 try:
@@ -67,12 +68,12 @@ class WhetLM(TemplateLM):
             cast_weights(self.policy, torch_dtype(named))
             self.policy.to(devices.here())  # type: ignore[arg-type]
             self.stop_ids = stop_token_ids(folder, self.tokenizer, {})
-        rollout = RolloutConfig(max_batch_size=max_batch_size or 256)
+            rollout = chosen_engine(RolloutConfig(max_batch_size=max_batch_size or 256), ModelConfig(path=folder))
         model = ModelConfig(path=path)
         self.engine = rollout_engine(rollout, torch_dtype(named), lambda: self.tokenizer, devices.here(), model)
         assert isinstance(self.engine, SharesModule)  # the engine of a config's defaults
         self.engine.attach(self.policy, version=0)
-        self.max_length = int(self.policy.config.get_text_config().max_position_embeddings)
+        self.max_length = num_positions(self.policy.config)
 
     @property
     def eot_token_id(self) -> int:
@@ -172,7 +173,8 @@ class WhetLM(TemplateLM):
         positions = position_ids(real).clamp(max=self.max_length - 1)
         batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
         where = layout(batch).to(self.policy.device)
-        hidden = hidden_states(self.policy, where, ForwardSettings())[where.states]
+        settings = ForwardSettings(packing=support_of(self.policy).is_own)
+        hidden = hidden_states(self.policy, where, settings)[where.states]
         head = self.policy.get_output_embeddings()
         chosen = []
         for part, target in zip(hidden.split(CHUNK_TOKENS), where.targets.split(CHUNK_TOKENS), strict=True):

@@ -40,7 +40,7 @@ def experts(
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
         return _shared(module, hidden_states, top_k_index, top_k_weights, share)
-    if hidden_states.device.type != "cpu" or is_special(module):
+    if hidden_states.device.type != "cpu" or module.has_post_expert_norm or not module.has_gate:
         plain: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
         return plain
     chosen, k = top_k_index.flatten(), top_k_index.shape[1]
@@ -73,12 +73,15 @@ def _one_by_one(
     module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Rows [n, H] sorted by expert, and the number of each -> [n, H]."""
-    outs = []
+    outs, none = [], [None] * len(gate_up)
+    gate_up, down = (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)
+    biases = [module.gate_up_proj_bias.unbind(), module.down_proj_bias.unbind()] if module.has_bias else [none, none]
     # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
-    for part, first, second in zip(rows.split(counts.tolist()), gate_up.unbind(), down.unbind(), strict=True):
+    layers = zip(gate_up.unbind(), biases[0], down.unbind(), biases[1], strict=True)
+    for part, (first, first_bias, second, bias) in zip(rows.split(counts.tolist()), layers, strict=True):
         if len(part):
             whole = F.pad(part, (0, 0, 0, -len(part) % MIN_ROWS))
-            outs.append(F.linear(module._apply_gate(F.linear(whole, first)), second)[: len(part)])
+            outs.append(F.linear(module._apply_gate(F.linear(whole, first, first_bias)), second, bias)[: len(part)])
     return torch.cat(outs) if outs else rows + 0.0 * (gate_up.sum() + down.sum())
 
 
@@ -95,8 +98,9 @@ def _same_for_each(module: Any, rows: torch.Tensor) -> torch.Tensor:
     """The shapes alone, for tensors without values: each expert gets the same number of rows."""
     each = -(-len(rows) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
     whole = F.pad(rows, (0, 0, 0, module.num_experts * each - len(rows)))
-    inner = module._apply_gate(whole.view(module.num_experts, each, -1) @ module.gate_up_proj.mT)
-    return (inner @ module.down_proj.mT).flatten(0, 1)[: len(rows)]
+    up, down = module.gate_up_proj, module.down_proj
+    up, down = (up, down) if module.is_transposed else (up.mT, down.mT)
+    return (module._apply_gate(whole.view(module.num_experts, each, -1) @ up) @ down).flatten(0, 1)[: len(rows)]
 
 
 def _shared(

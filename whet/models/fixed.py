@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from whet.devices import runs_triton
 from whet.errors import EngineError
-from whet.models.attention import LONGEST_HEAD, head_size, key_value_heads
+from whet.models.attention import LONGEST_HEAD
+from whet.models.caches import head_size, key_value_heads
 from whet.models.encoders.load import encoders_of
 from whet.models.fused import RMSNorm, gradients
 from whet.models.linear import FastLinear

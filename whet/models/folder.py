@@ -61,9 +61,6 @@ def reading(path: str | Path, fault: str) -> Iterator[None]:
             change = "read it, and set model.trust_remote_code=true if you trust its author, or name another model"
             found = "brings code of its own, which would run on this machine"
             raise ModelError(f"{path}", found, "a model that transformers knows", change) from error
-        if isinstance(error, KeyError) and error.args == ("whet",):  # a table of the model's own attention classes
-            found = "transformers cannot replace its attention, so that whet can neither pack rows nor sample from it"
-            raise ModelError(f"{path}", found, "", "choose another model (docs/models.md)") from error
         hint = "" if Path(path).exists() else " (no such folder exists, and no model of that name could be fetched)"
         reason = " ".join(str(error).split())[:1000] or type(error).__name__
         change = "correct the file, or fetch the folder again"

@@ -33,7 +33,10 @@ from whet.models.load import without_weight_bars
 
 logger = logging.getLogger(__name__)
 
-TextArch = Literal["qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi"]
+TextArch = Literal[
+    "qwen2.5", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "phi",
+    "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5",
+]  # fmt: skip
 Arch = TextArch | VisionArch
 ARCHS = (*get_args(TextArch), *get_args(VisionArch))
 
@@ -189,6 +192,20 @@ def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> 
         "query_pre_attn_scalar": shape.head_dim,
         "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(shape.num_layers)],
     }
+    rank = {"kv_lora_rank": shape.head_dim, "q_lora_rank": 2 * shape.head_dim}
+    sizes = {"qk_nope_head_dim": shape.head_dim, "qk_rope_head_dim": shape.head_dim // 2, "v_head_dim": shape.head_dim}
+    heads = options["num_attention_heads"]
+    latent = {**no_bos, **rank, **sizes, "num_key_value_heads": heads, "first_k_dense_replace": 1, "n_group": 2}
+    latent |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 1}
+    latent["moe_intermediate_size"] = 3 * shape.hidden_size // 4
+    linear: dict[str, Any] = {
+        **head,
+        "linear_num_key_heads": heads // 2,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": shape.head_dim,
+        "linear_value_head_dim": shape.head_dim,
+        "layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(shape.num_layers)],
+    }
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
     two_ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
     # The special features of each architecture are kept: windows, caps, norms, fused and partly rotated projections.
@@ -199,6 +216,15 @@ def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> 
         "llama": ("llama", {**head, **no_bos}),
         "mistral": ("mistral", {**head, **no_bos, "sliding_window": 4096}),
         "phi": ("phi3", {**no_bos, "rope_parameters": {**rope, "partial_rotary_factor": 0.75}}),
+        "gpt_oss": (
+            "gpt_oss",
+            {**head, **no_bos, "num_local_experts": 8, "num_experts_per_tok": 2, "layer_types": gemma["layer_types"]}
+            | {"intermediate_size": experts["moe_intermediate_size"], "sliding_window": 128},
+        ),
+        "deepseek_v2": ("deepseek_v2", {**latent, "topk_method": "group_limited_greedy"}),
+        "deepseek_v3": ("deepseek_v3", latent),
+        "qwen3_next": ("qwen3_next", {**linear, **experts, "shared_expert_intermediate_size": shape.hidden_size}),
+        "qwen3_5": ("qwen3_5_text", linear),
         "gemma2": ("gemma2", {**gemma, "sliding_window": 4096}),
         "gemma": ("gemma3_text", {**gemma, "sliding_window": 1024, "rope_parameters": two_ropes}),
     }

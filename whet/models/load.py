@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +30,32 @@ from transformers.utils.logging import set_tqdm_hook
 from whet.data.written import end_of_turn
 from whet.errors import ModelError, WeightSyncError
 from whet.keyed import key
-from whet.models import attention, experts
-from whet.models.encoders.base import Encoders
+from whet.models import attention, experts, general
+from whet.models.encoders.base import Encoders, body_of as language_body
 from whet.models.encoders.load import attach, load_encoders, names_of
 from whet.models.folder import check_weights, reading, require_model, split_adapters
 from whet.models.fused import fuse
+from whet.models.latent import keep_latents
+from whet.models.linear_attention import follow_rows
 from whet.models.lora import HEAD, merge_adapter
-from whet.models.supported import check_supported
+from whet.models.supported import Support, lack_of, set_support
 
 log = logging.getLogger(__name__)
 OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-OF_ATTENTION = ("num_attention_heads", "max_position_embeddings")
+NO_LIMIT = 2**30
+NOISE = {"jitter_noise", "input_jitter_noise"}  # of hidden states before a router
 LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
 
 
 def load_policy(
     path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Loads the causal language model at `path` in float32, with whet's attention and without dropout. One that reads
-    images knows how (`encoders_of`), and its vision tower has torch's attention.
+    """Loads the causal language model at `path` in float32, with whet's attention, or for another kind of layers
+    transformers' own (`support_of`), and without dropout. One that reads images knows how (`encoders_of`), and its
+    vision tower has torch's attention.
 
     Adapters are merged into the weights: those of `path`, where it is an adapter's folder, and that at `adapter_path`.
     With dropout the updated policy would differ from the one that sampled, by random numbers without a seed.
@@ -90,19 +96,31 @@ def _load_whole(
     kind: Any, path: str, config: Any, allow_pickle: bool, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model of an auto class, and the names of the weights that its files lack."""
+    options = {
+        "use_safetensors": None if allow_pickle else True,
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+        **OPTIONS,
+    }
     with without_weight_bars():
-        loaded: Any = kind.from_pretrained(
-            path,
-            config=config,
-            use_safetensors=None if allow_pickle else True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            attn_implementation=attention.implementation(config),
-            **OPTIONS,
-        )
+        loaded = _with_attention(partial(kind.from_pretrained, path, **options), config)
     model, report = loaded  # because of output_loading_info
     assert isinstance(model, PreTrainedModel)
     return model, set(report["missing_keys"])
+
+
+def _from_config(kind: Any, *, config: Any, **options: Any) -> Any:
+    return kind.from_config(config, **options)
+
+
+def _with_attention(make: Callable[..., Any], config: Any) -> Any:
+    """Calls `make` for a model with whet's attention; with its own where transformers cannot replace it."""
+    try:
+        return make(config=copy.deepcopy(config), attn_implementation=attention.implementation(config))
+    except KeyError as error:
+        if error.args != (attention.NAME,):  # a key of the model's own table of attention classes
+            raise
+        return make(config=config, attn_implementation="eager")
 
 
 def check_complete(model: PreTrainedModel, path: str | Path, missing: Collection[str]) -> None:
@@ -232,8 +250,8 @@ def outline(
         encoders = load_encoders(split_adapters(path)[0], config, trust_remote_code=trust_remote_code)
     with reading(path, kind):
         auto: Any = AutoModelForSequenceClassification if is_reward_model else _class_of(encoders)
-        options = {"attn_implementation": attention.implementation(config), **OPTIONS}
-        model: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code, **options)
+        options = {"trust_remote_code": trust_remote_code, **OPTIONS}
+        model: PreTrainedModel = _with_attention(partial(_from_config, auto, **options), config)
         if is_reward_model:
             _check_causal(model)
     _prepare(model, path)
@@ -252,6 +270,17 @@ def body_of(model: torch.nn.Module) -> PreTrainedModel:
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype for a dtype name of a config, in which `with_dtypes` has replaced `auto`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers in a model's files, by name, such as the biases that balance a router (DeepSeek-V3). They are never
+    trained, and saved and exported as they are."""
+    return {
+        f"{owner}.{name}": buffer
+        for owner, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -277,16 +306,39 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _prepare(model: PreTrainedModel, path: str | Path) -> None:
-    """Checks that whet has the model's attention, removes its dropout, and fuses what it can."""
-    check_supported(model, path)
+    """Chooses the way in which the model is computed, removes its dropout and noise, and fuses what it can."""
+    _remove_noise(model)
+    own = model.config.get_text_config()._attn_implementation == attention.NAME
+    lacks = lack_of(model, path) if own else "attention that transformers cannot replace"
+    if lacks:
+        general.use_own_attention(model)
+    has_numbers = model.device.type != "meta"
+    set_support(model, general.tried(model, path, lacks) if lacks and has_numbers else Support(lacks))
+    fuse(model)
+    if not lacks:
+        keep_latents(model)
+        follow_rows(model)
+
+
+def _remove_noise(model: PreTrainedModel) -> None:
+    """Sets dropout and the noise of routers to 0. A router that draws experts at random in training (PhiMoE's) stays as
+    in sampling, which takes the best ones."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    fuse(model)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or name in NOISE):
+                setattr(module, name, 0.0)
+        if "router_jitter_noise" in vars(module):
+            module.training, vars(module)["train"] = False, _stay
+
+
+def _stay(mode: bool = True) -> None:
+    """Takes the place of a module's `train`."""
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:
-    body = model.base_model
+    body = language_body(model)
     assert isinstance(body, PreTrainedModel)
     return ValueModel(body)
 
@@ -341,10 +393,6 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     with reading(path, "has no readable model config"):
         _check_sizes(path, PreTrainedConfig.get_config_dict(path)[0])  # before an object is made of the raw values
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if lacks := [name for name in OF_ATTENTION if not hasattr(config.get_text_config(), name)]:
-            found = f"is of the type {config.model_type}, without {' and '.join(lacks)}"
-            change = "choose another model (docs/models.md)"
-            raise ModelError(f"{path}", found, "causal attention over positions", change)
         return config
 
 
@@ -360,7 +408,12 @@ def _check_sizes(path: str, values: dict[str, Any]) -> None:
 
 def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
     """Maximum number of positions of the model at `path`.  Raises: ModelError."""
-    return int(load_config(path, trust_remote_code=trust_remote_code).get_text_config().max_position_embeddings)
+    return num_positions(load_config(path, trust_remote_code=trust_remote_code))
+
+
+def num_positions(config: Any) -> int:
+    """Maximum number of positions of a model with this transformers config; NO_LIMIT where it counts none."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", NO_LIMIT))
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:

@@ -15,12 +15,26 @@ from transformers import PreTrainedModel
 
 from whet.columns import POLICY_OUTPUTS, SCORE_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
+from whet.models import general
+from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.packing import ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
+from whet.models.routers import (
+    CHOICES,
+    LOADS,
+    PROBS,
+    ROUTER_OUTPUTS,
+    Heard,
+    heard,
+    loads,
+    mean_choices,
+    mean_probs,
+)
 from whet.models.routing import ARGUMENT
 from whet.models.sequence_parallel import TokenShare
+from whet.models.supported import support_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ def outputs_of(
     model: nn.Module, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
     """`model_outputs` for a batch whose layout is already on the model's device."""
-    offered = POLICY_OUTPUTS
+    offered = POLICY_OUTPUTS | ROUTER_OUTPUTS
     if isinstance(model, ValueModel):
         offered = VALUE_OUTPUTS
     elif isinstance(model, RewardModel):
@@ -79,12 +93,20 @@ def outputs_of(
     body = body_of(model)
     device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16
     at = _Sampled.of(where, settings)
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
+    routing = needs & ROUTER_OUTPUTS
+    with (
+        torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow),
+        _wide_states(body),
+        heard(body, bool(routing)) as found,
+    ):
         hidden = hidden_states(body, where, settings).index_select(0, at.states)
         if isinstance(model, ValueModel):
             return {"values": at.to_columns(model.values(hidden))}
         if isinstance(model, RewardModel):
             return {"scores": at.to_columns(model.get_submodule("score")(hidden).squeeze(-1).float())}
+    outputs = _of_routers(found, at, routing, settings)
+    if needs == routing:
+        return outputs
     head, form = body.get_output_embeddings(), LogitForm.of(body.config.get_text_config())
     statistics = token_statistics(
         hidden.to(settings.dtype),
@@ -98,7 +120,7 @@ def outputs_of(
         form=form,
         fixed=settings.tile > 0,
     )
-    outputs = {name: at.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
+    outputs |= {name: at.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
     if "vocab_log_probs" in needs:
         narrow = hidden[: at.count].to(settings.dtype)
         outputs["vocab_log_probs"] = at.to_columns(vocab_log_probs(narrow, head.weight, head.bias, temperature, form))
@@ -116,6 +138,18 @@ def tokens_of(where: Layout, settings: ForwardSettings) -> int:
     """Number of packed tokens that a rank has, padding included."""
     share = settings.token_share
     return where.size if share is None else share.padded(where.size) // share.size
+
+
+def _of_routers(
+    found: Heard, at: _Sampled, names: frozenset[str], settings: ForwardSettings
+) -> dict[str, torch.Tensor]:
+    """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], the sum over the tokens that this rank has."""
+    tokens = at.states[: at.count]
+    if not settings.packing:  # routers read the padded grid
+        tokens = at.where.slots.index_select(0, tokens)
+    kinds = {PROBS: mean_probs, CHOICES: mean_choices}
+    outputs = {name: at.to_columns(kinds[name](found, tokens)) for name in names & kinds.keys()}
+    return {**outputs, LOADS: loads(found, tokens)} if LOADS in names else outputs
 
 
 @dataclass(frozen=True)
@@ -167,7 +201,7 @@ def _wide_states(model: PreTrainedModel) -> Iterator[None]:
 def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettings) -> torch.Tensor:
     """The last hidden state of each of the T real tokens, [T, H]. With packing, rows of padding follow; with split
     tokens, only this rank's tokens."""
-    body, share = cast(PreTrainedModel, model.base_model), settings.token_share
+    body, share = cast(PreTrainedModel, language_body(model)), settings.token_share
     extra, unseen = _media(body, where, settings)
     routed = where.routed
     if settings.packing:
@@ -186,7 +220,9 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
         extra = {**extra, ARGUMENT: where.pad(routed).flatten(0, 1)}
     positions = where.position_ids
     grid = where.pad(positions) if positions.dim() == 1 else torch.stack([where.pad(axis) for axis in positions])
-    out = body(input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False, **extra)
+    if not support_of(model).is_own:
+        extra = {"attention_mask": where.pad(torch.ones_like(where.input_ids)), **extra}
+    out = general.forward(body, input_ids=where.pad(where.input_ids), position_ids=grid, use_cache=False, **extra)
     flat = where.unpad(out.last_hidden_state)
     return flat if unseen is None else flat + unseen
 

@@ -17,6 +17,7 @@ import torch
 
 from whet.devices import moved
 from whet.errors import DataError
+from whet.models.linear_attention import PackedFlow
 from whet.types import Media
 
 # Attention runs on bunches of rows of similar length: the shortest row has at least MIN_FRACTION of the longest's
@@ -145,6 +146,7 @@ class Layout(Grid):
     targets: torch.Tensor  # [N] the sampled token
     places: torch.Tensor  # [N] its index in the batch's flattened [B, R]
     shape: tuple[int, int]  # B, R
+    before: torch.Tensor  # [T] the token before each in its row, a shared prompt's among them; -1 for the first
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length; none with `stretches`
     media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
     stretches: Stretches | None = None
@@ -174,6 +176,11 @@ class Layout(Grid):
         )
         stretches = None if self.stretches is None else others.pop()
         return replace(whole, bunches=tuple(others), stretches=stretches)
+
+    @cached_property
+    def flow(self) -> PackedFlow:
+        """The order of the tokens for layers that hand on a state."""
+        return PackedFlow.of(self.before, self.size)
 
     @cached_property
     def sampled_by_row(self) -> torch.Tensor:
@@ -224,12 +231,8 @@ def layout(
     kept = response_mask.any(1).nonzero()[:, 0]
     row_at = torch.arange(len(kept), device=kept.device)
     real = batch["attention_mask"].bool()[kept]
-    own, first = real, row_at
-    if share_prompts:
-        media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
-        first = same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
-        own = real.clone()
-        own[first != row_at, :prompt_width] = False
+    first, own = _first_rows(batch, kept) if share_prompts else row_at, real.clone()
+    own[first != row_at, :prompt_width] = False
 
     by_length = own.sum(1).argsort(descending=True, stable=True)
     has_prompt = (first == row_at)[by_length].tolist()
@@ -247,6 +250,8 @@ def layout(
     chosen_at = order[rows, prompt_width + columns]
     if bool(((chosen_at == 0) | ~real[rows, prompt_width + columns]).any()):
         raise DataError("sampled token", "has none before it, or is padding", "a prompt of at least one token")
+    last = torch.nn.functional.pad(in_order, (1, -1), value=-1)  # the token before each, in order
+    before = last.gather(1, order.clamp(min=0))[own]
     width = int(lengths.max()) if len(lengths) else 0
     within = own.cumsum(1)[own] - 1
     positions, slots, ring_order = batch["position_ids"][kept], row_at.repeat_interleave(lengths) * width + within, None
@@ -264,6 +269,7 @@ def layout(
         targets=input_ids[rows, prompt_width + columns],
         places=kept[rows] * response_mask.shape[1] + columns,
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
+        before=before,
         bunches=() if in_stretches else tuple(_bunches(*pieces)),
         media=tuple(_media(batch, kept.tolist(), has_prompt)),
         stretches=Stretches.of(pieces[0], pieces[1], pieces[3], tile) if in_stretches and len(pieces[0]) else None,
@@ -277,6 +283,12 @@ def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
     experts = routed.new_full((len(where.input_ids), *routed.shape[2:]), -1)
     experts[where.states] = routed.flatten(0, 1)[where.places]
     return replace(where, routed=experts)
+
+
+def _first_rows(batch: Mapping[str, Any], kept: torch.Tensor) -> torch.Tensor:
+    """The first of the rows `kept` that has the prompt of each: positions among them."""
+    media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
+    return same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
 
 
 def _in_ring(

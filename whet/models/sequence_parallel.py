@@ -88,6 +88,10 @@ class TokenShare:
         parts = states[0].unflatten(0, (heads, -1))  # [heads, H / heads, T / size, D]
         return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
 
+    def own_heads(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Part of the heads that this rank has in attention: [H] -> [H / heads]."""
+        return numbers.chunk(dist.get_world_size(self.heads_group))[dist.get_rank(self.heads_group)]
+
     def to_tokens(self, states: torch.Tensor) -> torch.Tensor:
         """[1, T / rings, H / heads, D] -> [1, T / size, H, D]."""
         heads = dist.get_world_size(self.heads_group)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusal of models whose layers mix tokens in ways that whet's attention, packing and caches do not have."""
+"""The way in which whet computes a model: its own, with whet's attention on packed rows and a block cache; or the
+general one, transformers' own forward over padded rows (`models.general`), where layers mix tokens in other ways.
+
+A model goes its own way where `_unsupported` finds nothing. To move a kind of layers there, whet's attention and caches
+learn it first; then `LAYER_TYPES`, `ARGUMENTS` or `_unsupported` take it."""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,57 +23,82 @@ from torch.func import functional_call
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 from whet.errors import ModelError
-from whet.models.attention import Scores, head_size, key_value_heads
+from whet.models.attention import Scores
+from whet.models.caches import LINEAR, Pages, layer_caches
+from whet.models.encoders.base import body_of
+from whet.models.linear_attention import is_followed
 
 log = logging.getLogger(__name__)
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which transformers' modules call whet's attention
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+OF_ATTENTION = ("num_attention_heads", "max_position_embeddings")
+LAYER_TYPES = {"full_attention", "sliding_attention", LINEAR}
 # Arguments of attention that whet computes with, or that change nothing: it makes its masks itself.
 ARGUMENTS = {"scaling", "sliding_window", "softcap", "dropout", "attention_mask", "position_ids", "output_attentions"}
-ARGUMENTS |= {"is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-NAMED = {"s_aux": "attention sinks", "sinks": "attention sinks", "position_bias": "a bias by position in attention"}
+ARGUMENTS |= {"s_aux", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+NAMED = {"position_bias": "a bias by position in attention"}
 NAMED |= {"indices": "sparse attention", "block_indices": "sparse attention"}
 ENOUGH = 8  # calls of attention: the layers after them are like those before
-_FOUND: dict[tuple[type, str], str | None] = {}  # of models that this process has checked
+_FOUND: dict[tuple[type, str], str] = {}  # of models that this process has checked
 
 
-def check_supported(model: Any, path: str | Path) -> None:
-    """Checks a transformers model, and warns of a loss of its own that whet leaves out.
+@dataclass(frozen=True)
+class Support:
+    """The way in which a model is computed."""
 
-    Raises: ModelError naming what is not supported."""
+    lacks: str = ""  # the part of the model that the own way does not have; empty where it has all of them
+    pads_left: bool = True  # padding on the left changes nothing: rows of any lengths are sampled together, by a mask
+    caches: bool = True  # transformers' cache is exact, so that a token is computed once
+
+    @property
+    def is_own(self) -> bool:
+        """True for whet's own way, False for the general one."""
+        return not self.lacks
+
+
+def support_of(model: Any) -> Support:
+    """The way in which a model from `load_policy` and its like is computed."""
+    found = getattr(body_of(model), "support", None)
+    return found if isinstance(found, Support) else Support()
+
+
+def set_support(model: Any, support: Support) -> None:
+    """Notes the way of a model where `support_of` finds it."""
+    vars(body_of(model))["support"] = support
+
+
+def lack_of(model: Any, path: str | Path) -> str:
+    """Names the part of a transformers model, made with whet's attention, that the own way does not have; "" where it
+    has all.  Raises: ModelError for a model that is no language model."""
     config = model.config.get_text_config()
+    if config.model_type in ENCODERS:
+        found = f"is a {type(model).__name__} with attention in both directions (it is an encoder)"
+        raise ModelError(f"{path}", found, "a causal language model", "choose another model (docs/models.md)")
     kind = (type(model), config.to_json_string())
     if kind not in _FOUND:
-        _FOUND[kind] = next(_unsupported(model, config), None)
-    if found := _FOUND[kind]:
-        expected = "one causal softmax attention in every layer, over keys and values of all tokens or of a window"
-        change = "choose another model (docs/models.md)"
-        raise ModelError(f"{path}", f"is a {type(model).__name__} with {found}", expected, change)
-    values = config.to_dict()
-    coefficient = values.get("router_aux_loss_coef") or values.get("aux_loss_alpha")
-    if coefficient and values.get("output_router_logits"):
-        log.warning(
-            "%s asks for the auxiliary loss of its router (output_router_logits, with the factor %g): whet leaves it "
-            "out, and trains on its own loss alone",
-            path,
-            coefficient,
-        )
+        _FOUND[kind] = next(_unsupported(model, config), "")
+    return _FOUND[kind]
 
 
 def _unsupported(model: Any, config: Any) -> Iterator[str]:
     """Descriptions of what is unsupported, the most telling one first."""
     values = config.to_dict()
+    if missing := [name for name in OF_ATTENTION if not hasattr(config, name)]:
+        yield f"no {' and no '.join(missing)} in its config"
     types = {str(each) for each in values.get("layer_types") or ()}
     if others := sorted(types - LAYER_TYPES):
         yield f"layers of the type {' and '.join(others)}"
-    if config.model_type in ENCODERS:
-        yield "attention in both directions (it is an encoder)"
     if values.get("num_kv_shared_layers"):
         yield f"{values['num_kv_shared_layers']} layers that take over the keys and values of others"
     decoder = model.get_decoder()
     stacks = [(name, child) for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
     parts = [(f"{stack}.{name}", part) for stack, layers in stacks for name, part in layers.named_modules()]
-    if mixers := [name for name, part in parts if isinstance(part, nn.Conv1d)]:
+    linear = [each for each in layer_caches(config) if not isinstance(each, Pages)]
+    followed = {name: part for name, part in parts if is_followed(part)}
+    channels = [part.get_submodule("conv1d").in_channels for part in followed.values()]
+    if channels != [each.channels for each in linear]:
+        yield "linear attention of a kind that whet does not compute"
+    inside = [f"{name}.conv1d" for name in followed]
+    if mixers := [name for name, part in parts if isinstance(part, nn.Conv1d) and name not in inside]:
         yield f"a convolution over tokens ({mixers[0]})"
     for module in decoder.modules():
         code = inspect.unwrap(type(module).forward).__code__
@@ -94,7 +124,7 @@ def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
         calls.append((module.layer_idx, query.shape[1:], key.shape[1:], value.shape[1:]))
         if len(calls) == ENOUGH:
             raise _EnoughError
-        return torch.zeros_like(query)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
     tensors, mode = [*decoder.named_parameters(), *decoder.named_buffers()], FakeTensorMode(allow_non_fake_inputs=True)
     empty = {name: torch.empty_like(each, device="meta") for name, each in tensors}  # the mode would refer to weights
@@ -110,18 +140,20 @@ def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
             is_counted = True
         except Exception as error:  # a model's own code
             log.debug("the calls of attention could not be counted: %r", error)
-    cached = torch.Size([key_value_heads(config), head_size(config)])
+    pages = {number: each for number, each in enumerate(layer_caches(config)) if isinstance(each, Pages)}
     for layer, query, key, value in calls:
-        if not (key == value == cached and query[1:] == cached[1:]):
-            shapes = [" x ".join(map(str, each)) for each in (query, key, value, cached)]
+        told = pages.get(layer, Pages(0, 0, 0))
+        announced = (told.heads, told.key_size), (told.heads, told.value_size)
+        if not ((key, value) == announced and query[1:] == key[1:]):
+            shapes = [" x ".join(map(str, each)) for each in (query, key, value, *announced)]
             yield (
                 f"queries of {shapes[0]}, keys of {shapes[1]} and values of {shapes[2]} numbers (heads x size) in "
-                f"layer {layer}, where its config announces keys and values of {shapes[3]}"
+                f"layer {layer}, where its config announces keys of {shapes[3]} and values of {shapes[4]}"
             )
     called = [each[0] for each in calls]
-    if is_counted and called != list(range(min(config.num_hidden_layers, ENOUGH))):
+    if is_counted and called != list(pages)[:ENOUGH]:
         found = f"in the layers {', '.join(map(str, called))}" if called else "nowhere"
-        yield f"calls of whet's attention {found}, where each of its {config.num_hidden_layers} layers must make one"
+        yield f"calls of whet's attention {found}, where each of {len(pages)} layers must make one"
 
 
 @contextmanager

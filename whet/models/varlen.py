@@ -26,18 +26,20 @@ _operators.define(
 
 
 def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Stretches, scale: float, window: int
-) -> torch.Tensor:
-    """softmax(scale query key^T) value over each row's keys up to a token's own, or its `window` newest.
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Stretches, scale: float, window: int,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """softmax(scale query key^T) value over each row's keys up to a token's own, or its `window` newest; `sinks` [H] as
+    in `Scores`.
 
     [T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; differentiable."""
-    out: torch.Tensor = _Varlen.apply(query, key, value, where, scale, window)
+    out: torch.Tensor = _Varlen.apply(query, key, value, sinks, where, scale, window)
     return out
 
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, where, scale, window):  # type: ignore[no-untyped-def]
+    def forward(ctx, query, key, value, sinks, where, scale, window):  # type: ignore[no-untyped-def]
         layout = where.queries, where.keys, where.source, where.longest_query, where.longest_key, scale, window
         if where.tiles is None:
             out, log_sums = torch.ops.whet_varlen.forward(query, key, value, *layout)
@@ -47,15 +49,24 @@ class _Varlen(torch.autograd.Function):
             source = torch.arange(where.size, device=query.device) if where.source is None else where.source
             given = query, key, value, source, where.tiles, (scale, window, 0.0)
             out, log_sums = fixed_kernels.attention(*given, 1, where.longest_key)
-        ctx.save_for_backward(query, key, value, out, log_sums, *layout[:3], where.own, where.shared, where.users)
+        if sinks is not None:  # one more summand of each sum, by which the kernel's backward pass divides too
+            without, log_sums = log_sums, torch.logaddexp(log_sums, sinks.float()[:, None])
+            out = (out * (without - log_sums).exp().T[..., None]).to(out.dtype)
+        kept = query, key, value, out, log_sums, *layout[:3], where.own, where.shared, where.users
+        ctx.save_for_backward(sinks, *kept)
         ctx.rest = layout[3:]
         return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        *saved, own, shared, users = ctx.saved_tensors
+        sinks, *saved, own, shared, users = ctx.saved_tensors
         grads = torch.ops.whet_varlen.backward(grad, *saved, *ctx.rest, own, shared, users)
-        return *grads, None, None, None
+        grad_sinks = None
+        if sinks is not None:
+            out, log_sums = saved[3:5]
+            share = (sinks.float()[:, None] - log_sums).exp()
+            grad_sinks = -(share * (grad.float() * out.float()).sum(-1).T).sum(1).to(sinks.dtype)
+        return *grads, grad_sinks, None, None, None
 
 
 def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layout: Any) -> Any:
@@ -115,10 +126,13 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layo
 
 
 def _reference_backward(grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    (query, key, value, _, _), layout = given[:5], given[5:12]
+    (query, key, value, _, log_sums), layout = given[:5], given[5:12]
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        out, _ = reference(*leaves, *layout)
+        out, sums = reference(*leaves, *layout)
+        # As the kernel, with the given sums: what they have beside those of the keys is constant.
+        rest = (log_sums + torch.log(-torch.expm1((sums - log_sums).clamp(max=0)))).detach()
+        out = out * (sums - torch.logaddexp(sums, rest)).exp().T[..., None].to(out.dtype)
         return torch.autograd.grad(out, leaves, grad)
 
 

@@ -63,7 +63,7 @@ def tokens_within(room: float, held: float, of_token: float) -> int:
 def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | None) -> Iterator[str]:
     """Yields whether a run fits, the smallest accelerator for it, and three settings that help; nothing where the
     model's config.json is not on this machine. Without stated sizes those of this machine count."""
-    shape = _shape(str(config.model.path))
+    shape = shape_of(str(config.model.path))
     if shape is None:
         return
     gib = _accelerator_gib() if device_gib is None and host_gib is None else device_gib
@@ -101,17 +101,34 @@ def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib
     return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
 
 
-def _shards(engine: str, options: Mapping[str, Any], processes: int) -> int:
+def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
+    """Bytes that the ranks of the actor on one node keep on the host, where `cpu_offload` asks for that."""
+    own, _ = section_of(config, "actor")
+    if not own.engine.options.get("cpu_offload"):
+        return 0
+    processes, of_weight = config.cluster.processes_of("actor"), 4.0
+    if config.model.lora.rank is None:
+        master = 2 if own.optim.weight_rounding == "stochastic" else 4
+        of_weight = 4 + master + MOMENTS[own.optim.state_dtype]
+    shards = _shards(_mesh(own.engine.name, own.engine.options), processes)
+    return round(shape["weights"] * of_weight / shards * min(processes, config.cluster.devices_here))
+
+
+def _mesh(engine: str, options: Mapping[str, Any]) -> Mapping[str, int]:
+    """The sizes that an engine's option `mesh` gives."""
+    return ENGINES[engine].resolve_options(options, "engine.options").get("mesh") or {}
+
+
+def _shards(sizes: Mapping[str, int], processes: int) -> int:
     """Parts of the weights with an engine other than `single`."""
-    sizes = ENGINES[engine].resolve_options(options, "engine.options").get("mesh") or {}
     if "replicate" not in sizes and "shard" in sizes:
-        return int(prod(sizes.get(name, 1) for name in ("shard", "context", "tensor", "pipeline")))
-    return processes // int(sizes.get("replicate", 1))
+        return prod(sizes.get(name, 1) for name in ("shard", "context", "tensor", "pipeline"))
+    return processes // sizes.get("replicate", 1)
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
     """Bytes of a process of a pool: the larger of sampling and updates."""
-    weights, words, layers = (float(shape[name]) for name in ("weights", "words", "layers"))
+    weights, words, layers, experts = (float(shape[name]) for name in ("weights", "words", "layers", "in_experts"))
     narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
     )
@@ -121,18 +138,21 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
         own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
-        shards = 1 if whole else _shards(own.engine.name, options, config.cluster.processes_of(role))
-        gathered = 0 if shards == 1 else 2 * item * ((weights - words) / layers + words)
+        mesh = _mesh(own.engine.name, options)
+        shards = 1 if whole else _shards(mesh, config.cluster.processes_of(role))
+        layer = (weights - words - experts + experts / mesh.get("expert", 1)) / layers
+        gathered = 0 if shards == 1 else 2 * item * (layer + words) / mesh.get("tensor", 1)
+        on_host = on_device and bool(options.get("cpu_offload"))  # weights, gradients and moments
         if role == "ref":
-            held, update = held + weights * item / shards, max(update, gathered)
+            held, update = held + weights * item / shards * (not on_host), max(update, gathered)
             continue
         kinds[role] = COMPILED if on_device and narrow and is_compiled(own.engine.name, options) else PLAIN
         logits = own.engine.logits_chunk_tokens * shape["vocabulary"] * kinds[role].logit
         if lora is None:
             master, gradients = 2 if own.optim.weight_rounding == "stochastic" else 4, 4 * weights / shards
-            held += weights * (master + MOMENTS[own.optim.state_dtype]) / shards + gradients
+            held += (weights * (master + MOMENTS[own.optim.state_dtype]) / shards + gradients) * (not on_host)
             copies = 2 * weights if narrow and whole and master == 4 else 0
-            beside[role] = gathered + copies + max(0, logits - gradients)
+            beside[role] = gathered + copies + max(0, logits - gradients * (not on_host))
         else:
             held += weights * item / shards + 2 * words * narrow
             beside[role] = gathered + logits
@@ -147,6 +167,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
         if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
             stays = held + others + (0 if turns else copy + cache)
             width = tokens_within((gib - 1) * 2**30 / 1.1, stays, of_token)
+        width //= _mesh(own.engine.name, own.engine.options).get("context", 1)
         update = max(update, others + of_token * min(width, _tokens(config, role)))
     if not samples:
         return round(2**30 + 1.1 * (held + update)) if on_device else round(1.05 * (held + update))
@@ -165,7 +186,8 @@ def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: 
     cache = float(KV_CACHE_BYTES if given == "auto" else given)
     has_copy = config.model.lora.rank is not None or sampled < 4 or narrow
     rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
-    return shape["weights"] * sampled * has_copy, cache, rows * shape["vocabulary"] * (sampled + 16)
+    devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
+    return shape["weights"] * sampled * has_copy / devices, cache, rows * shape["vocabulary"] * (sampled + 16)
 
 
 def _tokens(config: RunConfig, role: str) -> int:
@@ -216,7 +238,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield "rollout.free_cache_engine", True
 
 
-def _shape(path: str) -> dict[str, float] | None:
+def shape_of(path: str) -> dict[str, float] | None:
     """Sizes of the model whose config.json is in the folder `path`, or in the hub's cache; None where there is none."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
     files = [Path(path) / "config.json", *hub.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")]
@@ -240,4 +262,7 @@ def _shape(path: str) -> dict[str, float] | None:
         "hidden": hidden,
         "vocabulary": vocabulary,
         "inner": inner,
+        "in_experts": layers * 3 * hidden * of_expert * experts if experts > 1 else 0,
+        "experts": experts,
+        "heads_of_keys": int(found.get("num_key_value_heads") or heads),
     }

@@ -13,6 +13,7 @@ from typing import Any
 from whet.config.schema import TrainConfig
 from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
+from whet.models.caches import attention_heads
 from whet.phases import counting, phase
 from whet.planning import memory as estimate
 from whet.planning.first import changed, section_of
@@ -134,7 +135,7 @@ def upper_bound(setup: Setup) -> int:
         longest = max((row.tokens for row in rows), default=0)
         allowed = max(estimate.micro_batch_tokens(setup, name), longest)
         tokens = min(allowed, sum(row.tokens for row in rows))
-        states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * shape.num_attention_heads * longest
+        states = 30 * shape.hidden_size + 10 * inner_size(shape) + 3 * attention_heads(shape) * longest
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)

@@ -31,6 +31,7 @@ from whet.planning.machine import free_accelerator, free_disk, stated
 from whet.planning.memory import Memory, Setup, cache_room, plan_memory
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
+from whet.rollout.build import with_engine
 from whet.tracking.runs import CONFIG, read_steps
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def forecast(
     check_context(config, context_length(config.model.path, trust_remote_code=config.model.trust_remote_code))
     lengths, note, media_share = row_lengths(config)
     device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
-    config = with_dtypes(config, elsewhere=device is not None)
+    config = with_engine(with_dtypes(config, elsewhere=device is not None))
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
     if not lengths and any(each.encoders is not None for each in setup.outlines.values()):

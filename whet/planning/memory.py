@@ -15,7 +15,7 @@ from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Objective, Spread, TrainEngine
 from whet.engines.role import RoleSettings
-from whet.models.attention import token_bytes
+from whet.models.caches import sequence_bytes, token_bytes
 from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
@@ -214,7 +214,7 @@ def cache_room(setup: Setup) -> CacheRoom | None:
     peaks = [kept.on_device("rollout")]
     for name in () if config.rollout.free_cache_engine else setup.objectives:
         if config.cluster.pool_of(name) == pool:
-            (held, of_token), role = _pass_bytes(setup, name), setup.roles[name]
+            (held, of_token), role = _pass_bytes(setup, name), setup.outlines[name].role
             tokens = max(tokens_of(rows, role.forward) for rows in _micro_batches(setup, name))
             peaks.append(held + round(MARGIN * of_token * tokens))
     longest = max(setup.lengths.prompts) + setup.lengths.response
@@ -306,7 +306,8 @@ def _update_bytes(
 
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     """Returns the micro-batches of a mini-batch, as the engine splits it."""
-    rows, role = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks), setup.roles[name]
+    rows = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks)
+    role = setup.outlines[name].role
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
@@ -343,7 +344,8 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
     """The memory of the rollout engine, from its own plan; zero bytes for an engine without a plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
-    decoding = Decoding(rows, config.rollout.n, lengths, of_token, int(model.num_hidden_layers))
+    layers, states = int(model.num_hidden_layers), sequence_bytes(model)
+    decoding = Decoding(rows, config.rollout.n, lengths, of_token, layers, states)
     engine = entry.load()
     if not isinstance(engine, PlansMemory):
         return RolloutBytes(0, 0, False, rows, 0)

@@ -30,6 +30,7 @@ from whet.models.lora import add_adapter
 from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
+from whet.models.supported import support_of
 from whet.planning.first import COMPILED, PLAIN, Kept, is_compiled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
@@ -65,6 +66,8 @@ class Outline:
                 is_reward_model=role.is_reward_model,
                 trust_remote_code=role.trust_remote_code,
             )
+        if not support_of(self.model).is_own:
+            role = self.role = replace(role, engine=role.engine.model_copy(update={"packing": False}))
         self.model.train(role.optim is not None).requires_grad_(role.optim is not None)
         body: Any = self.model.body if role.is_value_model else self.model
         self.config = body.config.get_text_config()
@@ -328,8 +331,9 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def inner_size(model: Any) -> int:
-    """The inner size of a layer's MLP."""
-    return int(model.to_dict().get("intermediate_size") or 4 * model.hidden_size)
+    """The inner size of a layer's MLP; of layers that differ, the largest."""
+    size = model.to_dict().get("intermediate_size") or 4 * model.hidden_size
+    return int(max(size) if isinstance(size, list) else size)
 
 
 def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:

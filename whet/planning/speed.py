@@ -15,7 +15,7 @@ import torch
 
 from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
-from whet.models.attention import head_size, token_bytes
+from whet.models.caches import attention_heads, head_size, token_bytes
 from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, mini_batch
 from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size
 
@@ -133,7 +133,7 @@ def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
     responses = sum(row.response_tokens for row in rows)
     pairs = sum(row.response_tokens * (row.prompt_tokens + row.response_tokens / 2) for row in rows)
     pairs += sum(prompt**2 / 2 for prompt in prompts)
-    width = model.config.num_hidden_layers * model.config.num_attention_heads * head_size(model.config)
+    width = model.config.num_hidden_layers * attention_heads(model.config) * head_size(model.config)
     products = model.layer_weights * (sum(prompts) + responses) + model.head_weights * responses
     return float(2 * products + 4 * width * pairs + 2 * model.vision_weights * model.patches(rows))
 

@@ -3,16 +3,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from whet.config.environment import EnvironmentConfig
-from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig, SamplingConfig, StageConfig, TrainConfig
+from whet.config.schema import (
+    EngineConfig,
+    EvalConfig,
+    ExamplesConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    StageConfig,
+    TrainConfig,
+)
+from whet.config.section import entry_at
 from whet.data.chat import template_text
 from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
@@ -21,14 +33,21 @@ from whet.errors import ConfigError, EnvError
 from whet.models.encoders.base import keep_prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
-from whet.models.load import cast_weights, load_policy
+from whet.models.general import LOST
+from whet.models.load import cast_weights, load_policy, outline
+from whet.models.supported import support_of
 from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
-from whet.rollout.collect import Collector, Stage, Turns
-from whet.rollout.constraints import bad_word_ids
+from whet.rollout.collect import Collector, Stage
+from whet.rollout.driver import Turns
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
+from whet.rollout.sampling import bad_word_ids
 from whet.types import Limit, Prompt
+
+log = logging.getLogger(__name__)
+C = TypeVar("C", bound=TrainConfig | ExamplesConfig)
+NATIVE, SEQUENCE = "native", "sequence_parallel_size"
 
 
 def rollout_engine(
@@ -56,6 +75,54 @@ def rollout_engine(
     }
     engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))
     return engine
+
+
+def with_engine(config: C) -> C:
+    """The config with a rollout engine that samples from its model (`chosen_engine`), which is said.
+
+    Raises: ConfigError for a setting that a model computed by transformers' own forward cannot have; ModelError."""
+    lacks = lack_at(config.model)
+    if not lacks:
+        return config
+    log.warning(
+        "%s is computed by transformers' own forward, over padded rows, since it has %s; so it is trained and sampled "
+        "without %s",
+        *(config.model.path, lacks, LOST),
+    )
+    for name, section in config.items():
+        engine = section if name == "engine" else getattr(section, "engine", None)
+        if isinstance(engine, EngineConfig) and getattr(section, "model_path", None) is None:
+            key = name if name == "engine" else f"{name}.engine"
+            if engine.packing or engine.options.get(SEQUENCE, 1) > 1:
+                at, found = ("packing", True) if engine.packing else (f"options.{SEQUENCE}", engine.options[SEQUENCE])
+                raise ConfigError(f"{key}.{at}", found, f"padded rows, as the model has {lacks}", "unset it")
+    if not isinstance(config, TrainConfig):
+        return config
+    return config.model_copy(update={"rollout": chosen_engine(config.rollout, config.model)})
+
+
+def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
+    """The config with `hf` in place of the default engine where that cannot sample from the model.
+
+    Raises: ConfigError where the engine was chosen; ModelError."""
+    engine = rollout.engine
+    if engine.name != NATIVE or not (lacks := lack_at(model)):
+        return rollout
+    if "name" in engine.model_fields_set:
+        expected = f"an engine that samples from a model with {lacks}: hf, vllm or sglang"
+        raise ConfigError("rollout.engine.name", engine.name, expected, "unset it, or set one of these")
+    log.warning("rollout.engine.name: hf, since the default, %s, does not sample from a model with %s", NATIVE, lacks)
+    entry_at(ROLLOUT_ENGINES, "rollout.engine.name", "hf").resolve_options(engine.options, "rollout.engine.options")
+    return rollout.model_copy(update={"engine": engine.model_copy(update={"name": "hf"})})
+
+
+def lack_at(model: ModelConfig) -> str:
+    """Names the part of a model that whet's own way of computing it does not have; "" where it has all.
+
+    Raises: ModelError."""
+    assert model.path is not None
+    with torch.device("meta"):
+        return support_of(outline(model.path, trust_remote_code=model.trust_remote_code)).lacks
 
 
 def check_engine(config: TrainConfig) -> None:

@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of episodes: runs them side by side, none waiting for another."""
+"""Episodes of a stage: their environments, their text and tokens, and the driver that runs them side by side."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, takewhile
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
 from whet.data.media import MediaReader
+from whet.data.placeholders import expanded, has_parts, has_tag, place
+from whet.data.written import warn_once
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Observation
 from whet.environments.tools.toolbox import Toolbox
 from whet.errors import DataError
 from whet.keyed import key
-from whet.phases import counted
 from whet.registry import ENVIRONMENTS
-from whet.rollout.codec import TemplateCodec
-from whet.rollout.episode import MAIN, Close, Command, Delegate, Episode, Limits, Reset, Rules, Sample, Score, Step
-from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, SamplingParams, drop, late
-from whet.types import Failure, Prompt, Trajectory
+from whet.rollout.driver import Driver, Turns
+from whet.rollout.episode import MAIN, Episode, Limits, Rules
+from whet.rollout.protocol import RolloutEngine, SamplingParams
+from whet.types import Media, Message, Prompt, Trajectory, Turn
 
-SHORT_SECONDS = 0.005  # for the results of one of several environments
-T = TypeVar("T")
+BARE_TAG = (
+    "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
+    "text (said once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
+)
 
 
 @dataclass(frozen=True)
@@ -143,284 +142,75 @@ class Collector:
             host.shutdown()
 
 
-class Turns:
-    """Makes the turns of a driver while somebody waits."""
-
-    blocks = True  # who waits makes the turns, and has nothing else to do
-    turn_seconds = POLL_SECONDS
-
-    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
-        self.driver, self.deadline_seconds = driver, deadline_seconds
-        # Called behind a turn; True: it may wait, nothing else is to be done.
-        self.after: Callable[[bool], None] = lambda waits: None
-        self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
-        self.limit_seconds = defaultdict[str | None, float](float)  # by that part
-        self.idle_seconds = 0.0  # in which the engine had nothing to sample
-
-    def promise(self) -> Future[Any]:
-        """A future that is fulfilled by a later turn."""
-        return Future()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function between two turns.  Returns the future of its result."""
-        future = self.promise()
-        try:
-            future.set_result(function())
-        except Exception as error:  # it belongs to the caller
-            future.set_exception(error)
-        return future
-
-    def finish(self, function: Callable[[], T]) -> T:
-        """Calls a function between two turns, and waits for its result."""
-        return self.wait(self.call(function), lambda: (0, 1))
-
-    def wait(
-        self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
-    ) -> T:
-        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
-        waited for, `between` is called now and then and may raise.
-
-        Raises: DeadlineError; what a turn raises."""
-        until, speed = time.monotonic() + self.deadline_seconds, self.driver.speed()
-        try:
-            while not future.done():
-                self.pass_time(future)
-                if between is not None:
-                    between()
-                done, total = progress()
-                counted(done, total, speed())
-                if time.monotonic() > until and not future.done():
-                    raise late(self.driver.engine, self.deadline_seconds, total - done, total)
-            return future.result()
-        except BaseException:
-            self.leave()
-            raise
-
-    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn, and counts the seconds since it `began` (None: now) for the part that limits the run."""
-        began, was_sampling, limit = began or time.monotonic(), self.driver.is_sampling, self.limit()
-        waits = self.blocks and self.driver.is_idle
-        self.driver.turn(self.turn_seconds)
-        self.after(waits)
-        seconds = time.monotonic() - began
-        self.idle_seconds += 0.0 if was_sampling else seconds
-        self.limit_seconds[limit] += seconds
-
-    def leave(self) -> None:
-        """Ends all episodes, after an error."""
-        self.driver.drop()
-
-    def close(self) -> None:
-        """Makes no more turns."""
-
-
-@dataclass(frozen=True)
-class _Open:
-    episode: Episode
-    on_done: Callable[[Trajectory], None]
-    children: list[str] = field(default_factory=list)  # ids of the episodes of its sub-agents
-
-
-class Driver:
-    """Carries out the commands of episodes, which may be added at any time. One thread owns it."""
+class TemplateCodec:
+    """The tokenizer and its chat template; without the template, text follows text."""
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        environments: Mapping[str, EnvironmentHost],
-        episode_seconds: Mapping[str, float],
-        clock: Callable[[], float] = time.monotonic,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        apply_chat_template: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Toolbox | None = None,
+        reader: MediaReader | None = None,
     ) -> None:
-        """`environments` and `episode_seconds` are keyed by the name of the sub-agent."""
-        self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
-        self._clock = clock
-        self._open: dict[str, _Open] = {}  # by id of the episode
-        self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
-        self._unsent = deque[Sample]()
-        self._num_tokens = 0  # of all completions so far
-        self._sampling: dict[str, Episode] = {}  # by the uid of their request
-        self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
+        """`tools` have their parser; `chat_template_kwargs` tell them to the model. `reader` is that of images and
+        videos, None for a model of text."""
+        self.tools, self.reader = tools, reader
+        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
+        self.chat_template_kwargs = chat_template_kwargs or {}
 
-    @property
-    def is_idle(self) -> bool:
-        """Tells whether there is nothing to wait for."""
-        return not self._open
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    @property
-    def episodes(self) -> Iterator[Episode]:
-        """Episodes that are not over."""
-        return (each.episode for each in self._open.values())
+    def calls(self, token_ids: Sequence[int], turn: int) -> tuple[Mapping[str, Any], ...]:
+        return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
-    @property
-    def is_sampling(self) -> bool:
-        """Tells whether the engine has something to do."""
-        return bool(self._sampling)
+    def read(self, observation: Observation) -> Observation:
+        """The observation with its images and videos measured, and a content part for each.  Raises: DataError."""
+        if any(has_parts(task.messages) for task in observation.tasks):
+            raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
+        if observation.media or has_parts(observation.messages):
+            return self._with_media(observation)
+        if self.reader is not None and has_tag(observation.messages, self.reader.kinds):
+            warn_once(BARE_TAG)  # perhaps text of somebody else
+        return observation
 
-    def speed(self) -> Callable[[], str]:
-        """Returns a function that tells the tokens per second of the completions since now, "" before the first."""
-        started, before = self._clock(), self._num_tokens
+    def _with_media(self, observation: Observation) -> Observation:
+        if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
+            warn_once("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
+            return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
+        if self.reader is None:
+            raise DataError("observation", "has images or videos", "text, as the model reads it", "leave them out")
+        given, owner = [(each.kind, each) for each in observation.media], "observation that the environment returned"
+        placed, values = place(observation.messages, given, self.reader.kinds, owner)
+        media = tuple(self.reader.read(*value) for value in values)
+        return replace(observation, messages=placed, media=media)
 
-        def shown() -> str:
-            tokens, seconds = self._num_tokens - before, self._clock() - started
-            return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+    def opening(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> list[int]:
+        if self.apply_chat_template:
+            options = self.chat_template_kwargs
+            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
+            return encode_rendered(self.tokenizer, [expanded(text, media)])[0]
+        text = plain_text(self.tokenizer, messages, media)
+        return encode_texts(self.tokenizer, [text], add_special_tokens=True)[0]
 
-        return shown
-
-    def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
-        """Begins episodes; `on_done` gets the trajectory of each."""
-        for episode in episodes:
-            self._begin(episode, on_done)
-
-    def turn(self, timeout_seconds: float) -> None:
-        """Sends requests, and waits for observations and completions up to `timeout_seconds`.
-
-        Raises: what the engine raises."""
-        self._send()
-        if self._stepping:
-            self._take_observations(0.0 if self._sampling else timeout_seconds)
-        if self._sampling:
-            self._handle(self.engine.poll(0.0 if self._stepping or self._unsent else timeout_seconds))
-        self._fail_late_episodes()
-
-    def drop(self) -> None:
-        """Ends all episodes without a word, after an error."""
-        drop(self.engine, list(self._sampling))
-        for each in self._open.values():
-            self._let_go(each.episode)
-        self._open, self._sampling, self._stepping = {}, {}, {}
-        self._unsent.clear()
-
-    def note_partials(self) -> None:
-        """Lets every episode note the tokens that its running request has so far, for a checkpoint."""
-        self.engine.pause()
-        events = self.engine.poll(0.0)
-        self.engine.resume()
-        self._handle(events)
-
-    def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
-        self._open[episode.id] = _Open(episode, on_done)
-        if episode.rules.is_silent:
-            self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
-        self._carry_out(episode.start())
-
-    def _carry_out(self, commands: Sequence[Command]) -> None:
-        for command in commands:
-            opened = self._open[uid := command.episode]
-            agent = opened.episode.agent
-            match command:
-                case Sample():
-                    self._unsent.append(command)
-                case Score():
-                    del self._open[uid]
-                    opened.on_done(command.trajectory)
-                case Close():
-                    if opened.children:
-                        self._abandon([child for child in opened.children if child in self._open])
-                    self._let_go(opened.episode)
-                case Delegate():
-                    opened.children.append(command.child.id)
-                    self._begin(command.child, partial(self._on_delegated, opened.episode))
-                case Step():
-                    self._stepping[uid] = agent
-                    self.environments[agent].step(uid, command.answer)
-                case Reset():
-                    self._stepping[uid] = agent
-                    self.environments[agent].start(uid, command.prompt, command.seed)
-
-    def _let_go(self, episode: Episode) -> None:
-        """Ends the environment of an episode, and its deadline."""
-        if not episode.rules.is_silent:
-            self.environments[episode.agent].close(episode.id)
-        self._late_at[episode.agent].pop(episode.id, None)
-
-    def _on_delegated(self, parent: Episode, trajectory: Trajectory) -> None:
-        self._carry_out(parent.on_delegated(trajectory))
-
-    def _abandon(self, ids: Sequence[str]) -> None:
-        """Ends episodes without a word."""
-        self._stop_calls(ids)
-        for uid in ids:
-            opened = self._open.pop(uid, None)
-            if opened is not None:
-                self._abandon(opened.children)
-                self._let_go(opened.episode)
-
-    def _send(self) -> None:
-        """Submits requests until the engine is full."""
-        while self._unsent and self.engine.submit(self._unsent[0].request):
-            sample = self._unsent.popleft()
-            self._sampling[sample.request.uid] = self._open[sample.episode].episode
-
-    def _take_observations(self, timeout_seconds: float) -> None:
-        agents = set(self._stepping.values())
-        wait = timeout_seconds if len(agents) == 1 else min(timeout_seconds, SHORT_SECONDS)
-        for uid, result in chain.from_iterable(self.environments[agent].poll(wait) for agent in sorted(agents)):
-            if uid not in self._stepping:
-                continue
-            del self._stepping[uid]
-            episode = self._open[uid].episode
-            match _read(episode, result):
-                case Failure() as failure:
-                    self._carry_out(episode.on_failure(failure))
-                case observation:
-                    self._carry_out(episode.on_observation(observation))
-
-    def _handle(self, events: Sequence[Event]) -> None:
-        for event in events:
-            episode = self._sampling.get(event.uid)
-            if episode is None:
-                continue
-            match event:
-                case Partial():
-                    episode.on_partial(event)
-                    continue
-                case Finished():
-                    self._num_tokens += len(event.completion.token_ids)
-                    commands = episode.on_completion(event.completion)
-                case _:
-                    commands = episode.on_failure(event.failure)
-            del self._sampling[event.uid]
-            self._carry_out(commands)
-
-    def _fail_late_episodes(self) -> None:
-        """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""
-        now, late = self._clock(), list[str]()
-        for agent, host in self.environments.items():
-            for uid in host.begun():
-                if uid in self._open:
-                    self._late_at[agent].setdefault(uid, now + self.episode_seconds[agent])
-        for deadlines in self._late_at.values():
-            late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
-        if late:
-            self._fail(late)
-
-    def _fail(self, late: Sequence[str]) -> None:
-        self._stop_calls(late)
-        for uid in late:
-            if uid in self._open:  # else it was a task of another late one
-                self._stepping.pop(uid, None)  # a late task may just have given it a turn
-                episode = self._open[uid].episode
-                why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
-                self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
-
-    def _stop_calls(self, ids: Sequence[str]) -> None:
-        """Aborts the requests of episodes, and listens to no more results of their environments."""
-        if not ids:
-            return
-        gone = {*ids}
-        requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
-        self.engine.abort(requests)  # others go on: what comes of these is not listened to
-        for uid in requests:
-            del self._sampling[uid]
-        self._unsent = deque(sample for sample in self._unsent if sample.episode not in gone)
-        self._stepping = {uid: agent for uid, agent in self._stepping.items() if uid not in gone}
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media] = ()
+    ) -> list[int]:
+        if self.apply_chat_template:
+            options = self.chat_template_kwargs
+            return encode_continuation(
+                self.tokenizer, before, new, turn=turn, chat_template_kwargs=options, media=media
+            )
+        text = plain_text(
+            self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
+        )
+        return encode_rendered(self.tokenizer, [text])[0]
 
 
-def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
-    """The observation as the model of an episode reads it; a failure where it cannot."""
-    if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
-        return result
-    try:
-        return episode.rules.codec.read(result)
-    except DataError as error:
-        return Failure("environment", str(error))
+def _as_text(message: Message) -> Message:
+    """The message with `[image]` in the place of an image, for a model of text, whose tools may be other people's."""
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
+    return replace(message, content="".join(told))

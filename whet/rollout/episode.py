@@ -195,7 +195,8 @@ class Episode:
                 return self._end(Failure("environment", "reset ended the episode before its first response"))
             self.messages += [Message(each.role, _text(each), each.fields) for each in observation.messages]
             return self._end(limit="environment" if observation.truncated else None)
-        if self._last and self._last_turn.finish_reason == "length" and self._turn_limit is None:
+        before = self.turns[self._last[self._read.player]] if self._last else None
+        if before is not None and before.finish_reason == "length" and self._turn_limit is None:
             return self._end(limit="length")
         return self._next_turn(observation)
 
@@ -348,10 +349,6 @@ class Episode:
     @property
     def _context(self) -> Context:
         return self._contexts[self._read.player]
-
-    @property
-    def _last_turn(self) -> Turn:
-        return self.turns[self._last[self._read.player]]
 
     @property
     def _turn_limit(self) -> int | None:

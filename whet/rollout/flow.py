@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -61,18 +62,15 @@ class ReturnedFirst:
         self._returned = [*map(self.find, uids), *self._returned]
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts."""
         first, self._returned = self._returned[:n], self._returned[n:]
         return first if self.source is None else [*first, *self.source.take(n - len(first))]
 
     def find(self, uid: str) -> Prompt:
-        """The prompt of the source under this uid.  Raises: DataError."""
         if self.source is None:
             raise DataError("source of prompts", None, "one that finds a prompt by its uid", "pass a data loader")
         return self.source.find(uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Shows the source all groups that were sampled, also dropped ones."""
         if self.source is not None:
             self.source.observe(groups)
 
@@ -82,7 +80,6 @@ class ReturnedFirst:
         return {**state, **({"first": [each.uid for each in self._returned]} if self._returned else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from that place."""
         if self.source is not None:
             self.source.load_state(state)
         self._returned = [self.find(uid) for uid in state.get("first", ())]
@@ -104,11 +101,11 @@ class Filter:
         own = self.of_domain.get(group.prompt.domain)
         if own is not None:
             return own.keep(group)
-        return any(self._keeps(each) for each in by_player([group]))
-
-    def _keeps(self, group: Group) -> bool:
-        values = [_metric(trajectory, self.metric) for trajectory in group.trajectories if not trajectory.failure]
-        return self.keeps(values, **self.options)
+        values = [
+            [_metric(each, self.metric) for each in player.trajectories if not each.failure]
+            for player in by_player([group])
+        ]
+        return any(self.keeps(each, **self.options) for each in values)
 
 
 @dataclass(frozen=True)
@@ -351,12 +348,8 @@ class Flow:
         room = int(min(self.most_outstanding - taken - live, self._most_admitted - len(self.queue)))
         if self._samples_in_rounds and (self._asked is None or self._undecided):
             room = 0
-        steps: dict[int, int] = {}
-        for place in range(live, live + room):
-            step = self.next_step + place // wanted
-            if step <= self.last_step:
-                steps[step] = steps.get(step, 0) + 1
-        return [self._begin(self.source.take(count), step) for step, count in steps.items()]
+        steps = Counter(self.next_step + place // wanted for place in range(live, live + room))
+        return [self._begin(self.source.take(n), step) for step, n in steps.items() if step <= self.last_step]
 
     def _begin(self, prompts: Sequence[Prompt], step: int) -> Command:
         self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
@@ -390,7 +383,8 @@ class Flow:
         if self.group_filter is None or not self.queue or self._undecided or not self._samples_in_rounds:
             return False
         last_round = [*self.queue.values()][-self._rounds[-1] :]
-        return len(self._rounds) > self.group_filter.max_refills or all(map(_failed, last_round))
+        scored = [trajectory for each in last_round for trajectory in each.samples.values()]
+        return len(self._rounds) > self.group_filter.max_refills or all(each.failure is not None for each in scored)
 
 
 def by_player(groups: Sequence[Group]) -> list[Group]:
@@ -410,10 +404,6 @@ def _of_player(group: Group, player: str) -> Group:
         turns = tuple(turn for turn in each.turns if turn.player == player)
         own.append(replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=turns))
     return Group(prompt, tuple(own))
-
-
-def _failed(admitted: Admitted) -> bool:
-    return all(each.failure is not None for each in admitted.samples.values())
 
 
 def keep_all(values: Sequence[float]) -> bool:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from whet.models.attention import NAME
 from whet.models.encoders.load import encoders_of
+from whet.models.general import cache_argument, forward
 from whet.models.positions import position_ids, rotary_positions
+from whet.models.supported import support_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
 from whet.rollout.planned import Decoding, RolloutBytes
@@ -34,7 +36,7 @@ class Batch:
     ids: torch.Tensor  # [S, L] to be fed next
     positions: torch.Tensor  # of these, [S, L] or [3, S, L]
     mask: torch.Tensor  # [S, L of all that was fed and is to be]
-    cache: DynamicCache
+    cache: Any  # None before the first forward, and after it of a model that keeps none: then `ids` are all tokens
     seen: Mapping[str, Any]  # what the forward of these is given of their media
     found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
 
@@ -63,7 +65,7 @@ class Batch:
             ids=torch.tensor([[0] * (width - len(row)) + row for row in fed], device=device),
             positions=positions if positions.dim() == 2 else positions.transpose(0, 1),
             mask=mask,
-            cache=DynamicCache(config=module.config),
+            cache=None,
             seen={} if encoders is None else encoders.encode(module, media),
         )
 
@@ -80,8 +82,12 @@ class Batch:
         self.tokens[rows, at] = torch.where(self.going_on, chosen, self.tokens[rows, at])
         self.log_probs[rows, at] = torch.where(self.going_on, log_probs, self.log_probs[rows, at])
         self.counts += self.going_on
-        self.ids, self.mask = chosen[:, None], torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
-        self.positions, self.seen = self.positions[..., -1:] + 1, {}
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        ids, positions = chosen[:, None], self.positions[..., -1:] + 1
+        if self.cache is None:
+            self.ids, self.positions = torch.cat([self.ids, ids], 1), torch.cat([self.positions, positions], -1)
+        else:
+            self.ids, self.positions, self.seen = ids, positions, {}
         return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
@@ -115,7 +121,8 @@ class HFEngine(InProcessEngine[LiveRequest]):
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
         """Bytes of the cache: a tensor a layer, which grows by being copied."""
         rows, lengths = decoding.rows, decoding.lengths
-        used = rows * (max(lengths.prompts) + lengths.response) * decoding.token_bytes
+        longest = max(lengths.prompts) + lengths.response
+        used = rows * (longest * decoding.token_bytes + decoding.sequence_bytes)
         used += used // decoding.layers
         return RolloutBytes(used, used, False, rows, sum(lengths.spread(rows)))
 
@@ -132,19 +139,23 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Runs the batch on by a token, or a new one of the oldest requests."""
-        batch = self._batch = self._batch or Batch.of(list(self.unfinished.values())[: self.max_batch_size], module)
+        batch = self._batch = self._batch or Batch.of(self._next(module), module)
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
-        out = module(
-            batch.ids,
-            attention_mask=batch.mask,
+        name, support = cache_argument(module), support_of(module)
+        out = forward(
+            module,
+            input_ids=batch.ids,
+            attention_mask=batch.mask if support.pads_left else None,
             position_ids=batch.positions,
-            past_key_values=batch.cache,
+            use_cache=support.caches,
             logits_to_keep=1,
+            **{name: batch.cache},
             **batch.seen,
         )
+        batch.cache = out.get(name) if support.caches else None
         stopped = batch.going_on & batch.sample(out.logits[:, -1])
         for row in (batch.going_on & ~stopped).nonzero().squeeze(1).tolist():
             stops = self.stops_of(batch.rows[row].request)
@@ -160,6 +171,14 @@ class HFEngine(InProcessEngine[LiveRequest]):
             self._batch = None
         reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped.tolist()]
         return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
+
+    def _next(self, module: PreTrainedModel) -> list[LiveRequest]:
+        """The oldest requests; of a model that padding on the left would change, those as long as the oldest."""
+        oldest = list(self.unfinished.values())
+        if not support_of(module).pads_left:
+            lengths = [len(each.request.prompt_ids) + len(each.tokens) for each in oldest]
+            oldest = [each for each, length in zip(oldest, lengths, strict=True) if length == lengths[0]]
+        return oldest[: self.max_batch_size]
 
     def _read(self) -> None:
         if self._batch is not None:

@@ -22,7 +22,7 @@ from whet.models.lora import plain_copy
 from whet.phases import span
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.protocol import Completion, Event, Finished, Likeliest, Partial, Request, Status, Weights
-from whet.rollout.stop_strings import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
+from whet.rollout.sampling import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 

@@ -41,13 +41,14 @@ class Decoding:
     lengths: Lengths
     token_bytes: int  # keys and values of one token in all layers
     layers: int
+    sequence_bytes: int = 0  # states of one sequence in all layers
 
 
 @dataclass(frozen=True)
 class RolloutBytes:
     """Memory that an engine takes beside the model's weights."""
 
-    cache: int  # reserved for keys and values
+    cache: int  # reserved for keys, values and states
     written: int  # of the cache, at the most
     is_kept: bool  # between two rollouts
     prompt_rows: int  # prompts whose logits exist at once

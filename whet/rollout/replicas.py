@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import DeadlineError, EngineError, LostReplicaError, LostWorkerError
-from whet.rollout.fleet import AnyEvent, AnyTask, Fleet
+from whet.rollout.fleet import AnyEvent, AnyTask, Fleet, Router
 from whet.rollout.ledger import MAX_UNFINISHED
 from whet.rollout.protocol import Event, Lost, Request, Restarts, RolloutEngine, Status, Weights
-from whet.rollout.router import Router
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of a rank's process: what ends it again and again would end the next one too
@@ -278,7 +277,7 @@ class Restarted:
         self._events += self._fleet.abort(uids)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Implements `RolloutEngine.poll`; takes as long as a lost engine needs to start."""
+        """Takes as long as a lost engine needs to start."""
         generation, events = self._fleet.ranks[0].generation, self._events
         self._events = []
         try:

@@ -21,7 +21,8 @@ ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox"
 
 
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Counts failures by source, deadlines, preemptions, and the tokens and cost of judges."""
+    """Counts failures by source, deadlines and preemptions; adds tokens and cost of judges, also for failed calls, to
+    `spent`, and reports their sums."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
@@ -32,12 +33,6 @@ def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, f
             metrics.sum(f"failures/{trajectory.failure.source}", 1)
             if trajectory.failure.timed_out:
                 metrics.sum("failures/timed_out", 1)
-    _count_judges(trajectories, metrics, spent)
-
-
-def _count_judges(trajectories: Sequence[Trajectory], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Adds the tokens and the cost of judges, those of failed calls too, to `spent`, and reports the sums."""
-    for trajectory in trajectories:
         reported = trajectory.parts if trajectory.failure is None else trajectory.failure.parts
         for name, value in reported.items():
             if (kind := name.rpartition("/")[2]) in ("judge_tokens", "judge_cost"):

@@ -187,7 +187,9 @@ class Rollouts:
         """Notes that the engine samples with the weights of a step, and lets sampling go as far ahead as they allow."""
         if self._restored is not None:
             self._watched.enter_context(watching(self._watch))
-            self.turns.finish(lambda: self._carry_out(self._training, self._restore(version)))
+            entries, self._restored = self._restored, None
+            again = partial(restore, self.flow, self.prompts, version, entries)
+            self.turns.finish(lambda: self._carry_out(self._training, again()))
         # Training need not wait for a thread: what it is called for next comes behind this.
         self._noted = self.turns.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
@@ -258,7 +260,9 @@ class Rollouts:
         for command in commands:
             match command:
                 case Run():
-                    self.collector.driver.add(command.episodes, partial(self._on_sampled, asked))
+                    self.collector.driver.add(
+                        command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each))
+                    )
                 case Score():
                     self._to_score.append((asked, command.trajectories))
                 case Chosen():
@@ -267,9 +271,6 @@ class Rollouts:
                     if not asked.chosen.done():
                         asked.chosen.set_result(command.groups)
                     asked.handed_out.set_result(command)
-
-    def _on_sampled(self, asked: Asked, trajectory: Trajectory) -> None:
-        self._carry_out(asked, asked.flow.on_sampled(trajectory))
 
     def _take_scores(self, waits: bool) -> None:
         """Submits trajectories to score, and gives scored ones to their flow; where it `waits`, at least the first."""
@@ -291,19 +292,16 @@ class Rollouts:
         return [each for each in (self.scorer, strict) if each is not None]
 
     def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
-        """Begins to score the trajectories that did not fail, by each function."""
+        """Begins to score the trajectories that did not fail, by each function; without one their outcomes, by the
+        environment's rewards, are there already."""
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if alive and (scorers := self._scorers(purpose)):
             items = [self._item(trajectory) for trajectory in alive]
             return [each.submit_batch(items) for each in scorers]
-        return [self._paid(alive)]
-
-    def _paid(self, trajectories: Sequence[Trajectory]) -> Outcomes:
-        """Outcomes by the environment's rewards, which are there already."""
         paid: Future[list[Outcome]] = Future()
-        correct = [reaches(each.score, self.correct_threshold) for each in trajectories]
+        correct = [reaches(each.score, self.correct_threshold) for each in alive]
         paid.set_result([RewardResult(0.0, float(each)) for each in correct])
-        return paid
+        return [paid]
 
     def _item(self, trajectory: Trajectory) -> RewardItem:
         prompt = trajectory.prompt
@@ -333,20 +331,16 @@ class Rollouts:
             return "sampling"
         return "rewards" if driver.is_idle else "environments"
 
-    def _taken(self, handed_out: HandOut, metrics: Metrics) -> Taken:
-        """The groups to train on; where the filter kept none, groups that it dropped: they keep the run going."""
-        self._report(handed_out, metrics)
-        groups = handed_out.groups
-        others = handed_out.dropped[0 if handed_out.kept else len(groups) :]
-        return Taken(groups, metrics, is_dropped=not handed_out.kept, dropped=others)
-
-    def _report(self, found: HandOut, metrics: Metrics) -> None:
-        """Measures the groups of a step; warns of one that trains on nothing."""
+    def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
+        """The groups to train on, measured; where the filter kept none, groups that it dropped keep the run going."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.max_staleness > 0:
             self._report_ahead(found, metrics)
         if self.group_filter is not None:
             self._report_filter(found, metrics)
+        groups = found.groups
+        others = found.dropped[0 if found.kept else len(groups) :]
+        return Taken(groups, metrics, is_dropped=not found.kept, dropped=others)
 
     def _report_ahead(self, found: HandOut, metrics: Metrics) -> None:
         measure_staleness(found, metrics)
@@ -356,6 +350,7 @@ class Rollouts:
         self._idle_seconds = self.turns.idle_seconds
 
     def _report_filter(self, found: HandOut, metrics: Metrics) -> None:
+        """Measures what the filter dropped; warns of a step that trains on nothing."""
         measure_filter(found, metrics)
         failed = all(each.failure for group in found.dropped for each in group.trajectories)
         if not found.kept and self._kept_some and not failed:
@@ -371,12 +366,6 @@ class Rollouts:
             return self.flow.place()
         self.collector.driver.note_partials()
         return {**self.flow.place(), "stream": snapshot(self.flow, self.collector.driver.episodes)}
-
-    def _restore(self, version: int) -> list[Command]:
-        """Puts the groups of a checkpoint back."""
-        assert self._restored is not None
-        entries, self._restored = self._restored, None
-        return restore(self.flow, self.prompts, version, entries)
 
 
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:

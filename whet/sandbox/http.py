@@ -47,7 +47,6 @@ class HttpSandbox:
         return SERVED if told is None else {**{name: name for name in told["languages"]}, **self._own}
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        """Runs a program once for each standard input.  Raises: SandboxError."""
         limits, language = program.limits, self.languages[program.language]
         body = {
             "code": program.source,

@@ -30,10 +30,9 @@ from whet.config.schema import Dtype
 from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status
-from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, fingerprint
+from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, TokenTexts, fingerprint
 from whet.serving.bodies import ApiError, Asked, BodyReader, Raw, unsupported
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
-from whet.serving.texts import TokenTexts
 from whet.types import last_versions
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, genera
 from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread, named
-from whet.tracking.long_phases import long_phase
+from whet.tracking.console import long_phase
 
 log = logging.getLogger(__name__)
 FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint

@@ -28,13 +28,16 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.tools.toolbox import with_tools
+from whet.errors import RewardError
 from whet.models.load import stop_token_ids
+from whet.planning.dtypes import with_dtypes
+from whet.planning.fit import check_fits
 from whet.planning.forecast import Counts
-from whet.planning.machine import free_accelerator
+from whet.planning.machine import free_accelerator, stated
 from whet.planning.memory import Lengths, Setup, cache_room, sized
+from whet.planning.units import plural
 from whet.registry import FILTERS, VALUE_LOSSES, load_target, register_trainer
 from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
-from whet.rollout.background import Background
 from whet.rollout.build import (
     build_collector,
     check_engine,
@@ -43,19 +46,19 @@ from whet.rollout.build import (
     check_stages,
     open_environments,
     sampling_params,
+    with_engine,
 )
-from whet.rollout.collect import Turns
+from whet.rollout.driver import Background, Turns
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
-from whet.rollout.rollouts import Rollouts
+from whet.rollout.rollouts import Rollouts, reward_item
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
-from whet.trainers.environment_worker import ROLE as ENVIRONMENT, EnvironmentWorker, placed_hosts
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.reward_worker import ROLE as REWARD, PlacedRewards, RewardWorker
+from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
 from whet.trainers.rl import fit
 from whet.trainers.rollout_worker import Direct, Modes, RolloutWorker
 from whet.trainers.run import Run
@@ -63,18 +66,23 @@ from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
 from whet.trainers.workers import TrainWorker
-from whet.types import Prompt, Scorer
+from whet.types import Failure, Prompt, Scorer
 from whet.weight_sync.routes import weight_sync
 
 log = logging.getLogger(__name__)
 Rows = Iterable[Mapping[str, Any] | Prompt] | None
+NOT_CHECKED = (
+    "not checked here: %s with room for %s, the weights of the model, rollout.engine.name=%s, environments and "
+    "trackers; `whet train ... --dry-run` on that machine checks them"
+)
+SCORED = 4  # prompts of the first batch
 
 
 @register_trainer(
     "train",
     config="whet.config.schema:TrainConfig",
     setup="whet.trainers.build:setup",
-    elsewhere="whet.trainers.dry_run:dry_run_elsewhere",
+    elsewhere="whet.trainers.build:dry_run_elsewhere",
     summary="Train a model with reinforcement learning (PPO, GRPO, ...).",
 )
 def train(
@@ -142,7 +150,7 @@ def build(
     reward: Callable[..., Any] | None = None,
 ) -> Run:
     """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
-    config = with_named_dtypes(config)
+    config = with_engine(with_named_dtypes(config))
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     begun = begin(config, data, val_data, reward, media_folder)
     tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts
@@ -396,3 +404,46 @@ def show_batch(
     log.info("the first prompt:\n%s", shortened(text, prompts[0].media))
     log.info("its ground truth: %s", prompts[0].ground_truth)
     return prompts
+
+
+def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: float | None) -> None:
+    """Checks config, tokenizer, templates, data, ground truths and rewards of a run, and that it fits accelerators of
+    `device_gib` and nodes of `host_gib`, of this machine what is not stated. Loads no model and starts no worker.
+
+    Raises: WhetError for everything that a user can mend."""
+    if config.trainer.loop:
+        load_target(config.trainer.loop)
+    device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
+    config = with_engine(with_dtypes(config, elsewhere=device is not None))
+    begun = begin(config)
+
+    def replan(other: TrainConfig) -> Setup:
+        return setup(other, begun.lengths)
+
+    check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan)
+    roles = [spec.role for spec in worker_specs(config, begun.columns, begun.total_steps)]
+    prompts = show_batch(config, begun.tokenizer, begun.loader, begun.total_steps, roles)
+    _score(config, begun.tokenizer, prompts[:SCORED])
+    processes = sum(pool.processes for pool in config.cluster.pools.values())
+    machines = plural(config.cluster.nnodes, "node"), plural(processes, "process", "processes")
+    log.info(NOT_CHECKED, *machines, config.rollout.engine.name)
+
+
+def _score(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> None:
+    """Logs the rewards of ground truths as responses, and of none.  Raises: RewardError where the function fails."""
+    scorer = scorer_of(config)
+    if scorer is None:
+        return
+    items = [
+        reward_item(prompt, text, tokenizer.encode(text, add_special_tokens=False), {})
+        for prompt in prompts
+        for text in (str(prompt.ground_truth), "")
+    ]
+    with closing(scorer):
+        outcomes = scorer.submit_batch(items).result()  # each has the deadline reward.timeout_seconds
+    for outcome in outcomes:
+        if isinstance(outcome, Failure):
+            raise RewardError("reward.function", f"failed on a row of the data: {outcome.message}", "", "correct it")
+    rewards = [f"{outcome.reward:g}" for outcome in outcomes if not isinstance(outcome, Failure)]
+    told = ", ".join(rewards[::2]), ", ".join(rewards[1::2])
+    log.info("rewards of ground truths as responses: %s; of empty responses: %s", *told)

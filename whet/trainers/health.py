@@ -128,14 +128,10 @@ def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bo
         return True
     log.warning("%s: loss or gradient was not finite: the update was skipped (%d in a row)", name, skipped)
     if skipped >= SKIPPED_IN_A_ROW:
-        raise _no_updates(name, skipped, lr_key, run_dir)
+        found = f"{skipped} updates in a row had a loss or gradient that is not finite, so the run stops"
+        change = f"look for infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}"
+        raise EngineError(name, found, "", f"{change}; {last_good(run_dir)}")
     return False
-
-
-def _no_updates(name: str, skipped: int, lr_key: str, run_dir: Path) -> EngineError:
-    found = f"{skipped} updates in a row had a loss or gradient that is not finite, so the run stops"
-    change = f"look for infinite rewards or log-probs in {run_dir}/rollouts, or lower {lr_key}"
-    return EngineError(name, found, "", f"{change}; {last_good(run_dir)}")
 
 
 def _named(rows: Sequence[str], step: int) -> str:

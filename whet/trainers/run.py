@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -25,11 +26,11 @@ from whet.rollout.flow import by_player
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
+from whet.rounding import alike
 from whet.tracking.rollouts import read_rollouts
 from whet.tracking.tracker import TableRow, json_line, printable
 from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
 from whet.trainers.frame import OWN_TRACKERS, Frame
-from whet.trainers.gap import GAP, largest_jumps, reward_gap
 from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rollout_worker import Direct
@@ -40,6 +41,10 @@ from whet.types import Group, Prompt
 log = logging.getLogger(__name__)
 TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # whole numbers of a token
 MAX_COPIED_BYTES = 32 * 2**20  # of an image or video
+WINDOW = 5  # steps whose mean is the training reward
+GAP = 0.25  # of the range of rewards; a gap that is as large, and grew by as much, is worth a warning
+LONGEST_LIST = 10
+Record = Mapping[str, Any]
 
 
 @dataclass(kw_only=True, repr=False)
@@ -269,3 +274,56 @@ def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterato
             **{name: batch[name][row, :length].tolist() for name in TOKEN_MARKS if name in batch},
             **{name: [round(value, 6) for value in values] for name, values in found.items()},
         }
+
+
+def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """The gap at the last validation, and how much it grew since the first; 0 where there is nothing to compare.
+
+    The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, less the
+    held-out accuracy. With a reward model its score is the training reward, if the reward function pays anything, as
+    its accuracy then says something. `history` has the numbers of all steps, each with its `step`.
+    """
+    trained = [record for record in history if "critic/score/mean" in record]
+    validated = [record for record in history if "val/accuracy" in record]
+    if not trained or not validated:
+        return 0.0, 0.0
+
+    def range_of(name: str) -> tuple[float, float]:
+        lowest = min(record[f"{name}/min"] for record in trained)
+        return lowest, max(record[f"{name}/max"] for record in trained) - lowest
+
+    lowest, width = range_of("critic/score")
+    if alike(lowest, lowest + width):
+        return 0.0, 0.0
+    sampled, mean = "filter/sampled_score", "critic/score/mean"
+    if "reward/reward_model" in trained[-1]:
+        lowest, width = range_of("critic/rewards")
+        sampled = mean = "critic/rewards/mean"
+
+    def level(records: Sequence[Mapping[str, float]]) -> float:
+        scores = [record.get(sampled, record[mean]) for record in records]
+        return (fmean(scores) - lowest) / max(width, 1e-9)
+
+    first = level(trained[:WINDOW]) - validated[0]["val/accuracy"]
+    last = level(trained[-WINDOW:]) - validated[-1]["val/accuracy"]
+    return last, last - first
+
+
+def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
+    """The responses whose reward grew most between two validations, the largest jump first, of equal ones those that
+    are wrong; records are `readable`."""
+    earlier = {row["uid"]: row for row in before}
+    jumps = [
+        {
+            "uid": row["uid"],
+            "jump": row["reward"] - old["reward"],
+            "prompt": row["prompt"],
+            "ground_truth": row["ground_truth"],
+            **{f"{name}_before": old[name] for name in ("reward", "accuracy", "response")},
+            **{f"{name}_after": row[name] for name in ("reward", "accuracy", "response")},
+        }
+        for row in after
+        if (old := earlier.get(row["uid"])) is not None and None not in (row["reward"], old["reward"])
+    ]
+    jumps = [jump for jump in jumps if jump["jump"] > 0]
+    return sorted(jumps, key=lambda jump: (-jump["jump"], jump["accuracy_after"] or 0.0))[:LONGEST_LIST]

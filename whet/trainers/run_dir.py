@@ -34,8 +34,7 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.commands import likely_command
 from whet.config.compose import flatten
-from whet.config.load import rename
-from whet.config.render import to_yaml
+from whet.config.load import rename, to_yaml
 from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.registry import PACKAGE

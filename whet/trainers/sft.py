@@ -29,6 +29,7 @@ from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, sized
 from whet.registry import load_target, register_trainer
+from whet.rollout.build import with_engine
 from whet.tracking.console import USE, Column
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
@@ -168,7 +169,7 @@ def train_on_examples(
 
 
 def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Callbacks, dry_run: bool) -> R:
-    config = with_named_dtypes(config)
+    config = with_engine(with_named_dtypes(config))
     tokenizer, seed = tokenizer_of(config), config.trainer.seed
     folder = None if dry_run else run_folder(config.trainer) / MEDIA
     loaded = load_items(config.data, tokenizer, rows=data, where=config.data.filter, seed=seed, media_folder=folder)

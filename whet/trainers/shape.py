@@ -152,11 +152,11 @@ def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
     return batch.with_columns(response_mask=mask.masked_fill(cut[:, None], 0))
 
 
+@dataclass
 class Fixed:
     """A constant weight. It has no state: a resumed run uses its config."""
 
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
+    coef: float
 
     def update(self, *measured: float | None) -> None:
         """Does nothing."""
@@ -169,12 +169,14 @@ class Fixed:
         """Does nothing."""
 
 
+@dataclass
 class AdaptiveKL:
     """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon after a step of n sequences: the weight grows while the
     KL is above the target.  Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
 
-    def __init__(self, coef: float, target: float, horizon: int) -> None:
-        self.coef, self.target, self.horizon = coef, target, horizon
+    coef: float
+    target: float
+    horizon: int
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Adapts the weight to a step's mean KL."""
@@ -227,13 +229,6 @@ def estimator(algorithm: AlgorithmConfig) -> Bound:
     return Bound.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
 
 
-def measure_gap(batch: Batch, metrics: Metrics) -> None:
-    """Records how far sampler and trainer are apart."""
-    apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
-    for name, value in apart.items():
-        (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
-
-
 @dataclass(frozen=True)
 class Correction:
     """The rejection, the weight and the loss that a config chooses: functions of a whole step or mini-batch, called
@@ -263,7 +258,9 @@ class Correction:
         """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
         and measures how far sampler and trainer are apart."""
         if "old_log_probs" in batch:
-            measure_gap(batch, metrics)
+            apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+            for name, value in apart.items():
+                (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
         return batch if self.rejection is None else self._rejected(self.rejection, batch, metrics)
 
     def _rejected(self, rejection: Bound, batch: Batch, metrics: Metrics) -> Batch:

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from whet.batch import Batch
+from whet.config.algorithm_checks import EngineUse
 from whet.config.checks import check_context
-from whet.config.engine_checks import EngineUse
 from whet.config.schema import (
     ActorConfig,
     ExamplesConfig,

@@ -28,7 +28,7 @@ from whet.keyed import key
 from whet.models import fixed_kernels
 from whet.models.init import init_model
 from whet.models.load import load_policy
-from whet.rollout.native import columns, prefill, scheduler
+from whet.rollout.native import columns, engine, scheduler
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
@@ -49,7 +49,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card that is quick for small batches."""
     install(monkeypatch, interpreted=True)
     exact_products(monkeypatch)
-    monkeypatch.setattr(prefill, "SIZES", (32, 64))
+    monkeypatch.setattr(engine, "SIZES", (32, 64))
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 64)
     monkeypatch.setattr(columns, "FINE_STEP", 4)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import Recorder, install
-from whet.models.attention import token_bytes
+from whet.models.caches import token_bytes
 from whet.models.load import load_policy
 from whet.rollout.native.columns import DeviceColumns, batch_size
 from whet.rollout.native.engine import NativeEngine

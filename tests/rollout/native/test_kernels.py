@@ -21,8 +21,16 @@ pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "cap"), [(4, 2, 16, 0, 0.0), (6, 2, 24, 0, 0.0), (4, 1, 32, 7, 5.0)]
 )
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention(
-    heads: int, kv_heads: int, dim: int, window: int, cap: float, programs: int, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+    cap: float,
+    has_sinks: bool,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that begin, that have a partly filled block and that fill one, in slots without order."""
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
@@ -32,9 +40,10 @@ def test_attention(
     keys, values = torch.randn(2, kv_heads, blocks, 16, dim)
     query, key, value = (torch.randn(3, many, dim) for many in (heads, kv_heads, kv_heads))
     own = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
-    expected = reference(query, key, value, *own, tables, slots.int(), positions, dim**-0.5, window, cap)
+    form = dim**-0.5, window, cap, torch.randn(heads) * 2 if has_sinks else None
+    expected = reference(query, key, value, *own, tables, slots.int(), positions, *form)
     given = (query, key, value, keys, values, tables, slots, positions)
-    found = kernels.decode_attention(*given, dim**-0.5, window, cap)
+    found = kernels.decode_attention(*given, *form)
     assert torch.allclose(found, expected, atol=1e-6)
     assert torch.equal(own[0], keys.permute(1, 0, 3, 2)) and torch.equal(own[1], values.transpose(0, 1))
 
@@ -51,7 +60,8 @@ def test_the_rest_of_a_context_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window", "cap"), [(4, 2, 16, 0, 0.0), (6, 2, 24, 0, 0.0), (4, 1, 32, 7, 5.0)]
 )
-def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, cap: float) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, cap: float, has_sinks: bool) -> None:
     """A sequence of several tiles, the end of one that began before, a single token, and padding; what no token sees
     is no number."""
     torch.manual_seed(0)
@@ -70,9 +80,10 @@ def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, ca
     slots[:total] = tables[row, positions // 16] * 16 + positions % 16
     kept = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
     given = query[:total], key[:total], value[:total]
-    expected = reference(*given, *kept, tables, row.int(), positions, dim**-0.5, window, cap)
+    form = dim**-0.5, window, cap, torch.randn(heads) * 2 if has_sinks else None
+    expected = reference(*given, *kept, tables, row.int(), positions, *form)
     tiles = tiles_of(lengths, rows, starts, tile_tokens(heads, kv_heads), 9)
-    found = kernels.tile_attention(query, key, value, keys, values, tables, slots, tiles, dim**-0.5, window, cap)
+    found = kernels.tile_attention(query, key, value, keys, values, tables, slots, tiles, *form)
     assert torch.allclose(found[:total], expected, atol=1e-6)
     written = keys.permute(1, 0, 3, 2), values.transpose(0, 1)
     assert all(torch.equal(a[:-1].nan_to_num(9.0), b[:-1].nan_to_num(9.0)) for a, b in zip(kept, written, strict=True))

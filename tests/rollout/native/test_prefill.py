@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import Recorder, install
 from whet.models.load import load_policy
-from whet.rollout.native import columns, prefill, scheduler
-from whet.rollout.native.engine import NativeEngine
-from whet.rollout.native.prefill import in_parts
+from whet.rollout.native import columns, engine, scheduler
+from whet.rollout.native.engine import NativeEngine, in_parts
 from whet.rollout.native.scheduler import SharedPrompt, Stretch, by_tokens
 from whet.rollout.protocol import Request, SamplingParams, generate
 
@@ -86,7 +85,7 @@ def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch:
     ]
     expected = [sampled(model, made), sampled(model, resumed)]
     install(monkeypatch)
-    monkeypatch.setattr(prefill, "SIZES", (32, 64))
+    monkeypatch.setattr(engine, "SIZES", (32, 64))
     monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 64)
     suite.assert_same_but_for_rounding(sampled(model, made), expected[0], NEAR)
     suite.assert_same_but_for_rounding(sampled(model, resumed), expected[1], NEAR)

@@ -13,7 +13,7 @@ from queue import Queue
 import pytest
 
 from tests.by_hand import Answer, ByHand, always
-from whet.rollout.servers.client import Client, HttpError
+from whet.rollout.servers.process import Client, HttpError
 
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n"
 

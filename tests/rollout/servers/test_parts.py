@@ -20,8 +20,7 @@ from torch.multiprocessing import reductions
 sys.path.append(str(Path(__file__).parents[3] / "whet" / "rollout" / "servers" / "inside"))
 import whet_parts
 
-from whet.rollout.servers import parts
-from whet.rollout.servers.parts import in_parts
+from whet.rollout.servers.weights import SHARED, Part, in_parts, packed
 
 INSIDE = str(Path(whet_parts.__file__).parent)
 READ = """
@@ -91,7 +90,7 @@ def test_parts_end_with_a_layer() -> None:
     assert found == ["embed+0.a+0.b", "1.a+1.b", "head"]
 
 
-def read_elsewhere(told: Iterator[list[parts.Part]], readers: int = 1) -> list[dict[str, Any]]:
+def read_elsewhere(told: Iterator[list[Part]], readers: int = 1) -> list[dict[str, Any]]:
     """What other processes find in each part, all the same, before the next one comes."""
     command, found = [sys.executable, "-c", READ], list[dict[str, Any]]()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": INSIDE}}
@@ -122,7 +121,7 @@ def test_what_breaks_off_raises_what_broke() -> None:
 
 def test_weights_lie_one_behind_the_other() -> None:
     """Each begins at a multiple of 16 bytes, where a view of any dtype may begin, and is read as it was."""
-    octets, places = parts.packed(weights())
+    octets, places = packed(weights())
     assert len(octets) == 64 and [place[3:] for place in places] == [[0, 12], [16, 26], [32, 40], [48, 60]]
     found = whet_parts.unpacked(octets, json.loads(json.dumps(places)))
     assert {name: [str(weight.dtype), weight.tolist()] for name, weight in found} == VALUES
@@ -130,7 +129,7 @@ def test_weights_lie_one_behind_the_other() -> None:
 
 def test_a_handle_begins_where_torch_wants_it() -> None:
     """`rebuild_cuda_tensor` takes what says where the memory is behind what the tensor is like."""
-    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[parts.SHARED] == "storage_handle"
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[SHARED] == "storage_handle"
 
 
 def test_an_accelerator_that_a_server_does_not_see() -> None:

@@ -26,8 +26,7 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.rollout.protocol import Event, Failed, Finished, Partial, Request, SamplingParams, generate
 from whet.rollout.servers.environment import find_environment
 from whet.rollout.sglang import engine as engine_module
-from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
-from whet.rollout.sglang.translate import body_of
+from whet.rollout.sglang.engine import PACKAGE, SGLangEngine, body_of
 from whet.trainers.build import begin
 
 FAKE = str(Path(__file__).with_name("fake_sglang.py"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +82,9 @@ def test_an_aborted_request_under_rules(engine: VLLMEngine, model: PreTrainedMod
 def test_what_vllm_would_change_is_refused(engine: VLLMEngine) -> None:
     [request] = suite.requests(groups=1, n=1)
     tokens = replace(request.params, allowed_token_ids=(5, 10**6))
-    with raises(EngineError, key="allowed_token_ids", found=10**6):
+    with raises(EngineError, key=re.compile("^allowed_token_ids"), found=re.compile(f"{10**6}")):
         engine.submit(replace(request, params=tokens))
-    with pytest.raises(EngineError, match=r"temperature=0\.001; .* 0\.01,"):
+    with raises(EngineError, re.compile("^temperature"), found=0.001, expected=re.compile(r"0\.01")):
         engine.submit(replace(request, params=SamplingParams(4, temperature=0.001)))
 
 

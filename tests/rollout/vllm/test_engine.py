@@ -53,13 +53,11 @@ from whet.rollout.protocol import (
 )
 from whet.rollout.servers import engine as servers_engine
 from whet.rollout.servers.environment import Environment, find_environment
-from whet.rollout.servers.parts import in_parts
 from whet.rollout.servers.process import free_port
-from whet.rollout.servers.weights import weights_file
+from whet.rollout.servers.weights import in_parts, weights_file
 from whet.rollout.servers.words import end_of
 from whet.rollout.vllm import engine as engine_module
-from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
-from whet.rollout.vllm.translate import versions_at
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine, versions_at
 from whet.trainers.build import setup, train
 from whet.types import Media
 

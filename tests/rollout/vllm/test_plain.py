@@ -30,9 +30,8 @@ from whet.rollout.protocol import Event, Finished, Partial, SamplingParams, gene
 from whet.rollout.servers import engine as servers_engine
 from whet.rollout.servers.environment import Environment, find_environment
 from whet.rollout.vllm import engine as engine_module
-from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine, completion_of
 from whet.rollout.vllm.plain import generated
-from whet.rollout.vllm.translate import completion_of
 from whet.types import Media
 
 pytestmark = pytest.mark.slow
@@ -298,22 +297,22 @@ def test_images_are_refused(start: Start) -> None:
 
 
 def test_sampling_that_would_give_other_log_probs(start: Start) -> None:
-    engine, refused = start(), list[tuple[dict[str, Any], str]]()
-    refused += [
-        ({"top_p": 0.9}, "top_p=0.9; "),
-        ({"top_k": 4}, "top_k=4; "),
-        ({"min_p": 0.1}, "min_p=0.1; "),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2; "),
-        ({"presence_penalty": 0.5}, "presence_penalty=0.5; "),
-        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5; "),
-        ({"bad_words": ((5,),)}, "bad_words=.*; "),
-        ({"allowed_token_ids": (5, 6)}, "allowed_token_ids=.*; "),
-        ({"stop": ("a", "b")}, r"stop: 2 .* 0\.26\.0 "),
-        ({"temperature": 0.001}, r"temperature=0.001; .* 0\.01,"),
-    ]
-    for params, message in refused:
-        with pytest.raises(EngineError, match=message):
-            engine.submit(replace(request(fake.QUICK), params=SamplingParams(5, **params)))
+    engine, quick = start(), request(fake.QUICK)
+    refused: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}, {"repetition_penalty": 1.2}]
+    refused += [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"bad_words": ((5,),)}]
+    for params in [*refused, {"allowed_token_ids": (5, 6)}]:
+        [(name, value)] = params.items()
+        with raises(EngineError, key=f"{name} of request {quick.uid}", found=value):
+            engine.submit(replace(quick, params=SamplingParams(5, **params)))
+    for params, found, expected in (
+        ({"stop": ("a", "b")}, "2", r"0\.26\.0"),
+        ({"temperature": 0.001}, "0.001", r"0\.01"),
+    ):
+        [name] = params
+        with raises(
+            EngineError, f"{name} of request {quick.uid}", found=re.compile(found), expected=re.compile(expected)
+        ):
+            engine.submit(replace(quick, params=SamplingParams(5, **params)))
     assert generate(engine, [replace(request(fake.QUICK), params=SamplingParams(5, temperature=0.7, stop=("a",)))])
 
 

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from whet.config.cluster import ClusterConfig
 from whet.controller import wire
-from whet.controller.local_workers import RankSpec
+from whet.controller.local_workers import PUT_MAIN, RankSpec
 from whet.controller.ray import actor
 from whet.controller.ray.actor import CONCURRENT, Location, Message, RankActor
 from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
@@ -35,7 +35,6 @@ from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
 from whet.controller.worker import Layout, ResourcePool, WorkerSpec, ranks_of
 from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
-from whet.controller.worker_process import PUT_MAIN
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from whet.config.algorithm_checks import nearest_divisors
-from whet.config.engine_checks import EngineUse, other_kernels
-from whet.engines.fsdp.mesh import FACTORS, Mesh
+from whet.config.algorithm_checks import EngineUse, nearest_divisors, other_kernels
+from whet.engines.mesh import FACTORS, Mesh
 from whet.errors import ConfigError
 
 

@@ -24,9 +24,9 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
-from whet.engines.fsdp.mesh import Mesh
 from whet.engines.fsdp.pipeline import everywhere, padded, run_schedule, stages_of
 from whet.engines.fsdp.sharding import arrange, shard
+from whet.engines.mesh import Mesh
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
@@ -40,7 +40,7 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.fsdp.mesh:of_former")
+@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.mesh:of_former")
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
@@ -165,7 +165,7 @@ class FSDPEngine(Engine):
         start: dict[str, Any] | None = state["start"]
         return start
 
-    def _saved(self) -> dict[str, nn.Parameter]:
+    def _saved(self) -> dict[str, torch.Tensor]:
         """The weights of a checkpoint, of an adapter its own alone."""
         self._reshard()
         return self._checkpointed()

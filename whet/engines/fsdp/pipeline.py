@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from whet.errors import ConfigError
 from whet.models.load import body_of, layers
+from whet.models.routers import auxiliary_coefficient
 
 KEY = "engine.options.mesh.pipeline"
 Run = Callable[[int, torch.Tensor | None], torch.Tensor]  # of a micro-batch: hidden states, or the loss
@@ -50,6 +51,8 @@ def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Modu
     if config.get_text_config() is not config or config.tie_word_embeddings:
         what = "ties its output to its embedding, which another stage has" if config.tie_word_embeddings else "sees"
         raise ConfigError(KEY, count, f"1, as {type(body).__name__} {what}", "set it to 1")
+    if auxiliary_coefficient(config):
+        raise ConfigError(KEY, count, "1 with the auxiliary loss of routers (output_router_logits)", "set it to 1")
     if count > len(listed):
         raise ConfigError(KEY, count, f"at most {len(listed)} stages, one for a layer", "lower it")
     base, embedding = body.base_model, body.get_input_embeddings()

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.devices import backends
-from whet.engines.fsdp.mesh import Mesh
+from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
 from whet.models.experts import SHARE, ExpertShare, expert_modules, is_special
 from whet.models.load import body_of, layers

@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from whet.config.tools import read_entry
+from whet.config.environment import read_entry
 from whet.data.media import image
 from whet.errors import ConfigError, describe
 from whet.registry import TOOLS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from whet.config.tools import ToolLimits
+from whet.config.environment import ToolLimits
 from whet.data.chat import DESCRIBED
 from whet.environments.protocol import Answer, Environment, Observation
 from whet.environments.running import EnvironmentSpec, FailedError, Running
@@ -25,8 +25,8 @@ from whet.types import Failure, Media, Message, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from whet.config.environment import ToolsConfig
     from whet.config.schema import DataConfig
-    from whet.config.tools import ToolsConfig
 
 COUNTS = ("calls", "errors", "malformed", "late", "cut")  # in the fields of a trajectory, as tools/calls, ...
 Role = Literal["tool", "user"]

@@ -62,7 +62,8 @@ class EncoderOutput:
 def body_of(model: Any) -> nn.Module:
     """The module that holds the towers: the body of a language model or of a value model."""
     found: nn.Module = model.base_model if isinstance(model, PreTrainedModel) else model.body
-    return found
+    parts = dict(model.named_children())
+    return parts.get("model", found) if found is model else found  # Llama 4's prefix names no part of it
 
 
 class Encoder(Protocol):

@@ -13,9 +13,11 @@ import torch
 
 from whet.devices import moved
 from whet.errors import EngineError
-from whet.models.attention import Scores, head_size, key_value_heads, token_bytes
-from whet.rollout.native.device_attention import BlockIndex
-from whet.rollout.native.paged_attention import BLOCK_SIZE, paged_attention
+from whet.models.attention import Scores
+from whet.models.caches import Pages, layer_caches, token_bytes
+from whet.models.linear_attention import Flow
+from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
+from whet.rollout.native.states import DecodeFlow, States
 from whet.rollout.protocol import Identity
 
 Prefix = tuple[int, Identity]
@@ -27,29 +29,43 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockCache:
-    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, D] within a budget in bytes;
-    `by_head`, as on an accelerator, both [layers, KV, blocks, 16, D], with a spare block at the end for padding.
+    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, V] within a budget in bytes; `by_head`, as
+    on an accelerator, both [layers, KV, blocks, 16, .], with a spare block at the end for padding. Latents are keys,
+    and the values are the beginnings of these. Layers with a state have it in `states`, beside the budget.
 
     A block may belong to several sequences (a prompt's to all its samples) and is free when the last one lets go.
     """
 
     def __init__(
-        self, config: Any, *, dtype: torch.dtype, budget_bytes: int, device: torch.device, by_head: bool = False
+        self,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        budget_bytes: int,
+        device: torch.device,
+        by_head: bool = False,
+        slots: int = 0,
     ) -> None:
-        kv_heads = key_value_heads(config)
-        head_dim, per_block = head_size(config), BLOCK_SIZE * token_bytes(config, dtype.itemsize)
+        every = layer_caches(config)
+        paged = {layer: each for layer, each in enumerate(every) if isinstance(each, Pages)}
+        [pages] = {*paged.values()}
+        (kv_heads, key_size, value_size), per_block = pages.stored, BLOCK_SIZE * token_bytes(config, dtype.itemsize)
+        self.place = {layer: place for place, layer in enumerate(paged)}  # of a layer among keys and values
+        self.is_plain = len(paged) == len(every) and key_size == value_size  # as the kernels of accelerators need it
+        self.states = States.of(config, slots, dtype, device)
         self.num_blocks = budget_bytes // per_block
         if self.num_blocks < 1:
             expected = f"at least {per_block}, for one block of {BLOCK_SIZE} tokens"
             raise EngineError("rollout.engine.options.kv_cache_bytes", budget_bytes, expected, "raise it")
-        self.by_head, layers, self._block_dim = by_head, config.num_hidden_layers, 2 if by_head else 1
+        self.by_head, layers, self._block_dim = by_head, len(paged), 2 if by_head else 1
         if not by_head:
             # Empty, not zero: the operating system hands out pages when they are first written.
-            self.keys = torch.empty(layers, self.num_blocks, kv_heads, head_dim, BLOCK_SIZE, dtype=dtype)
-            self.values = torch.empty(layers, self.num_blocks, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
+            self.keys = torch.empty(layers, self.num_blocks, kv_heads, key_size, BLOCK_SIZE, dtype=dtype)
+            self.values = torch.empty(layers, self.num_blocks, kv_heads, BLOCK_SIZE, value_size, dtype=dtype)
         else:  # zeros: a product with what no token may see must be a number
-            shape = (layers, kv_heads, self.num_blocks + 1, BLOCK_SIZE, head_dim)
-            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            shape = (layers, kv_heads, self.num_blocks + 1, BLOCK_SIZE)
+            self.keys, values = (torch.zeros(*shape, n, dtype=dtype, device=device) for n in (key_size, value_size))
+            self.values = values if pages.latent is None else self.keys[..., : pages.latent[0]]
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._owners = [0] * self.num_blocks
 
@@ -58,9 +74,15 @@ class BlockCache:
         """Blocks that nobody owns."""
         return len(self._free)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (self.keys, self.values)}
+        return sum(kept.values()) + (0 if self.states is None else self.states.nbytes)
+
     def free(self) -> None:
         """Gives the memory back; nothing may be stored after it."""
-        self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+        self.keys, self.values, self.states = self.keys.new_empty(0), self.values.new_empty(0), None
         with suppress(AttributeError):  # glibc may hold it for its own heap
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -87,7 +109,7 @@ class BlockCache:
         """Block contents in all layers."""
         if sources:
             both = moved(torch.tensor([list(sources), list(targets)]), self.keys.device)
-            for tensor in (self.keys, self.values):
+            for tensor in (self.keys, self.values) if self.values._base is not self.keys else (self.keys,):
                 tensor.index_copy_(self._block_dim, both[1], tensor.index_select(self._block_dim, both[0]))
 
 
@@ -101,7 +123,10 @@ class Prefixes:
 
     def keep(self, identity: Identity, blocks: Sequence[int]) -> None:
         """Keeps the blocks of a sequence, of which every token of `identity` is computed, or is computed before any
-        request that shares them. Nobody may write more into a last block that is not full."""
+        request that shares them. Nobody may write more into a last block that is not full. Of layers with a state there
+        is none in the middle of a sequence: nothing is kept."""
+        if self.cache.states is not None:
+            return
         new = zip(_prefixes(identity), blocks, strict=False)
         for prefix, block in reversed([*new]):  # the end of a sequence is let go before its beginning
             if prefix not in self._blocks:
@@ -148,7 +173,8 @@ class PagedBatch:
     """A flat batch of T tokens and where their sequences lie in the cache: what the model's attention is given.
 
     `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from an
-    accelerator where the caller does not give them."""
+    accelerator where the caller does not give them. Without a `flow` each token is the next of the sequence in the slot
+    of its row."""
 
     compiles = False
 
@@ -160,8 +186,10 @@ class PagedBatch:
         positions: torch.Tensor,
         longest: int | None = None,
         context: int | None = None,
+        flow: Flow | None = None,
     ) -> None:
-        self.keys, self.values = cache.keys, cache.values
+        self.keys, self.values, self._place = cache.keys, cache.values, cache.place
+        self.flow = DecodeFlow.of(cache.states, rows) if flow is None and cache.states is not None else flow
         self.tables, self.rows, self.positions = tables, rows, positions
         self._index: BlockIndex | None = None
         if cache.by_head:
@@ -177,11 +205,10 @@ class PagedBatch:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
-        layer: int = module.layer_idx
-        new, stored = (query, key, value), (self.keys[layer], self.values[layer])
+        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; remembers key and value."""
+        place = self._place[module.layer_idx]
+        new, stored = (query, key, value), (self.keys[place], self.values[place])
         if self._index is not None:
             return self._index.attend(*new, *stored, scores)
-        return paged_attention(
-            *new, *stored, self.tables, self.rows, self.positions, scores.scale, scores.window, scores.cap
-        )
+        where = self.tables, self.rows, self.positions
+        return paged_attention(*new, *stored, *where, scores.scale, scores.window, scores.cap, scores.sinks)

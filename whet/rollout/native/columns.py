@@ -16,11 +16,14 @@ import torch.nn.functional as F
 
 from whet.devices import HOST, moved, runs_triton
 from whet.models.attention import Scores
+from whet.models.linear_attention import Flow
 from whet.rollout.native.cache import BlockCache, PagedBatch
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.sampling import SamplingState, sample
 
 MIN_ROWS = 16
+# For gates of a number a token: torch computes exp of what is left behind a multiple of 32 by another function.
+GATED_ROWS = 32
 # Batches of a graph: small ones by 16 rows, larger ones by 64, so that few graphs serve a run and few rows are padding.
 FINE_ROWS, FINE_STEP, COARSE_STEP = 64, 16, 64
 
@@ -132,6 +135,7 @@ class DeviceBatch:
     in_tiles: bool
 
     compiles = True
+    flow: Flow | None = None
 
     def layer(self, number: int) -> DeviceBatch:
         """The same for one layer, so that what is compiled for a layer serves all."""
@@ -255,7 +259,7 @@ class DeviceColumns:
                 number = torch.arange(size, device=self.device)
                 tiles = torch.stack([number, torch.ones_like(number), slots, positions], 1)
                 paged: Any = DeviceBatch(*kept, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, tiles, in_tiles=True)
-            elif has_kernels(self.device):
+            elif has_kernels(self.device) and cache.is_plain:
                 paged = DeviceBatch(*kept, slots, positions, in_tiles=False)
             else:
                 paged = PagedBatch(cache, self.tables, slots.int(), positions, longest=1, context=context)
@@ -266,7 +270,8 @@ class DeviceColumns:
             return logits, results
 
         context = int(positions.max()) + 1
-        logits, results = self.graphs.run((size, is_drawn), step) if has_kernels(self.device) else step()
+        is_recorded = has_kernels(self.device) and cache.is_plain
+        logits, results = self.graphs.run((size, is_drawn), step) if is_recorded else step()
         logits = logits[:count]
         return logits, self._coming(results[:, :count]) if is_drawn else self.pick(logits, rows)
 
@@ -333,10 +338,13 @@ def padded(
     tables: torch.Tensor,
     longest: int | None = None,
     context: int | None = None,
+    flow: Flow | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
     """Inputs of the engine's forward pass, padded to one of few sizes: an eighth more rows at the most, of many. The
-    last two arguments are those of `PagedBatch`."""
-    step = max(MIN_ROWS, 1 << max(0, (len(ids) - 1).bit_length() - 3))
+    last three arguments are those of `PagedBatch`."""
+    least = MIN_ROWS if cache.states is None else GATED_ROWS
+    step = max(least, 1 << max(0, (len(ids) - 1).bit_length() - 3))
     extra = -len(ids) % step
     ids, rotary, positions = (F.pad(each, (0, extra)) for each in (ids, rotary, positions))
-    return ids, rotary, PagedBatch(cache, tables, F.pad(rows, (0, extra), value=-1), positions, longest, context)
+    rows = F.pad(rows, (0, extra), value=-1)
+    return ids, rotary, PagedBatch(cache, tables, rows, positions, longest, context, flow)

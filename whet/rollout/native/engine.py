@@ -7,8 +7,9 @@ alone and among others (kernels for fewer rows round differently).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -18,27 +19,42 @@ from transformers import PreTrainedModel
 from whet.config.schema import KV_CACHE_BYTES
 from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
-from whet.models.attention import NAME, PagedContext, token_bytes
+from whet.models.attention import NAME, PagedContext
+from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
 from whet.models.compiled_layers import compile_layers
 from whet.models.encoders.load import encoders_of
 from whet.models.experts import expert_modules
 from whet.models.fixed import fix_tiles
 from whet.models.log_probs import LogitForm
+from whet.models.packing import tile_tokens, tiles_of
 from whet.models.routing import recording, told
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
+from whet.rollout.native import scheduler
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
-from whet.rollout.native.columns import MIN_ROWS, Columns, DeviceColumns, Forward, HostColumns, padded, rectangular
+from whet.rollout.native.columns import (
+    MIN_ROWS,
+    Columns,
+    DeviceBatch,
+    DeviceColumns,
+    Forward,
+    HostColumns,
+    has_kernels,
+    padded,
+    rectangular,
+)
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.prefill import Prefill, in_parts
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
+from whet.rollout.native.states import End, PrefillFlow
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.types import Media
 
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
+SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of a batch that is recorded
+SHARE = 16  # it has room for so many times fewer stretches
 
 
 @register_rollout("native", compiles=True)
@@ -97,14 +113,15 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for prompt in prompts:
             own = blocks_for(prompt + lengths.response) - prompt // BLOCK_SIZE
             blocks += blocks_for(prompt) + min(n, rows) * own
-        written = min(cache, blocks * per_block)
+        states, written = rows * decoding.sequence_bytes, min(cache, blocks * per_block)
         tokens = min(sum(prompts), max(PREFILL_TOKENS, *lengths.prompts))
-        return RolloutBytes(cache, written, True, len(prompts), tokens, {"kv_cache_bytes": max(2**26, written // 2)})
+        smaller = {"kv_cache_bytes": max(2**26, written // 2)}
+        return RolloutBytes(cache + states, written + states, True, len(prompts), tokens, smaller)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory held for keys and values."""
-        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+        """Memory held for keys and values, and for states."""
+        return 0 if self._cache is None else self._cache.nbytes
 
     def sleep(self) -> None:
         """Frees the cache of keys and values, and the device of an own module."""
@@ -174,7 +191,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             config = module.config.get_text_config()
             width = blocks_for(config.max_position_embeddings)
             self._columns = DeviceColumns(module.device, self.max_batch_size, width, fixed=self.fixed)
-            self._prompts = Prefill.of(self._columns, config)
+            self._prompts = Prefill.of(self._columns, config) if self._require_cache()[0].is_plain else None
         cache, _ = self._require_cache()
         self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
         return self._columns
@@ -224,33 +241,41 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
-        logits = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
-        for prompt, after in zip(prompts, logits, strict=True):
-            prompt.logits, prompt.uncomputed = after, ()
+        after = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
+        for prompt, (logits, end) in zip(prompts, after, strict=True):
+            prompt.logits, prompt.end, prompt.uncomputed = logits, end, ()
         resumed, started = ([each for each in admitted if bool(each.tokens) == goes_on] for goes_on in (True, False))
-        starts = [each.prompt.num_full * BLOCK_SIZE for each in resumed]
-        stretches = [
-            Stretch(each.cached_ids[start:], start, each.blocks, each.prompt)
-            for each, start in zip(resumed, starts, strict=True)
-        ]
-        self._compute([stretch for stretch in stretches if stretch.token_ids])
         first_logits = [each.prompt.logits for each in started if each.prompt.logits is not None]
-        scheduler.copy_partial_blocks(started)
+        states, ends = scheduler.cache.states, {each: each.prompt.end or {} for each in [*resumed, *started]}
+        scheduler.copy_partial_blocks(started if states is None else [*resumed, *started])
+        stretches = dict[ScheduledRequest, Stretch]()
+        for each in resumed:  # a state is that after the prompt; keys and values are shared up to its last full block
+            start = each.prompt.num_full * BLOCK_SIZE if states is None else len(each.prompt.token_ids)
+            if ids := each.cached_ids[start:]:
+                stretches[each] = Stretch(ids, start, each.blocks, each.prompt, end=each.prompt.end)
+        for each, (_, end) in zip(stretches, self._compute([*stretches.values()]), strict=True):
+            ends[each] = end or {}
         slots = running.add([*resumed, *started], [self.stops_of(each.request) for each in [*resumed, *started]])
+        if states is not None:
+            states.enter(slots, [*ends.values()])
         if started:
             routed = [each.prompt.routed for each in started] if self.routed_experts else None
             running.begin(torch.stack(first_logits), slots[len(resumed) :], routed)
 
-    def _compute(self, stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-        """Fills the blocks of the stretches.  Returns the logits after each."""
+    def _compute(self, stretches: Sequence[Stretch]) -> list[tuple[torch.Tensor, End | None]]:
+        """Fills the blocks of the stretches.  Returns the logits and states after each."""
         batches = by_tokens(stretches) if self._prompts is None else in_parts(stretches)
         pairs = (pair for batch in batches for pair in zip(batch, self._compute_batch(batch), strict=True))
         return [after for stretch, after in pairs if stretch.is_last]
 
-    def _compute_batch(self, stretches: Sequence[Stretch]) -> torch.Tensor:
+    def _compute_batch(self, stretches: Sequence[Stretch]) -> Iterator[tuple[torch.Tensor, End | None]]:
         device, cache = self.policy.require().device, self._require_cache()[0]
         if self._prompts is not None:
-            return self._prompts.logits(self._forward, cache, stretches, self._seen(stretches))
+            logits = self._prompts.logits(self._forward, cache, stretches, self._seen(stretches))
+            return zip(logits, repeat(None), strict=False)
+        flow = None
+        if cache.states is not None:
+            flow = PrefillFlow([len(each.token_ids) for each in stretches], [each.end for each in stretches], device)
         ids = torch.tensor([token for stretch in stretches for token in stretch.token_ids])
         lengths = torch.tensor([len(stretch.token_ids) for stretch in stretches])
         starts = torch.tensor([stretch.start for stretch in stretches])
@@ -266,12 +291,12 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         ids, rotary, rows, positions, tables, last = (
             moved(each, device) for each in (ids, rotary, rows, positions, tables, last)
         )
-        inputs = padded(cache, ids, rotary, rows, positions, tables, *sizes)
+        inputs = padded(cache, ids, rotary, rows, positions, tables, *sizes, flow)
         logits = self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
         for stretch, routed in zip(stretches, self._routed, strict=False):
             if stretch.prompt.uncomputed:  # else these are tokens of a response
                 stretch.prompt.routed = routed
-        return logits
+        return zip(logits, repeat(None) if flow is None else flow.ends, strict=False)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
         """Arguments of the model's forward for the media of stretches, each encoded once for a version of the tower."""
@@ -319,21 +344,85 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             return KV_CACHE_BYTES
         config, room = module.config.get_text_config(), self._cache_room
         longest = self.max_batch_size * config.max_position_embeddings * token_bytes(config, module.dtype.itemsize)
-        sampling = self.max_batch_size * config.vocab_size * LOGIT_BYTES
+        sampling = self.max_batch_size * (config.vocab_size * LOGIT_BYTES + sequence_bytes(config))
         room = replace(room, most=min(room.most, longest))
         return room.bytes(use.free + use.held, use.allocated + sampling)
 
     def _require_cache(self) -> tuple[BlockCache, Prefixes]:
         if self._cache is None or self._prefixes is None:
-            self._cache = self._new_cache(self.policy.require())
+            module = self.policy.require()
+            config, budget, by_head = module.config.get_text_config(), self._budget(module), is_stepwise(module.device)
+            options: dict[str, Any] = {"budget_bytes": budget, "by_head": by_head, "slots": self.max_batch_size}
+            self._cache = BlockCache(config, dtype=module.dtype, device=module.device, **options)
             self._prefixes = Prefixes(self._cache)
         return self._cache, self._prefixes
-
-    def _new_cache(self, module: PreTrainedModel) -> BlockCache:
-        config, budget, by_head = module.config.get_text_config(), self._budget(module), is_stepwise(module.device)
-        return BlockCache(config, dtype=module.dtype, budget_bytes=budget, device=module.device, by_head=by_head)
 
 
 def is_stepwise(device: torch.device) -> bool:
     """True where steps are sent to the device and read later, and the cache is laid out for its kernels."""
     return device != HOST
+
+
+class Prefill:
+    """Computes batches of stretches from columns that stay where they are; `graphs` hold the decode steps too."""
+
+    def __init__(self, columns: DeviceColumns, tile: int) -> None:
+        self.graphs, self.device, self.tile = columns.graphs, columns.device, tile
+        self._numbers = torch.zeros(sum(self._parts(SIZES[-1])), dtype=torch.int64, device=self.device)
+        self._tables = torch.zeros_like(columns.tables[:1]).repeat(SIZES[-1] // SHARE, 1)
+
+    @classmethod
+    def of(cls, columns: DeviceColumns, config: Any) -> Prefill | None:
+        """Makes it for a model with this text config; None without kernels."""
+        tile = tile_tokens(config.num_attention_heads, key_value_heads(config))
+        return cls(columns, tile) if has_kernels(columns.device) else None
+
+    def _parts(self, size: int) -> list[int]:
+        """Numbers of a batch of a size: ids, positions, slots, last tokens, and the most tiles that it may have."""
+        return [size, size, size, size // SHARE, 4 * (-(-size // self.tile) + size // SHARE)]
+
+    def logits(
+        self, forward: Forward, cache: BlockCache, stretches: Sequence[Stretch], seen: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Fills the blocks of at most SIZES[-1] tokens.  Returns the logits after each stretch [S, V]."""
+        count, tables = len(stretches), rectangular([each.blocks for each in stretches])
+        lengths = torch.tensor([len(each.token_ids) for each in stretches])
+        starts, rows = torch.tensor([each.start for each in stretches]), torch.arange(count)
+        ids = torch.tensor([token for each in stretches for token in each.token_ids])
+        row, ends = rows.repeat_interleave(lengths), lengths.cumsum(0)
+        positions = torch.arange(len(ids)) - (ends - lengths - starts)[row]
+        slots = tables[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        size = next(each for each in SIZES if each >= max(len(ids), count * SHARE))
+        padding, parts = (0, size - len(ids)), self._parts(size)
+        tiles = tiles_of(lengths, rows, starts, self.tile, parts[-1] // 4)
+        spare = cache.num_blocks * BLOCK_SIZE  # a block that belongs to nobody
+        tokens = F.pad(ids, padding), F.pad(positions, padding), F.pad(slots, padding, value=spare)
+        if tables.shape[1] > self._tables.shape[1]:
+            self._tables = F.pad(self._tables, (0, tables.shape[1] - self._tables.shape[1]))
+            self.graphs.forget()
+        numbers = torch.cat([*tokens, F.pad(ends - 1, (0, size // SHARE - count)), tiles.flatten()])
+        self._numbers[: sum(parts)] = moved(numbers, self.device)
+        self._tables[:count, : tables.shape[1]] = moved(tables, self.device)
+        axes = None
+        if any(each.prompt.rotary is not None for each in stretches):
+            axes = moved(F.pad(torch.cat([each.rotary for each in stretches], 1), padding), self.device)
+
+        def step() -> torch.Tensor:
+            ids, rotary, slots, last, tiles = self._numbers[: sum(parts)].split(parts)
+            paged = DeviceBatch(cache.keys, cache.values, self._tables, slots, tiles.view(-1, 4), in_tiles=True)
+            return forward(ids, rotary if axes is None else axes, paged, last, seen)
+
+        found = self.graphs.run(("prefill", size), step) if axes is None and not seen else step()
+        return found[:count].clone()  # what was recorded writes its result there again
+
+
+def in_parts(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    """Batches of stretches that a size has room for, of which longer ones are cut."""
+    step = scheduler.PREFILL_TOKENS
+    parts = [
+        Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))
+        for each in stretches
+        for ids in [each.token_ids]
+        for at in range(0, len(ids), step)
+    ]
+    return by_tokens(parts, step // SHARE)

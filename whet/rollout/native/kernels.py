@@ -28,7 +28,7 @@ TILE = 4096  # tokens of the vocabulary that one program reads
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, tables, slots, positions, out, sums,
+    query, key, value, keys, values, tables, slots, positions, sinks, out, sums,
     scale, window, cap, bound, query_row, query_head, key_row, key_head, value_row, value_head, table_row, cache_head,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -52,9 +52,8 @@ def _attend(
     own = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
     if CAPPED:
         own = cap * (2 / (1 + tl.exp(-2 * own / cap)) - 1)
-    most = tl.where(split == 0, own, -1e30)
-    total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([GP], tl.float32)
-    seen = total[:, None] * new_value.to(tl.float32)[None, :]
+    most, total, share = _begin(own, sinks, head * G + g, g < G, split)
+    seen = share[:, None] * new_value.to(tl.float32)[None, :]
     begin = 0
     if WINDOWED:
         begin = tl.maximum(at - window + 1, 0)
@@ -90,6 +89,22 @@ def _attend(
 
 
 @triton.jit
+def _begin(own, sinks, heads, inside, split):
+    """The largest score, the sum of exp(. - largest), and the own key's share of it, of this key and the sink, which
+    belong to the first part of a context."""
+    most = tl.where(split == 0, own, -1e30)
+    share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
+    total = share
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=inside & (split == 0), other=-2e30).to(tl.float32)
+        larger = tl.maximum(most, sink)
+        share = share * tl.exp(most - larger)
+        total = share + tl.exp(sink - larger)
+        most = larger
+    return most, total, share
+
+
+@triton.jit
 def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
     """Joins the results of one head of one row over parts of its context."""
     head, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DP)
@@ -104,11 +119,12 @@ def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.conste
 def decode_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     tables: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, scale: float, window: int, cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Writes the key and value of one token a row into its block, and attends it to positions 0..its own.
 
     query [B, H, D], key and value [B, KV, D]; keys and values [KV, blocks, 16, D] of a layer, written in place; tables
-    [S, W] int32; slots [B] the row of the table; positions [B]; scale, window and cap as in `Scores`.
+    [S, W] int32; slots [B] the row of the table; positions [B]; scale, window, cap and sinks as in `Scores`.
     Returns [B, H, D].
     """
     (rows, heads, dim), kv_heads = query.shape, key.shape[1]
@@ -123,7 +139,7 @@ def decode_attention(
         sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     sizes = {"D": dim, "DP": triton.next_power_of_2(dim), "SPLITS": splits}
     _attend[(rows, kv_heads, splits)](
-        query, key, value, keys, values, tables, slots, positions, found, sums,
+        query, key, value, keys, values, tables, slots, positions, sinks, found, sums,
         scale, window, cap, tables.shape[1] * BLOCK_SIZE,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables.stride(0), keys.stride(0),
         KV=kv_heads, G=group, GP=max(16, triton.next_power_of_2(group)), BLOCK=BLOCK_SIZE, N=KEYS,
@@ -143,6 +159,7 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 def tile_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`decode_attention` for tokens of which several follow each other: slots [T] is where the key of each goes among
     those of the cache, tiles [n, 4] as `packing.tiles_of` makes them, and a sequence's row is that of tables [S, W]."""
@@ -150,7 +167,10 @@ def tile_attention(
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))
     (k, v), bound = (each.transpose(0, 1) for each in kept), tables.shape[1] * BLOCK_SIZE
-    return fixed_kernels.attention(query, k, v, tables, tiles, (scale, window, cap), BLOCK_SIZE, bound)[0]
+    out, sums = fixed_kernels.attention(query, k, v, tables, tiles, (scale, window, cap), BLOCK_SIZE, bound)
+    if sinks is None:
+        return out
+    return (out * (sums - sinks.float()[:, None]).sigmoid().T[..., None]).to(out.dtype)
 
 
 @tile_attention.register_fake

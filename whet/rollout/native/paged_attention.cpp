@@ -46,6 +46,13 @@ inline float widen(bfloat16 x) {
   return out;
 }
 
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, bfloat16* to) {  // to nearest, ties to even
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof(wide));
+  to->bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
 template <typename To, typename From>
 inline To read(const From* from) {
   To out;
@@ -103,11 +110,11 @@ inline part exp(part x) {
 }
 
 struct Shape {
-  int64_t tokens, heads, kv_heads, head_dim, table_width, window;
+  int64_t tokens, heads, kv_heads, head_dim, value_dim, table_width, window;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
   int64_t group() const { return heads / kv_heads; }
-  int64_t head_stride() const { return LANES * head_dim; }
-  int64_t block_stride() const { return kv_heads * head_stride(); }
+  int64_t key_stride() const { return LANES * head_dim; }  // of a head in a block
+  int64_t value_stride() const { return LANES * value_dim; }
 };
 
 // One token's query heads that share a key-value head, against the positions begin..end of its sequence.
@@ -130,8 +137,8 @@ struct Attention {
   void score_blocks(const float* query, int64_t b) const {
     const T *block[B], *next[B];
     for (int n = 0; n < B; ++n) {
-      block[n] = keys + table[b + n] * shape.block_stride();
-      next[n] = keys + table[std::min(b + B + n, last() - 1)] * shape.block_stride();
+      block[n] = keys + table[b + n] * shape.kv_heads * shape.key_stride();
+      next[n] = keys + table[std::min(b + B + n, last() - 1)] * shape.kv_heads * shape.key_stride();
     }
     floats sums[B][G] = {};
     for (int64_t i = 0; i < shape.head_dim; ++i)
@@ -151,8 +158,8 @@ struct Attention {
     for (; b < last(); ++b) score_blocks<1>(query, b);
   }
 
-  // Turns scores into weights in place, zero outside begin..end, and returns one over their sum.
-  float softmax(int g) const {
+  // Turns scores into weights in place, zero outside begin..end, and returns one over their sum and that of the sink.
+  float softmax(int g, float sink) const {
     float* weights = row(g) - first() * LANES;  // indexed by position
     std::fill(weights + first() * LANES, weights + begin, -INFINITY);
     std::fill(weights + end, weights + last() * LANES, -INFINITY);
@@ -166,7 +173,7 @@ struct Attention {
       }
       store(top, tops + p);
     }
-    const float largest = largest_of(tops);
+    const float largest = std::max(largest_of(tops), sink);
     for (int64_t p = 0; p < LANES; p += WIDTH) {
       part total = {};
       for (int64_t j = first() * LANES; j < last() * LANES; j += LANES) {
@@ -176,41 +183,69 @@ struct Attention {
       }
       store(total, totals + p);
     }
-    return 1.f / sum_of(totals);
+    return 1.f / (sum_of(totals) + std::exp(sink - largest));
   }
 
   // out[g] = sum over positions of weight * value, C vectors of the head at a time.
   template <int C>
   void mix(const float* inverse, T* out) const {
-    for (int64_t part = 0; part < shape.head_dim; part += C * LANES) {
+    for (int64_t part = 0; part < shape.value_dim; part += C * LANES) {
       floats sums[G][C] = {};
       for (int64_t b = first(); b < last(); ++b) {
-        const T* block = values + table[b] * shape.block_stride() + part;
-        const T* next = values + table[std::min(b + 1, last() - 1)] * shape.block_stride() + part;
+        const T* block = values + table[b] * shape.kv_heads * shape.value_stride() + part;
+        const T* next = values + table[std::min(b + 1, last() - 1)] * shape.kv_heads * shape.value_stride() + part;
         const int64_t stop = std::min(end, (b + 1) * LANES);
         for (int64_t j = std::max(begin, b * LANES); j < stop; ++j) {
           for (int c = 0; c < C; ++c) {
-            __builtin_prefetch(next + (j % LANES) * shape.head_dim + c * LANES);
-            const floats piece = load(block + (j % LANES) * shape.head_dim + c * LANES);
+            __builtin_prefetch(next + (j % LANES) * shape.value_dim + c * LANES);
+            const floats piece = load(block + (j % LANES) * shape.value_dim + c * LANES);
             for (int g = 0; g < G; ++g) add_product(sums[g][c], row(g)[j - first() * LANES], piece);
           }
         }
       }
       for (int g = 0; g < G; ++g)
-        for (int c = 0; c < C; ++c) store(sums[g][c], inverse[g], out + g * shape.head_dim + part + c * LANES);
+        for (int c = 0; c < C; ++c) store(sums[g][c], inverse[g], out + g * shape.value_dim + part + c * LANES);
     }
   }
 
-  void run(const T* q, float scale, float cap, float* query, T* out) const {
+  // The same where there are no values but the first numbers of the keys. What lies outside begin..end may be anything.
+  void mix_keys(const float* inverse, T* out) const {
+    for (int64_t i = 0; i < shape.value_dim; ++i) {
+      floats sums[G] = {};
+      for (int64_t b = first(); b < last(); ++b) {
+        floats piece = load(keys + table[b] * shape.kv_heads * shape.key_stride() + i * LANES);
+        if (b * LANES < begin || (b + 1) * LANES > end) {
+          float kept[LANES];
+          store(piece, 1.f, kept);
+          for (int64_t j = 0; j < LANES; ++j)
+            if (b * LANES + j < begin || b * LANES + j >= end) kept[j] = 0.f;
+          piece = load(kept);
+        }
+        for (int g = 0; g < G; ++g) {
+          const floats weights = load(row(g) + (b - first()) * LANES);
+          for (int64_t p = 0; p < PARTS; ++p) sums[g].parts[p] += weights.parts[p] * piece.parts[p];
+        }
+      }
+      for (int g = 0; g < G; ++g) {
+        float lanes[LANES];
+        store(sums[g], inverse[g], lanes);
+        narrow(sum_of(lanes), out + g * shape.value_dim + i);
+      }
+    }
+  }
+
+  void run(const T* q, float scale, float cap, const float* sinks, float* query, T* out) const {
     for (int g = 0; g < G; ++g)
       for (int64_t i = 0; i < shape.head_dim; ++i) query[g * shape.head_dim + i] = widen(q[g * shape.q_head + i]) * scale;
     score(query);
     if (cap > 0)
       for (int64_t j = 0; j < G * (last() - first()) * LANES; ++j) scores[j] = cap * std::tanh(scores[j] / cap);
     float inverse[G];
-    for (int g = 0; g < G; ++g) inverse[g] = softmax(g);
+    for (int g = 0; g < G; ++g) inverse[g] = softmax(g, sinks ? sinks[g] : -INFINITY);
     constexpr int C = std::clamp<int>(SUMS / G, 1, 4);
-    if (shape.head_dim % (C * LANES) == 0)
+    if (values == nullptr)
+      mix_keys(inverse, out);
+    else if (shape.value_dim % (C * LANES) == 0)
       mix<C>(inverse, out);
     else
       mix<1>(inverse, out);
@@ -221,24 +256,26 @@ struct Attention {
 template <typename T>
 void remember(const T* k, const T* v, T* keys, T* values, int64_t slot, const Shape& shape) {
   for (int64_t h = 0; h < shape.kv_heads; ++h) {
-    for (int64_t i = 0; i < shape.head_dim; ++i) keys[h * shape.head_stride() + i * LANES + slot] = k[h * shape.k_head + i];
-    std::memcpy(values + h * shape.head_stride() + slot * shape.head_dim, v + h * shape.v_head, shape.head_dim * sizeof(T));
+    for (int64_t i = 0; i < shape.head_dim; ++i) keys[h * shape.key_stride() + i * LANES + slot] = k[h * shape.k_head + i];
+    if (values != nullptr)
+      std::memcpy(values + h * shape.value_stride() + slot * shape.value_dim, v + h * shape.v_head, shape.value_dim * sizeof(T));
   }
 }
 
 template <typename T>
 void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* tables, const int32_t* rows,
-         const int64_t* positions, T* out, const Shape& shape, float scale, float cap) {
-  const int64_t group = shape.group(), dim = shape.head_dim;
+         const int64_t* positions, T* out, const Shape& shape, float scale, float cap, const float* sinks) {
+  const int64_t group = shape.group(), dim = shape.value_dim;
 #pragma omp parallel
   {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < shape.tokens; ++t) {
       if (rows[t] < 0) continue;  // padding
-      const int64_t block = tables[rows[t] * shape.table_width + positions[t] / LANES] * shape.block_stride();
-      remember(k + t * shape.k_token, v + t * shape.v_token, keys + block, values + block, positions[t] % LANES, shape);
+      const int64_t head = tables[rows[t] * shape.table_width + positions[t] / LANES] * shape.kv_heads;
+      T *key_block = keys + head * shape.key_stride(), *value_block = values ? values + head * shape.value_stride() : nullptr;
+      remember(k + t * shape.k_token, v + t * shape.v_token, key_block, value_block, positions[t] % LANES, shape);
     }
-    std::vector<float> scores, query(4 * dim);
+    std::vector<float> scores, query(4 * shape.head_dim);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t unit = 0; unit < shape.tokens * shape.kv_heads; ++unit) {
       const int64_t t = unit / shape.kv_heads, h = unit % shape.kv_heads;
@@ -250,13 +287,14 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
       const int64_t end = positions[t] + 1, begin = shape.window > 0 ? std::max<int64_t>(0, end - shape.window) : 0;
       scores.resize(std::max<size_t>(scores.size(), 4 * (end - begin + 2 * LANES)));
       const T* from = q + t * shape.q_token + h * group * shape.q_head;
-      const T *key_head = keys + h * shape.head_stride(), *value_head = values + h * shape.head_stride();
+      const T *key_head = keys + h * shape.key_stride(), *value_head = values ? values + h * shape.value_stride() : nullptr;
       const int32_t* table = tables + rows[t] * shape.table_width;
       for (int64_t g = 0; g < group;) {
         const auto part = [&](auto size) {
           constexpr int G = decltype(size)::value;
           const Attention<T, G> attention{shape, key_head, value_head, table, begin, end, scores.data()};
-          attention.run(from + g * shape.q_head, scale, cap, query.data(), target + g * dim);
+          const float* own_sinks = sinks ? sinks + h * group + g : nullptr;
+          attention.run(from + g * shape.q_head, scale, cap, own_sinks, query.data(), target + g * dim);
           g += G;
         };
         if (group - g >= 4)
@@ -272,18 +310,18 @@ void run(const T* q, const T* k, const T* v, T* keys, T* values, const int32_t* 
 
 }  // namespace
 
-// `sizes`: the twelve numbers of Shape, in order. The head size is a multiple of 16; blocks hold 16 tokens.
-// Scores s become cap tanh(s / cap) where cap > 0.
+// `sizes`: the thirteen numbers of Shape, in order. Sizes of heads are multiples of 16; blocks hold 16 tokens.
+// Without `values` they are the first numbers of the keys. Scores s become cap tanh(s / cap) where cap > 0. `sinks`: a score of each head without a value, or null.
 extern "C" void whet_paged_attention(int is_bfloat16, const void* q, const void* k, const void* v, void* keys, void* values,
                                      const int32_t* tables, const int32_t* rows, const int64_t* positions, void* out,
-                                     const int64_t* sizes, float scale, float cap) {
+                                     const int64_t* sizes, float scale, float cap, const float* sinks) {
   Shape shape;
-  static_assert(sizeof(Shape) == 12 * sizeof(int64_t), "sizes are copied as they are");
+  static_assert(sizeof(Shape) == 13 * sizeof(int64_t), "sizes are copied as they are");
   std::memcpy(&shape, sizes, sizeof(shape));
   const auto run_as = [&](auto type) {
     using T = decltype(type);
     run(static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v), static_cast<T*>(keys),
-        static_cast<T*>(values), tables, rows, positions, static_cast<T*>(out), shape, scale, cap);
+        static_cast<T*>(values), tables, rows, positions, static_cast<T*>(out), shape, scale, cap, sinks);
   };
   if (is_bfloat16)
     run_as(bfloat16());

@@ -17,8 +17,7 @@ from whet.rollout.native.columns import Columns, Forward, Rows, Sampled
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.scheduler import ScheduledRequest
 from whet.rollout.protocol import Likeliest
-from whet.rollout.sampling import SamplingState, is_stop, likeliest
-from whet.rollout.stop_strings import StopStrings
+from whet.rollout.sampling import SamplingState, StopStrings, is_stop, likeliest
 from whet.types import FinishReason
 
 Routing = Callable[[], list[bytes]]  # experts of each row of the last pass

@@ -20,6 +20,7 @@ from whet.models.positions import next_position, patches, rotary_positions
 from whet.rollout.in_process import LiveRequest
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.paged_attention import BLOCK_SIZE
+from whet.rollout.native.states import End
 from whet.rollout.protocol import Identity, Request
 from whet.types import Media
 
@@ -44,6 +45,7 @@ class SharedPrompt:
     uncomputed: tuple[int, ...] = ()  # the tokens after them that the blocks are still to be filled with
     logits: torch.Tensor | None = None  # [V]
     routed: bytes = b""  # experts of the pass that gave them, where the engine tells them
+    end: End | None = None  # the states after it, where layers have some
 
     def __post_init__(self) -> None:
         self.token_ids, self.identity = self.request.prompt_ids, self.request.identity
@@ -73,6 +75,7 @@ class Stretch:
     blocks: list[int]  # of the sequence
     prompt: SharedPrompt  # that it begins with
     is_last: bool = True  # no other part of a longer one follows
+    end: End | None = None  # the states before its first token, where there are some
 
     @property
     def rotary(self) -> torch.Tensor:
@@ -106,11 +109,6 @@ class ScheduledRequest(LiveRequest):
     def cached_ids(self) -> tuple[int, ...]:
         """The tokens whose keys and values it needs before it goes on: all but the last, which is fed next."""
         return (*self.prompt.token_ids, *self.tokens[:-1])
-
-    @property
-    def cached_identity(self) -> Identity:
-        """The identity of the sequence of `cached_ids`."""
-        return (*self.prompt.identity, *self.tokens[:-1])
 
 
 class Scheduler:
@@ -151,8 +149,11 @@ class Scheduler:
         while len(self.running) < self.max_batch_size and (self._begun or self._unstarted):
             live = self._begun[0] if self._begun else self._unstarted[0].waiting[0]
             prompt = live.prompt
-            # All of a prompt is computed while some request has not started, later only its full, shared blocks.
-            computed = prompt.token_ids if prompt.waiting else prompt.token_ids[: prompt.num_full * BLOCK_SIZE]
+            # All of a prompt is computed while some request has not started, or for its states, which every request
+            # goes on from; else only its full, shared blocks.
+            computed = prompt.token_ids
+            if not prompt.waiting and self.cache.states is None:
+                computed = computed[: prompt.num_full * BLOCK_SIZE]
             found, num_found = ([], 0) if prompt.blocks else self.prefixes.kept_part(prompt.identity[: len(computed)])
             first = 0 if prompt.blocks else blocks_for(len(computed)) - len(found)
             length = len(live.cached_ids) if live.tokens else len(prompt.token_ids)
@@ -202,7 +203,7 @@ class Scheduler:
         if self.running.pop(uid, None) is not None:
             prompt.running -= 1
             if keeps_cache:
-                self.prefixes.keep(live.cached_identity, live.blocks)
+                self.prefixes.keep((*live.prompt.identity, *live.tokens[:-1]), live.blocks)
             self.cache.release(live.blocks)
         elif live.tokens:
             self._begun.remove(live)
@@ -228,7 +229,7 @@ class Scheduler:
         targets = [each.blocks[each.prompt.num_full] for each in started if each.prompt.partial_block]
         self.cache.copy(sources, targets)
         for prompt in dict.fromkeys(each.prompt for each in started):
-            if not prompt.waiting:
+            if not prompt.waiting and prompt.end is None:
                 self.cache.release(prompt.partial_block)
                 prompt.blocks, prompt.logits = prompt.full_blocks, None
 
@@ -267,7 +268,7 @@ class Scheduler:
 
     def _release(self, prompt: SharedPrompt) -> None:
         self.cache.release(prompt.blocks)
-        prompt.blocks, prompt.logits = [], None
+        prompt.blocks, prompt.logits, prompt.end = [], None, None
 
 
 def by_tokens(stretches: Sequence[Stretch], most: float = math.inf) -> Iterator[list[Stretch]]:

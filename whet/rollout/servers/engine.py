@@ -22,17 +22,15 @@ from whet.errors import ConfigError, EngineError, LostReplicaError, WeightSyncEr
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import load_encoders
 from whet.models.folder import split_adapters
-from whet.models.load import MisfitError, fitting, outline
+from whet.models.load import MisfitError, fitting, num_positions, outline
 from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
-from whet.rollout.servers.client import HttpError
 from whet.rollout.servers.environment import Environment, Package, find_environment, longest
 from whet.rollout.servers.media import QWEN, Sees, SharedMedia, check_media
-from whet.rollout.servers.parts import KeptWeights, Part, in_parts
-from whet.rollout.servers.process import Server, free_port
-from whet.rollout.servers.weights import as_in_checkpoints
+from whet.rollout.servers.process import HttpError, Server, free_port
+from whet.rollout.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.types import Failure, Media
 
@@ -80,8 +78,7 @@ class ServerEngine(ServerWords):
         self._outline: PreTrainedModel = whole
         self.encoders = load_encoders(self.base, whole.config, trust_remote_code=model.trust_remote_code)
         self._media = SharedMedia(self.encoders)
-        config = whole.config.get_text_config()
-        self.vocab_size, self.positions = int(config.vocab_size), int(config.max_position_embeddings)
+        self.vocab_size, self.positions = int(whole.config.get_text_config().vocab_size), num_positions(whole.config)
         self._live = Ledger[Live]()
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
@@ -180,7 +177,6 @@ class ServerEngine(ServerWords):
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Returns the events as soon as there are any.  Raises: EngineError, WeightSyncError."""
         until, events = time.monotonic() + timeout_seconds, list[Event]()
         self._raise_loss()
         while True:
@@ -195,7 +191,6 @@ class ServerEngine(ServerWords):
             self._raise_loss()
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends requests with finish_reason "abort" and the tokens so far.  Raises: EngineError."""
         self._raise_loss()
         self._end([self._live[uid] for uid in uids if uid in self._live])
 
@@ -329,7 +324,6 @@ class ServerEngine(ServerWords):
         self._kept.drop()
 
     def check(self, request: Request) -> None:
-        """Raises: EngineError for a request that can never be sampled."""
         params, uid = request.params, request.uid
         needed = len(request.prompt_ids) + params.max_new_tokens
         if request.media:

@@ -13,7 +13,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
-from whet.rollout.servers.parts import Part
+from whet.rollout.servers.weights import Part
 from whet.types import FinishReason, Versions
 
 NEVER_SENT = Completion((), (), "abort", ())

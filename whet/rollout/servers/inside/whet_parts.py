@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parts in which weights come (whet/rollout/servers/parts.py), in a process of a server; nothing of whet is
+"""Reads the parts in which weights come (whet/rollout/servers/weights.py), in a process of a server; nothing of whet is
 imported."""
 
 from __future__ import annotations

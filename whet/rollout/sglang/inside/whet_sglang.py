@@ -237,7 +237,7 @@ def _load_parts() -> None:
 
 def constrained(logits: torch.Tensor, reqs: Sequence[Any]) -> torch.Tensor | None:
     """The logits that tokens are drawn from; None where they are those of the model: allowed tokens, bad words and
-    penalties as in whet/rollout/constraints.py, and no tokens of patches.   [S, V] -> [S, V]"""
+    penalties as in whet/rollout/sampling.py, and no tokens of patches.   [S, V] -> [S, V]"""
     rules = [(row, req, _rules(req)) for row, req in enumerate(reqs)] if len(reqs) == len(logits) else []
     if not PATCHES and not any(found for _, _, found in rules):
         return None

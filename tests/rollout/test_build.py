@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engine of a config, by the way in which its model is computed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import SMALL_RUN
+from tests.models.nano import config_of
+from tests.raising import raises
+from whet.config import SFTConfig, TrainConfig, load_config
+from whet.errors import ConfigError
+from whet.rollout.build import with_engine
+
+ON_TWO = {"actor__engine__name": "fsdp", "cluster__processes": 2}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders without weights, of both ways."""
+    root = tmp_path_factory.mktemp("models")
+    for model_type in ("llama", "gpt_oss"):
+        config_of(model_type).save_pretrained(root / model_type)
+    return {"own": root / "llama", "general": root / "gpt_oss"}
+
+
+def loaded(folder: Path, **overrides: Any) -> TrainConfig:
+    named = {name.replace("__", "."): value for name, value in overrides.items()}
+    values = {**SMALL_RUN, "model.path": str(folder), **named}
+    return load_config(TrainConfig, None, values, given={"reward", "data"}).config
+
+
+@pytest.mark.parametrize(
+    ("way", "written", "expected"),
+    [
+        ("own", {}, "native"),
+        ("own", {"rollout__engine__name": "native"}, "native"),
+        ("general", {}, "hf"),
+        ("general", {"rollout__engine__name": "hf"}, "hf"),
+        ("general", {"rollout__engine__options": {"on_new_weights": "keep"}}, "hf"),
+        ("general", {"rollout__engine__name": "vllm"}, "vllm"),
+    ],
+)
+def test_the_default_engine_is_one_that_samples_from_the_model(
+    way: str, written: dict[str, Any], expected: str, folders: dict[str, Path]
+) -> None:
+    assert with_engine(loaded(folders[way], **written)).rollout.engine.name == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "found"),
+    [
+        ({"rollout__engine__name": "native"}, "rollout.engine.name", "native"),
+        (
+            {"rollout__engine__options": {"kv_cache_bytes": 2**20}},
+            re.compile(r"rollout\.engine\.options"),
+            re.compile(""),
+        ),
+        ({"actor__engine__packing": True}, "actor.engine.packing", True),
+        (
+            {
+                "actor__engine__name": "fsdp",
+                "actor__engine__options": {"sequence_parallel_size": 2},
+                "cluster__processes": 2,
+            },
+            "actor.engine.options.sequence_parallel_size",
+            2,
+        ),
+    ],
+)
+def test_a_setting_that_needs_whets_own_way_is_an_error(
+    written: dict[str, Any], key: str, found: object, folders: dict[str, Path]
+) -> None:
+    with raises(ConfigError, key, found=found):
+        with_engine(loaded(folders["general"], **written))
+    with_engine(loaded(folders["own"], **written))
+
+
+def test_supervised_runs_have_no_rollout(folders: dict[str, Path]) -> None:
+    values = {"model.path": str(folders["general"]), "data.train_files": ["rows.jsonl"]}
+    config = load_config(SFTConfig, None, values, given={"data"}, checked=False).config
+    assert with_engine(config) is config
+    packed = load_config(SFTConfig, None, {**values, "engine.packing": True}, given={"data"}, checked=False).config
+    with raises(ConfigError, "engine.packing", found=True):
+        with_engine(packed)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grid of a role's processes, from the option `mesh`; without torch.
+
+    pipeline x replicate x shard x context x tensor = processes        the first is the outermost
+
+`expert` is no further factor: it divides shard x context, over which the other weights lie in shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from whet.errors import ConfigError
+from whet.registry import warn_of
+
+FACTORS = ("tensor", "context", "pipeline", "replicate", "shard")  # in the order in which they are checked
+GRID = ("pipeline", "replicate", "shard", "context", "tensor")  # from the outermost
+FORMER = {"tensor_parallel_size": "tensor", "sequence_parallel_size": "context", "shard_size": "shard"}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of the grid."""
+
+    replicate: int = 1  # copies of everything
+    shard: int = 1  # parts of a mini-batch's rows, in each copy
+    context: int = 1  # parts of a row's tokens
+    tensor: int = 1  # parts of a layer's heads and inner numbers
+    expert: int = 1  # parts of the experts
+    pipeline: int = 1  # parts of the layers, one after another
+
+    @classmethod
+    def of(cls, processes: int, given: Mapping[str, int] | None) -> Mesh:
+        """The grid of so many processes; of `shard` and `replicate` the one that is unset takes the rest."""
+        sizes = dict(given or {})
+        rest = "replicate" if "shard" in sizes and "replicate" not in sizes else "shard"
+        taken = prod(size for name, size in sizes.items() if name in FACTORS)
+        return cls(**{rest: max(1, processes // taken), **sizes})
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank, in the dimensions of more than one; `tensor` varies fastest."""
+        found, left = dict[str, int](), rank
+        for name in reversed(GRID):
+            left, found[name] = divmod(left, getattr(self, name))
+        found["expert"] = rank // self.tensor % self.expert
+        return {name: found[name] for name in (*GRID, "expert") if getattr(self, name) > 1}
+
+    @property
+    def holders(self) -> int:
+        """Ranks over which a weight lies in shards, of a copy, a stage, and a part of the heads."""
+        return self.shard * self.context
+
+    @property
+    def row_ranks(self) -> int:
+        """Ranks of a stage that compute a row together."""
+        return self.context * self.tensor
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage."""
+        return self.replicate * self.holders * self.tensor
+
+
+def of_former(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options with `mesh` in the place of three earlier ones, of which `shard_size` counted ranks that share tokens.
+
+    Raises: ConfigError for earlier sizes without a counterpart."""
+    options, sizes = dict(given), dict(given.get("mesh") or {})
+    context = options.get("sequence_parallel_size") or 1
+    for old in [name for name in FORMER if name in options]:
+        size = options.pop(old)
+        if old == "shard_size" and size is not None and context > 1:
+            if size % context:
+                expected = f"a multiple of sequence_parallel_size={context}"
+                raise ConfigError(f"{where}.{old}", size, expected, f"set {where}.mesh")
+            size //= context
+        if size is not None and (old == "shard_size" or size != 1):
+            warn_of(old, f"mesh.{FORMER[old]}", where)
+            sizes.setdefault(FORMER[old], size)
+    return {**options, "mesh": sizes} if sizes else options

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routers of a mixture of experts in an update: their auxiliary loss, and how even they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from whet.engines.protocol import Columns, Objective
+from whet.metrics import Metrics
+from whet.models.load import RewardModel, TrainedModel, ValueModel, body_of
+from whet.models.routers import LOADS, PROBS, auxiliary_coefficient, routers_of
+
+
+@dataclass
+class Routing:
+    """E sum_e f_e P_e, times the factor of the model's config: f_e is how often a token chooses expert e, P_e the mean
+    of its probabilities, both over the layers and over the tokens of the mini-batch that the policy's loss reads.
+
+    Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 to 6, as in transformers, which takes both over the
+    tokens of a forward pass. Here f and the divisor of P are those of the whole mini-batch, all ranks included: a pass
+    without gradient counts f first. So the gradient is the same for any micro-batches, packing and ranks. Of a
+    mini-batch that a caller splits into parts, f is that of a part.
+    """
+
+    name: str  # area of its metrics
+    needs: frozenset[str]  # model outputs: those of the objective too
+    coefficient: float  # 0: the loss is not asked for
+    experts: int
+    group: dist.ProcessGroup | None
+    rows_group: dist.ProcessGroup | None
+    found: torch.Tensor  # [L, E + 2] `LOADS` so far
+    factors: torch.Tensor | None = None  # [E] f
+    tokens: torch.Tensor | None = None  # of the mini-batch
+
+    @classmethod
+    def of(
+        cls,
+        model: TrainedModel,
+        objective: Objective,
+        group: dist.ProcessGroup | None,
+        rows_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> Self | None:
+        """The routers of a policy; None of a dense model, and of one with another head."""
+        if isinstance(model, ValueModel | RewardModel) or not (routers := routers_of(model)):
+            return None
+        config = body_of(model).config
+        coefficient = auxiliary_coefficient(config)
+        needs = objective.needs | {LOADS} | ({PROBS} if coefficient else frozenset())
+        weight = next(each for each in routers[0][0].parameters() if each.dim() == 2)  # [E, H]
+        found = torch.zeros(len(routers), len(weight) + 2, device=device)
+        return cls(objective.name, needs, coefficient, len(weight), group, rows_group, found)
+
+    def begin(self, columns: Columns, counts: Columns, choices: torch.Tensor) -> None:
+        """Takes the choices of this rank's tokens, [E]; on every rank."""
+        own = trained(columns).sum().to(choices)
+        chosen = self._sum(torch.cat([choices, own[None]]), self.rows_group)
+        self.factors = chosen[:-1] / chosen[-1].clamp(min=1)
+        self.tokens = counts["num_tokens"].to(choices) if "num_tokens" in counts else chosen[-1]
+
+    def loss(self, outputs: Columns, part: Columns, metrics: Metrics) -> torch.Tensor | float:
+        """A micro-batch's share of the auxiliary loss."""
+        self.found = self.found + outputs[LOADS]
+        if self.factors is None or self.tokens is None:
+            return 0.0
+        mask = trained(part)
+        probs = (outputs[PROBS] * mask[..., None]).sum((0, 1))
+        total = self.coefficient * len(self.factors) * (self.factors * probs).sum()
+        metrics.mean(f"{self.name}/router_aux_loss", total.detach() / mask.sum().clamp(min=1), mask.sum())
+        return total / self.tokens.clamp(min=1)
+
+    def measure(self, metrics: Metrics) -> None:
+        """Records how even the routers were; on every rank. The load of a layer is that of its fullest expert over the
+        mean: 1 where all have as many tokens, E where one has all."""
+        counts, ends = self._sum(self.found, self.group).split([self.experts, 2], -1)
+        load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
+        metrics.mean(f"{self.name}/router_load", load.amax())
+        metrics.mean(f"{self.name}/router_entropy", ends[:, 0].sum() / ends[:, 1].sum().clamp(min=1))
+
+    def _sum(self, number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        if group is not None:
+            dist.all_reduce(number, group=group)
+        return number
+
+
+def trained(columns: Columns) -> torch.Tensor:
+    """1 for the tokens that the loss reads.  [B, R]"""
+    mask: torch.Tensor = columns.get("loss_mask", columns["response_mask"])
+    return mask

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the layers of a model between tokens: pages, which grow with every token, or a state of fixed size.
+
+The native engine's cache, the plan of memory and the cache of prefixes read it here, and ask for no type of model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+LINEAR = "linear_attention"  # the type of a layer with a state in a transformers config
+STATE_BYTES = 4  # of a number of a state, which is in float32
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of every token. With `latent` (its rank, and the numbers with a rotation) they are made of one
+    latent for all heads, and the cache has that alone."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    latent: tuple[int, int] | None = None
+
+    @property
+    def stored(self) -> tuple[int, int, int]:
+        """Heads of the cache, numbers of a key of it, and those of a value that is no part of the key."""
+        return (self.heads, self.key_size, self.value_size) if self.latent is None else (1, sum(self.latent), 0)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a token takes."""
+        heads, key_size, value_size = self.stored
+        return heads * (key_size + value_size)
+
+
+@dataclass(frozen=True)
+class State:
+    """The matrices [heads, key_size, value_size] that a layer of linear attention hands on from token to token, and the
+    newest `tokens` inputs of its convolution over `channels`."""
+
+    channels: int
+    tokens: int
+    heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a sequence takes."""
+        return self.channels * self.tokens + self.heads * self.key_size * self.value_size
+
+
+def layer_caches(config: Any) -> tuple[Pages | State, ...]:
+    """The cache of each layer of a model with this transformers config of text."""
+    values = config.to_dict()
+    heads, layers = key_value_heads(config), config.num_hidden_layers
+    pages = Pages(heads, head_size(config), head_size(config))
+    if rank := values.get("kv_lora_rank"):
+        pages = Pages(
+            attention_heads(config), head_size(config), values["v_head_dim"], (rank, values["qk_rope_head_dim"])
+        )
+    types = list(values.get("layer_types") or [])[:layers]
+    if LINEAR not in types:
+        return (pages,) * layers
+    keys, heads = values.get("linear_num_key_heads", 0), values.get("linear_num_value_heads", 0)
+    sizes = values.get("linear_key_head_dim", 0), values.get("linear_value_head_dim", 0)
+    channels = 2 * keys * sizes[0] + heads * sizes[1]
+    state = State(channels, values.get("linear_conv_kernel_dim", 1) - 1, heads, *sizes)
+    return tuple(state if each == LINEAR else pages for each in types)
+
+
+def head_size(config: Any) -> int:
+    """The size D of the keys of an attention head of a model with this transformers config."""
+    values = config.to_dict()
+    if values.get("kv_lora_rank"):
+        return int(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
+    return int(values.get("head_dim") or config.hidden_size // max(1, attention_heads(config)))
+
+
+def attention_heads(config: Any) -> int:
+    """The number of heads of queries of a model with this transformers config; 0 of one without attention."""
+    return int(getattr(config, "num_attention_heads", 0))
+
+
+def key_value_heads(config: Any) -> int:
+    """The number of heads of keys and values of a model with this transformers config."""
+    return int(config.to_dict().get("num_key_value_heads") or attention_heads(config))
+
+
+def token_bytes(config: Any, item_bytes: int) -> int:
+    """Bytes of the pages of one token in all layers, of `item_bytes` a number."""
+    return item_bytes * sum(each.numbers for each in layer_caches(config) if isinstance(each, Pages))
+
+
+def sequence_bytes(config: Any) -> int:
+    """Bytes of the states of one sequence in all layers, which do not grow with it."""
+    return STATE_BYTES * sum(each.numbers for each in layer_caches(config) if isinstance(each, State))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The general way to compute a model: transformers' own forward and cache, over padded rows.
+
+Rows begin at the left edge and are padded on their right. A causal model reads its tokens in order, so that padding
+behind a row changes none of its states, be they from attention, a convolution or a recurrence. A model is tried on a
+few tokens when it is loaded: each row must be as it is alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.errors import ModelError
+from whet.models.encoders.base import body_of
+from whet.models.folder import reading
+from whet.models.log_probs import LogitForm
+from whet.models.supported import Support
+
+LOST = "packed rows, prompts that rows share, the native rollout, batch_invariant"
+TOKENS, PADDING, DECODED = 6, 3, 2  # of the rows on which a model is tried
+TOLERANCE = 1e-3  # of the largest state: more than rounding, less than a token that is seen where it must not be
+
+
+def forward(module: nn.Module, **arguments: Any) -> Any:
+    """Calls a module of transformers with those of the arguments that it takes."""
+    taken = _taken(type(module))
+    return module(**(arguments if taken is None else {name: arguments[name] for name in arguments if name in taken}))
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name by which a language model takes its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(type(module).forward).parameters else "past_key_values"
+
+
+def _taken(kind: Any) -> frozenset[str] | None:
+    """The names of a forward's arguments; None where it takes any."""
+    parameters = inspect.signature(kind.forward).parameters.values()
+    is_open = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters)
+    return None if is_open else frozenset(each.name for each in parameters)
+
+
+def use_own_attention(model: Any) -> None:
+    """Gives a model made with whet's attention that of transformers."""
+    text = model.config.get_text_config()
+    if text._attn_implementation not in (own := ("sdpa", "eager")):
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    if text._attn_implementation not in own:  # a model with attention of its own, which asks only for masks by it
+        text._attn_implementation = "eager"
+
+
+@torch.no_grad()
+def tried(model: Any, path: str | Path, lacks: str) -> Support:
+    """The way of a model that `lacks` a part of the own one, after a few tokens through its forward.
+
+    Raises: ModelError where padding or later tokens change a row, or where the logits are not those of the head."""
+    training, body, config = model.training, body_of(model), model.config.get_text_config()
+    model.eval()
+    with reading(path, f"has {lacks}, and transformers' own forward, which would compute it, fails"):
+        row = torch.arange(3, 3 + TOKENS) % config.vocab_size
+        rows, short = torch.stack([row, row.flip(0)]), row[None, :-PADDING]
+        mask = torch.ones_like(rows)
+        mask[0, -PADDING:] = 0
+        alone, whole = _states(body, short), _states(body, rows)
+        is_causal = _same(whole[:1, :-PADDING], alone)
+        is_exact = _same(_states(body, rows, mask)[:1, :-PADDING], alone)
+        left, left_mask = torch.stack([rows[0].roll(PADDING), rows[1]]), mask.flip(1)
+        pads_left = _same(_states(body, left, left_mask)[:1, PADDING:], alone)
+        caches = False
+        with suppress(Exception):  # a model may have a cache that it cannot use, and is then sampled without one
+            caches = _same(_decoded(body, rows), whole[:, -DECODED:])
+            pads_left &= _same(_decoded(body, left, left_mask)[0], alone[0, -DECODED:])
+        head, form = model.get_output_embeddings(), LogitForm.of(config)
+        has_head = head is None or _same(form(head(alone)), model(input_ids=short, use_cache=False).logits)
+    model.train(training)
+    for is_right, found in (
+        (is_causal, "states of a token that depend on later ones"),
+        (is_exact, "states that padding behind a row changes"),
+        (has_head, "logits that are not its output layer's, scaled or capped as its config says"),
+    ):
+        if not is_right:
+            expected = "a causal language model, whose rows can be padded on their right"
+            raise ModelError(f"{path}", f"is a {type(model).__name__} with {found}", expected, "choose another model")
+    return Support(lacks, pads_left, caches)
+
+
+def _states(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    states: torch.Tensor = _forward(body, ids, mask, use_cache=False).last_hidden_state
+    return states
+
+
+def _decoded(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The states of the last tokens, one at a time, after the others went into a cache."""
+    name, states, cache = cache_argument(body), list[torch.Tensor](), None
+    for start, stop in pairwise([0, *range(TOKENS - DECODED, TOKENS + 1)]):
+        seen = None if mask is None else mask[:, :stop]
+        out = _forward(body, ids[:, :stop], seen, start, use_cache=True, **{name: cache})
+        states, cache = [*states, out.last_hidden_state[:, -1]], out[name]
+    return torch.stack(states[1:], 1)
+
+
+def _forward(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, start: int = 0, **options: Any) -> Any:
+    """The forward of the tokens from `start` on."""
+    positions = ((torch.ones_like(ids) if mask is None else mask).cumsum(1) - 1).clamp(min=0)
+    read = {"input_ids": ids[:, start:], "attention_mask": mask, "position_ids": positions[:, start:]}
+    return forward(body, **read, **options)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of episodes, which runs them side by side, none waiting for another; and its turns: while somebody waits,
+or in a thread of their own, so that sampling goes on while models train."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, takewhile
+from typing import Any, TypeVar
+
+from whet.environments.host import EnvironmentHost
+from whet.environments.protocol import Observation
+from whet.errors import DataError, WorkerError
+from whet.phases import counted
+from whet.processes.background import Mailbox
+from whet.rollout.episode import Close, Command, Delegate, Episode, Reset, Sample, Score, Step
+from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, drop, late
+from whet.types import Failure, Trajectory
+
+log = logging.getLogger(__name__)
+TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
+SWITCH_SECONDS = 1e-4  # after which the loop and the thread take turns: with Python's 5e-3 either's short calls wait
+CLOSE_SECONDS = 10.0
+SHORT_SECONDS = 0.005  # for the results of one of several environments
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Open:
+    episode: Episode
+    on_done: Callable[[Trajectory], None]
+    children: list[str] = field(default_factory=list)  # ids of the episodes of its sub-agents
+
+
+class Driver:
+    """Carries out the commands of episodes, which may be added at any time. One thread owns it."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environments: Mapping[str, EnvironmentHost],
+        episode_seconds: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`environments` and `episode_seconds` are keyed by the name of the sub-agent."""
+        self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
+        self._clock = clock
+        self._open: dict[str, _Open] = {}  # by id of the episode
+        self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
+        self._unsent = deque[Sample]()
+        self._num_tokens = 0  # of all completions so far
+        self._sampling: dict[str, Episode] = {}  # by the uid of their request
+        self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
+
+    @property
+    def is_idle(self) -> bool:
+        """Tells whether there is nothing to wait for."""
+        return not self._open
+
+    @property
+    def episodes(self) -> Iterator[Episode]:
+        """Episodes that are not over."""
+        return (each.episode for each in self._open.values())
+
+    @property
+    def is_sampling(self) -> bool:
+        """Tells whether the engine has something to do."""
+        return bool(self._sampling)
+
+    def speed(self) -> Callable[[], str]:
+        """Returns a function that tells the tokens per second of the completions since now, "" before the first."""
+        started, before = self._clock(), self._num_tokens
+
+        def shown() -> str:
+            tokens, seconds = self._num_tokens - before, self._clock() - started
+            return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+
+        return shown
+
+    def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
+        """Begins episodes; `on_done` gets the trajectory of each."""
+        for episode in episodes:
+            self._begin(episode, on_done)
+
+    def turn(self, timeout_seconds: float) -> None:
+        """Sends requests, and waits for observations and completions up to `timeout_seconds`.
+
+        Raises: what the engine raises."""
+        self._send()
+        if self._stepping:
+            self._take_observations(0.0 if self._sampling else timeout_seconds)
+        if self._sampling:
+            self._handle(self.engine.poll(0.0 if self._stepping or self._unsent else timeout_seconds))
+        self._fail_late_episodes()
+
+    def drop(self) -> None:
+        """Ends all episodes without a word, after an error."""
+        drop(self.engine, list(self._sampling))
+        for each in self._open.values():
+            self._let_go(each.episode)
+        self._open, self._sampling, self._stepping = {}, {}, {}
+        self._unsent.clear()
+
+    def note_partials(self) -> None:
+        """Lets every episode note the tokens that its running request has so far, for a checkpoint."""
+        self.engine.pause()
+        events = self.engine.poll(0.0)
+        self.engine.resume()
+        self._handle(events)
+
+    def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
+        self._open[episode.id] = _Open(episode, on_done)
+        if episode.rules.is_silent:
+            self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
+        self._carry_out(episode.start())
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            opened = self._open[uid := command.episode]
+            agent = opened.episode.agent
+            match command:
+                case Sample():
+                    self._unsent.append(command)
+                case Score():
+                    del self._open[uid]
+                    opened.on_done(command.trajectory)
+                case Close():
+                    if opened.children:
+                        self._abandon([child for child in opened.children if child in self._open])
+                    self._let_go(opened.episode)
+                case Delegate():
+                    opened.children.append(command.child.id)
+                    self._begin(command.child, partial(self._on_delegated, opened.episode))
+                case Step():
+                    self._stepping[uid] = agent
+                    self.environments[agent].step(uid, command.answer)
+                case Reset():
+                    self._stepping[uid] = agent
+                    self.environments[agent].start(uid, command.prompt, command.seed)
+
+    def _let_go(self, episode: Episode) -> None:
+        """Ends the environment of an episode, and its deadline."""
+        if not episode.rules.is_silent:
+            self.environments[episode.agent].close(episode.id)
+        self._late_at[episode.agent].pop(episode.id, None)
+
+    def _on_delegated(self, parent: Episode, trajectory: Trajectory) -> None:
+        self._carry_out(parent.on_delegated(trajectory))
+
+    def _abandon(self, ids: Sequence[str]) -> None:
+        """Ends episodes without a word."""
+        self._stop_calls(ids)
+        for uid in ids:
+            opened = self._open.pop(uid, None)
+            if opened is not None:
+                self._abandon(opened.children)
+                self._let_go(opened.episode)
+
+    def _send(self) -> None:
+        """Submits requests until the engine is full."""
+        while self._unsent and self.engine.submit(self._unsent[0].request):
+            sample = self._unsent.popleft()
+            self._sampling[sample.request.uid] = self._open[sample.episode].episode
+
+    def _take_observations(self, timeout_seconds: float) -> None:
+        agents = set(self._stepping.values())
+        wait = timeout_seconds if len(agents) == 1 else min(timeout_seconds, SHORT_SECONDS)
+        for uid, result in chain.from_iterable(self.environments[agent].poll(wait) for agent in sorted(agents)):
+            if uid not in self._stepping:
+                continue
+            del self._stepping[uid]
+            episode = self._open[uid].episode
+            match _read(episode, result):
+                case Failure() as failure:
+                    self._carry_out(episode.on_failure(failure))
+                case observation:
+                    self._carry_out(episode.on_observation(observation))
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        for event in events:
+            episode = self._sampling.get(event.uid)
+            if episode is None:
+                continue
+            match event:
+                case Partial():
+                    episode.on_partial(event)
+                    continue
+                case Finished():
+                    self._num_tokens += len(event.completion.token_ids)
+                    commands = episode.on_completion(event.completion)
+                case _:
+                    commands = episode.on_failure(event.failure)
+            del self._sampling[event.uid]
+            self._carry_out(commands)
+
+    def _fail_late_episodes(self) -> None:
+        """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""
+        now, late = self._clock(), list[str]()
+        for agent, host in self.environments.items():
+            for uid in host.begun():
+                if uid in self._open:
+                    self._late_at[agent].setdefault(uid, now + self.episode_seconds[agent])
+        for deadlines in self._late_at.values():
+            late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
+        if late:
+            self._fail(late)
+
+    def _fail(self, late: Sequence[str]) -> None:
+        self._stop_calls(late)
+        for uid in late:
+            if uid in self._open:  # else it was a task of another late one
+                self._stepping.pop(uid, None)  # a late task may just have given it a turn
+                episode = self._open[uid].episode
+                why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
+                self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
+
+    def _stop_calls(self, ids: Sequence[str]) -> None:
+        """Aborts the requests of episodes, and listens to no more results of their environments."""
+        if not ids:
+            return
+        gone = {*ids}
+        requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
+        self.engine.abort(requests)  # others go on: what comes of these is not listened to
+        for uid in requests:
+            del self._sampling[uid]
+        self._unsent = deque(sample for sample in self._unsent if sample.episode not in gone)
+        self._stepping = {uid: agent for uid, agent in self._stepping.items() if uid not in gone}
+
+
+def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
+    """The observation as the model of an episode reads it; a failure where it cannot."""
+    if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
+        return result
+    try:
+        return episode.rules.codec.read(result)
+    except DataError as error:
+        return Failure("environment", str(error))
+
+
+class Turns:
+    """Makes the turns of a driver while somebody waits."""
+
+    blocks = True  # who waits makes the turns, and has nothing else to do
+    turn_seconds = POLL_SECONDS
+
+    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
+        self.driver, self.deadline_seconds = driver, deadline_seconds
+        # Called behind a turn; True: it may wait, nothing else is to be done.
+        self.after: Callable[[bool], None] = lambda waits: None
+        self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
+        self.limit_seconds = defaultdict[str | None, float](float)  # by that part
+        self.idle_seconds = 0.0  # in which the engine had nothing to sample
+
+    def promise(self) -> Future[Any]:
+        """A future that is fulfilled by a later turn."""
+        return Future()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function between two turns.  Returns the future of its result."""
+        future = self.promise()
+        try:
+            future.set_result(function())
+        except Exception as error:  # it belongs to the caller
+            future.set_exception(error)
+        return future
+
+    def finish(self, function: Callable[[], T]) -> T:
+        """Calls a function between two turns, and waits for its result."""
+        return self.wait(self.call(function), lambda: (0, 1))
+
+    def wait(
+        self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
+    ) -> T:
+        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
+        waited for, `between` is called now and then and may raise.
+
+        Raises: DeadlineError; what a turn raises."""
+        until, speed = time.monotonic() + self.deadline_seconds, self.driver.speed()
+        try:
+            while not future.done():
+                self.pass_time(future)
+                if between is not None:
+                    between()
+                done, total = progress()
+                counted(done, total, speed())
+                if time.monotonic() > until and not future.done():
+                    raise late(self.driver.engine, self.deadline_seconds, total - done, total)
+            return future.result()
+        except BaseException:
+            self.leave()
+            raise
+
+    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
+        """Makes a turn, and counts the seconds since it `began` (None: now) for the part that limits the run."""
+        began, was_sampling, limit = began or time.monotonic(), self.driver.is_sampling, self.limit()
+        waits = self.blocks and self.driver.is_idle
+        self.driver.turn(self.turn_seconds)
+        self.after(waits)
+        seconds = time.monotonic() - began
+        self.idle_seconds += 0.0 if was_sampling else seconds
+        self.limit_seconds[limit] += seconds
+
+    def leave(self) -> None:
+        """Ends all episodes, after an error."""
+        self.driver.drop()
+
+    def close(self) -> None:
+        """Makes no more turns."""
+
+
+class Background(Turns):
+    """Makes turns all the time, from the first call on. What fails in the thread fails whoever waits."""
+
+    blocks = False
+    turn_seconds = TURN_SECONDS
+
+    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
+        super().__init__(driver, deadline_seconds)
+        self._calls = Mailbox()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._switch_seconds = sys.getswitchinterval()
+
+    def promise(self) -> Future[Any]:
+        """A future that the thread fulfils; it fails with the thread."""
+        return self._calls.promise()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in the thread, between two turns.  Returns the future of its result."""
+        future = self._calls.submit(function)
+        if self._thread is None and not future.done():
+            sys.setswitchinterval(SWITCH_SECONDS)
+            self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
+            self._thread.start()
+        return future
+
+    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
+        """Waits for the thread."""
+        wait([future], TURN_SECONDS)
+
+    def leave(self) -> None:
+        """Lets the thread go on, after an error of a caller."""
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_closing = True
+        if self._thread is not None:
+            sys.setswitchinterval(self._switch_seconds)
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
+        self._calls.fail(WorkerError("rollouts", "they are closed", change="build the run again"))
+
+    def _go(self) -> None:
+        """The thread: calls and turns of the driver, until it is closed."""
+        never = Future[None]()
+        try:
+            while not self._is_closing:
+                began = time.monotonic()
+                self._calls.serve(TURN_SECONDS if self.driver.is_idle else 0.0)
+                super().pass_time(never, began)
+        except BaseException as error:
+            self._calls.fail(error)
