@@ -59,6 +59,11 @@ MIXTURE: dict[int, list[Sizes]] = {
 }
 
 
+def without_routers(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step with a pipeline, whose stages measure no routers."""
+    return {name: value for name, value in metrics.items() if "router" not in name}
+
+
 def named(sizes: Sizes) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items()) or "shard"
 
@@ -179,9 +184,8 @@ def test_gradients_and_steps_are_those_of_one_process(
         assert expected.norm() > 0, name
         assert (got[name] - expected).norm() <= BOUND * expected.norm(), name
     got_record = suite.drive(group, steps=range(3))
-    if "pipeline" in sizes:  # a stage measures no routers
-        plain = [{name: value for name, value in each.items() if "router" not in name} for each in record.metrics]
-        record = replace(record, metrics=plain)
+    if "pipeline" in sizes:
+        record = replace(record, metrics=[without_routers(each) for each in record.metrics])
     suite.check_records(record, got_record)
 
 
@@ -231,10 +235,8 @@ def test_a_state_goes_on_on_another_mesh(folders: dict[str, Path], tmp_path: Pat
         metrics += got.metrics
         group.save(str(tmp_path / f"{part + 1}.state"))
         group.close()
-    plain = [
-        [{n: v for n, v in each.items() if "router" not in n} for each in all_] for all_ in (expected.metrics, metrics)
-    ]
-    suite.check_records(replace(expected, metrics=plain[0]), replace(got, metrics=plain[1]))
+    ours, theirs = ([without_routers(each) for each in those] for those in (metrics, expected.metrics))
+    suite.check_records(replace(expected, metrics=theirs), replace(got, metrics=ours))
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ TILE_ROWS = 64
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 ROUTED = "routed_experts"
+Columns = Mapping[str, Any]
+Ring = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # of T tokens: those of a ring, and the place of each
 
 
 @dataclass(frozen=True)
@@ -213,11 +215,7 @@ class Layout(Grid):
 
 
 def layout(
-    batch: Mapping[str, Any],
-    share_prompts: bool = False,
-    in_stretches: bool = False,
-    tile: int = 0,
-    ring: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    batch: Columns, share_prompts: bool = False, in_stretches: bool = False, tile: int = 0, ring: Ring | None = None
 ) -> Layout:
     """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
     on their device: the host, before anything is copied to another device.
