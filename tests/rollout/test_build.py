@@ -23,9 +23,9 @@ ON_TWO = {"actor__engine__name": "fsdp", "cluster__processes": 2}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model folders without weights, of both ways."""
     root = tmp_path_factory.mktemp("models")
-    for model_type in ("llama", "lfm2"):
+    for model_type in ("llama", "llama4_text"):
         config_of(model_type).save_pretrained(root / model_type)
-    return {"own": root / "llama", "general": root / "lfm2"}
+    return {"own": root / "llama", "general": root / "llama4_text"}
 
 
 def loaded(folder: Path, **overrides: Any) -> TrainConfig:
