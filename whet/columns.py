@@ -40,7 +40,8 @@ class Column:
     @property
     def is_in_every_batch(self) -> bool:
         """Tells whether every function may read the column."""
-        return self.when in ("rollout", "score", "shaping") and "object" not in self.shape
+        is_optional = "object" in self.shape or "layers" in self.shape
+        return self.when in ("rollout", "score", "shaping") and not is_optional
 
 
 def _read() -> Iterator[Column]:

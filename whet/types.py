@@ -130,6 +130,7 @@ class Turn:
     reward: float = 0.0  # from the environment, for this turn
     stop: str | None = None  # the stop string that ended it
     preemptions: int = field(default=0, compare=False)  # number of preemptions of its request
+    routed: tuple[bytes, ...] = ()  # of each sampled token, where the engine told it: see `models.routing.told`
     media: tuple[Media, ...] = ()  # of the context
     observation: tuple[Message, ...] = ()  # the messages read since the turn before
     state_key: str | None = None  # the environment's name for the state before the turn

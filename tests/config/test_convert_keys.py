@@ -441,7 +441,7 @@ LARGE: dict[str, dict[str, Any]] = {"slime": {"rollout_batch_size": 32, "n_sampl
         ("verl", {"trainer.n_gpus_per_node": 1, f"{ACTOR}.strategy": "fsdp2"}, {}),
         ("verl", {f"{ACTOR}.fsdp_config.offload_policy": True}, FSDP | OFFLOADED),
         ("verl", {f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.fsdp_size": -1}, FSDP),
-        ("verl", {f"{ACTOR}.fsdp_config.fsdp_size": 4}, FSDP | {"actor.engine.options.shard_size": 4}),
+        ("verl", {f"{ACTOR}.fsdp_config.fsdp_size": 4}, FSDP | {"actor.engine.options.mesh.shard": 4}),
         ("verl", {f"{REF}.strategy": "fsdp"}, FSDP | {"ref.engine.name": "fsdp"}),
         ("verl", {f"{REF}.megatron.param_offload": True}, FSDP | REF_OFFLOADED),
         ("easyr1", {"worker.actor.strategy": "fsdp"}, FSDP | VLLM),
@@ -458,7 +458,7 @@ LARGE: dict[str, dict[str, Any]] = {"slime": {"rollout_batch_size": 32, "n_sampl
         ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "list([0,1,4,5])"}, FSDP),
         ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "[0]"}, {}),
         ("openrlhf", {"ds.zero_stage": 3, "ref.offload": True}, FSDP | VLLM | REF_OFFLOADED),
-        ("slime", {"tensor_model_parallel_size": 2}, FSDP | SGLANG | {"actor.engine.options.tensor_parallel_size": 2}),
+        ("slime", {"tensor_model_parallel_size": 2}, FSDP | SGLANG | {"actor.engine.options.mesh.tensor": 2}),
     ],
 )
 def test_models_that_are_sharded_there_are_sharded_here(
@@ -472,12 +472,12 @@ def test_models_that_are_sharded_there_are_sharded_here(
 @pytest.mark.parametrize(
     ("system", "key", "option", "devices"),
     [
-        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "tensor_parallel_size", {}),
-        ("verl", f"{ACTOR}.megatron.context_parallel_size", "sequence_parallel_size", {}),
-        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "sequence_parallel_size", {}),
-        ("easyr1", "worker.actor.ulysses_size", "sequence_parallel_size", {}),
-        ("roll", f"{CONFIG}.tensor_model_parallel_size", "tensor_parallel_size", EIGHT),
-        ("roll", f"{CONFIG}.context_parallel_size", "sequence_parallel_size", EIGHT),
+        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "mesh.tensor", {}),
+        ("verl", f"{ACTOR}.megatron.context_parallel_size", "mesh.context", {}),
+        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "mesh.context", {}),
+        ("easyr1", "worker.actor.ulysses_size", "mesh.context", {}),
+        ("roll", f"{CONFIG}.tensor_model_parallel_size", "mesh.tensor", EIGHT),
+        ("roll", f"{CONFIG}.context_parallel_size", "mesh.context", EIGHT),
     ],
 )
 def test_parallel_sizes_are_written_where_they_divide_the_processes(

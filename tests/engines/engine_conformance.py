@@ -9,7 +9,7 @@ with any engine through the controller, `drive` trains them, and `check_records`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -186,6 +186,30 @@ class Probe(TrainWorker):
         return named if self.rank == 0 else None
 
     @register()
+    def gradients(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
+        """Gradients of a mini-batch, of which each rank takes its rows, whole, by name; from rank 0."""
+        engine: Any = self.engine
+        rows = batch[list(range(engine.dp_rank, len(batch), engine.dp_size))]
+        engine.forward_backward(rows, OBJECTIVES[1])
+        named = {name: each.grad for name, each in engine.model.named_parameters() if each.grad is not None}
+        whole = {
+            name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in named.items()
+        }
+        everyone: list[Any] = [whole]
+        if engine.process_group is not None:  # of stages of a pipeline, each has its own
+            everyone = [None] * engine.process_group.size()
+            dist.all_gather_object(everyone, whole, group=engine.process_group)
+        engine._loss = None
+        engine.optimizer.zero_grad(set_to_none=True)
+        return {name: grad for each in everyone for name, grad in each.items()} if self.rank == 0 else None
+
+    @register()
+    def in_one_call(self) -> None:
+        """Attention of all packed rows in one call, as on an accelerator."""
+        engine: Any = self.engine
+        engine.forward_settings = replace(engine.forward_settings, in_stretches=True)
+
+    @register()
     def held(self) -> int:
         """Numbers of weights that lie in this process between two calls."""
         own = [each.to_local() if isinstance(each, DTensor) else each for each in self.engine.model.parameters()]
@@ -251,7 +275,7 @@ def settings(folder: Path, engine: EngineConfig | None = None, **changes: Any) -
 def launched(roles: Mapping[str, RoleSettings], processes: int) -> dict[str, WorkerGroup]:
     """Every role on that many processes of the local backend."""
     specs = [WorkerSpec(role, Probe, (each,)) for role, each in roles.items()]
-    return launch(specs, ResourcePool(processes), deadline_seconds=240)
+    return launch(specs, ResourcePool(processes), deadline_seconds=480)
 
 
 def drive(

@@ -6,27 +6,25 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
 from whet.config.schema import EngineConfig, LoraConfig
-from whet.controller.dispatch import register
-from whet.controller.launch import launch
-from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.engines.role import RoleSettings
-from whet.models.init import init_model
-from whet.protocol import DataProto
+from whet.engines.fsdp.pipeline import stages_of
+from whet.errors import ConfigError
+from whet.models.load import outline
+from whet.trainers.objectives import ValueObjective
 
 BOUND = 2e-5  # of the gradient of a parameter, relative by norm, float32
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
@@ -61,28 +59,9 @@ MIXTURE: dict[int, list[Sizes]] = {
 }
 
 
-class Probe(suite.Probe):
-    """A training worker that shows its gradients."""
-
-    @register()
-    def gradients(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
-        """Gradients of a mini-batch, of which each rank takes its rows, whole, by name; from rank 0."""
-        engine: Any = self.engine
-        rows = batch[list(range(engine.dp_rank, len(batch), engine.dp_size))]
-        engine.forward_backward(rows, suite.OBJECTIVES[1])
-        named = {name: each.grad for name, each in engine.model.named_parameters() if each.requires_grad}
-        whole = {name: _whole(grad) for name, grad in named.items() if grad is not None}
-        everyone: list[Any] = [whole]
-        if engine.process_group is not None:
-            everyone = [None] * engine.process_group.size()
-            dist.all_gather_object(everyone, whole, group=engine.process_group)
-        engine._loss = None
-        engine.optimizer.zero_grad(set_to_none=True)
-        return {name: grad for each in everyone for name, grad in each.items()} if self.rank == 0 else None
-
-
-def _whole(grad: torch.Tensor) -> torch.Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+def without_routers(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step with a pipeline, whose stages measure no routers."""
+    return {name: value for name, value in metrics.items() if "router" not in name}
 
 
 def named(sizes: Sizes) -> str:
@@ -90,28 +69,32 @@ def named(sizes: Sizes) -> str:
 
 
 def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
-    return EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"mesh": sizes, **options})
-
-
-def launched(roles: dict[str, RoleSettings], processes: int) -> dict[str, WorkerGroup]:
-    specs = [WorkerSpec(role, Probe, (each,)) for role, each in roles.items()]
-    return launch(specs, ResourcePool(processes), deadline_seconds=240)
+    mesh = {name: size for name, size in sizes.items() if name != "stages_per_rank"}
+    per_rank = {name: size for name, size in sizes.items() if name == "stages_per_rank"}
+    return EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"mesh": mesh, **per_rank, **options})
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of 4 layers, with 4 heads and 2 of keys and values, and with 8 experts; dense ones with fewer heads."""
+    from whet.models.init import init_model  # not in the processes that read this file
+
     folder = tmp_path_factory.mktemp("models")
     made = {
         arch: init_model(folder / arch, arch, "nano", alphabet=ALPHABET, num_layers=4, max_position_embeddings=512)
         for arch in ("qwen3", "qwen3_moe")
     }
     heads = {f"{count} heads": {"num_attention_heads": count, "num_key_value_heads": 1} for count in (1, 2)}
-    return made | {name: with_config(made["qwen3"], name, **sizes) for name, sizes in heads.items()}
+    others = {name: with_config(made["qwen3"], name, **sizes) for name, sizes in heads.items()}
+    for arch in ("qwen3", "qwen3_moe"):  # a stage has the embedding, another one the output
+        others[f"{arch} untied"] = with_config(made[arch], f"{arch} untied", tie_word_embeddings=False)
+    return made | others
 
 
 def with_config(folder: Path, name: str, **changes: int) -> Path:
     """A model with random weights and other sizes than that in a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     other = Path(shutil.copytree(folder, folder.with_name(name)))
     config = AutoConfig.from_pretrained(folder)
     for key, value in changes.items():
@@ -121,10 +104,24 @@ def with_config(folder: Path, name: str, **changes: int) -> Path:
     return other
 
 
+STAGES: dict[int, list[Sizes]] = {
+    2: [{"pipeline": 2}, {"pipeline": 2, "stages_per_rank": 2}],
+    4: [
+        {"pipeline": 4},
+        {"pipeline": 2},
+        {"pipeline": 2, "replicate": 2},
+        {"pipeline": 2, "context": 2, "stages_per_rank": 2},
+        {"pipeline": 2, "tensor": 2},
+    ],
+}
+MIXED_STAGES: dict[int, list[Sizes]] = {4: [{"pipeline": 2, "expert": 2}, {"pipeline": 2, "expert": 2, "context": 2}]}
 KINDS: dict[str, tuple[str, dict[str, Any], dict[int, list[Sizes]]]] = {
     # name: (model, what differs from plain, of both engines; meshes by processes)
     "dense": ("qwen3", {}, DENSE),
     "mixture": ("qwen3_moe", {}, MIXTURE),
+    "stages": ("qwen3 untied", {}, STAGES),
+    "stages of a mixture": ("qwen3_moe untied", {}, MIXED_STAGES),
+    "checkpointed stages": ("qwen3 untied", {"gradient_checkpointing": True}, {2: [{"pipeline": 2}]}),
     "one head": ("1 heads", {}, {2: [{"context": 2}], 4: [{"context": 4}, {"context": 2}]}),
     "two heads": ("2 heads", {}, {4: [{"context": 4}]}),  # keys are gathered between two pairs that share heads
     "adapter": ("qwen3", {"lora": LoraConfig(rank=4)}, {2: [{"tensor": 2}], 4: [{"tensor": 2}, {"context": 2}]}),
@@ -147,7 +144,7 @@ def reference_of(folders: dict[str, Path]) -> Callable[[str], Reference]:
     @cache
     def made(kind: str) -> Reference:
         arch, both, _ = KINDS[kind]
-        one = launched({"actor": suite.settings(folders[arch], **both)}, 1)["actor"]
+        one = suite.launched({"actor": suite.settings(folders[arch], **both)}, 1)["actor"]
         one.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])  # a new adapter has no gradient in A
         return one.gradients(suite.batch_of(1, 12))[0], suite.drive(one, steps=range(3))
 
@@ -160,7 +157,7 @@ def groups(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator
     kind, count = request.param
     arch, both, meshes = KINDS[kind]
     roles = {named(sizes): suite.settings(folders[arch], fsdp(sizes), **both) for sizes in meshes[count]}
-    made = launched(roles, count)
+    made = suite.launched(roles, count)
     yield made
     next(iter(made.values())).close()
 
@@ -186,4 +183,104 @@ def test_gradients_and_steps_are_those_of_one_process(
     for name, expected in gradients.items():
         assert expected.norm() > 0, name
         assert (got[name] - expected).norm() <= BOUND * expected.norm(), name
-    suite.check_records(record, suite.drive(group, steps=range(3)))
+    got_record = suite.drive(group, steps=range(3))
+    if "pipeline" in sizes:
+        record = replace(record, metrics=[without_routers(each) for each in record.metrics])
+    suite.check_records(record, got_record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [("one head", 4)], indirect=True)
+def test_keys_that_are_gathered_with_attention_in_one_call(
+    groups: dict[str, WorkerGroup], reference_of: Callable[[str], Reference]
+) -> None:
+    group = groups[named({"context": 4})]
+    group.in_one_call()
+    group.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])
+    suite.check_records(reference_of("one head")[1], suite.drive(group, steps=range(3)))
+
+
+@pytest.mark.slow
+def test_a_value_model_in_stages(folders: dict[str, Path]) -> None:
+    model, objective = folders["qwen3 untied"], ValueObjective()
+    records = []
+    for engine, count in ((None, 1), (fsdp({"pipeline": 2}), 2)):
+        group = suite.launched({"critic": suite.settings(model, engine, is_value_model=True)}, count)["critic"]
+        records.append(suite.drive(group, objective, range(3), needs=("values",)))
+        group.close()
+    suite.check_records(*records)
+
+
+# A run goes on with other processes and another mesh each time.
+CHAIN: list[tuple[int, Sizes]] = [
+    (4, {"expert": 2, "tensor": 2}),
+    (2, {"pipeline": 2, "stages_per_rank": 2}),
+    (4, {"expert": 4, "context": 2}),
+    (1, {}),
+    (4, {"pipeline": 2, "expert": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_state_goes_on_on_another_mesh(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = folders["qwen3_moe untied"]
+    expected = suite.drive(suite.launched({"actor": suite.settings(model)}, 1)["actor"], steps=range(2 * len(CHAIN)))
+    metrics: list[dict[str, float]] = []
+    for part, (count, sizes) in enumerate(CHAIN):
+        group = suite.launched({"actor": suite.settings(model, fsdp(sizes))}, count)["actor"]
+        if part:
+            group.load(str(tmp_path / f"{part}.state"))
+        got = suite.drive(group, steps=range(2 * part, 2 * part + 2))
+        metrics += got.metrics
+        group.save(str(tmp_path / f"{part + 1}.state"))
+        group.close()
+    ours, theirs = ([without_routers(each) for each in those] for those in (metrics, expected.metrics))
+    suite.check_records(replace(expected, metrics=theirs), replace(got, metrics=ours))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_row_of_32k_tokens_over_more_ranks_than_heads(folders: dict[str, Path]) -> None:
+    model = with_config(folders["1 heads"], "one layer", num_hidden_layers=1)
+    length, draw = 32_768, torch.Generator().manual_seed(0)
+    mask = torch.ones(1, length, dtype=torch.long)
+    batch = suite.batch_of(0, 1)
+    columns = {"input_ids": torch.randint(3, 40, (1, length), generator=draw), "attention_mask": mask}
+    response = torch.zeros(1, length - 8, dtype=torch.long)
+    response[:, -64:] = 1
+    row = type(batch).from_dict({**columns, "position_ids": mask.cumsum(1) - 1, "response_mask": response})
+    found = []
+    for engine, count in ((None, 1), (fsdp({"context": 4}), 4)):
+        settings = suite.settings(model, engine, max_tokens_per_micro_batch=length)
+        group = suite.launched({"actor": settings}, count)["actor"]
+        norm = group.update(row, suite.OBJECTIVES[3]).reduce()["sft/grad_norm"]
+        found.append((norm, group.forward(row, ("log_probs",))["log_probs"]))
+        group.close()
+    (one, expected), (other, got) = found
+    assert other == pytest.approx(one, rel=1e-4)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arch", "key", "found"),
+    [
+        ({"pipeline": 2}, "qwen3", "engine.options.mesh.pipeline", 2),  # ties its output to its embedding
+        ({"pipeline": 8}, "qwen3 untied", "engine.options.mesh.pipeline", 8),
+    ],
+)
+def test_a_model_without_such_stages(sizes: Sizes, arch: str, key: str, found: int, folders: dict[str, Path]) -> None:
+    with raises(ConfigError, key, found=found), torch.device("meta"):
+        stages_of(outline(folders[arch]), sizes["pipeline"], [0])
+
+
+def test_stages_have_the_names_of_the_whole_and_each_weight_once(folders: dict[str, Path]) -> None:
+    with torch.device("meta"):
+        model = outline(folders["qwen3 untied"])
+    whole = [name for name, _ in model.named_parameters()]
+    first, (zero, two) = stages_of(model, 4, [0, 2])
+    second, _ = stages_of(model, 4, [1, 3])
+    names = [[name for name, _ in each.named_parameters()] for each in (first, second, zero, two)]
+    assert sorted(names[0] + names[1]) == sorted(whole) and sorted(names[2] + names[3]) == sorted(names[0])
+    assert names[2][0] == "model.embed_tokens.weight" and all("layers.2." in name for name in names[3])
+    assert {"model.norm.weight", "lm_head.weight"} < set(names[1])

@@ -98,7 +98,9 @@ class _Changed(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
         out = self.body(input_ids=input_ids, **arguments)
-        out["last_hidden_state"] = self.change(out.last_hidden_state, arguments["attention_mask"])
+        mask = arguments["attention_mask"]
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        out["last_hidden_state"] = self.change(out.last_hidden_state, mask)
         return out
 
 

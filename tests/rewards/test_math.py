@@ -245,3 +245,14 @@ def test_the_prompt_repeated_is_no_answer(prompt):
         assert judge(echo, "4", prompt) == {"reward": 0.0, "pred": None}
     for right in (f"{prompt}\n4", f"{prompt} That is 4.", f"\\boxed{{4}} {prompt}", "4"):
         assert judge(right, "4", prompt)["reward"] == 1.0
+
+
+@pytest.mark.parametrize("truth", [["\\frac{1}{2}", "7"], '["\\\\frac{1}{2}", "7"]', '[\n "1/2","7"]'])
+def test_one_of_several_truths_is_enough(truth: object) -> None:
+    scores = [compute_score(rf"\boxed{{{answer}}}", truth) for answer in ("0.5", "7", "8", "1/2, 7")]
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("truth", ["[1, 2]", '["half', "[2, 3)", '["a", 3]'])
+def test_other_brackets_are_a_truth_of_their_own(truth: str) -> None:
+    assert compute_score(rf"\boxed{{{truth}}}", truth) == 1.0

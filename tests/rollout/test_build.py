@@ -64,10 +64,10 @@ def test_the_default_engine_is_one_that_samples_from_the_model(
         (
             {
                 "actor__engine__name": "fsdp",
-                "actor__engine__options": {"sequence_parallel_size": 2},
+                "actor__engine__options": {"mesh": {"context": 2}},
                 "cluster__processes": 2,
             },
-            "actor.engine.options.sequence_parallel_size",
+            "actor.engine.options.mesh.context",
             2,
         ),
     ],

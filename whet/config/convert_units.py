@@ -28,7 +28,7 @@ _OF_WORKERS = r"\.(data_args|model_args|strategy_args|world_size|infer_batch_siz
 VERL_MANAGER = ("reward.reward_manager.name", "reward.reward_manager", "reward_model.reward_manager")
 GPUS_OF_A_NODE = 8
 _SAMPLE = "cluster.placement.sample"
-_SIZES = ("tensor_parallel_size", "sequence_parallel_size", "shard_size")
+_SIZES = ("mesh.tensor", "mesh.context", "mesh.shard")
 
 
 class Key(NamedTuple):
@@ -372,15 +372,13 @@ def place(of: Conversion) -> None:
         of.write("cluster.backend", "ray", "several nodes")
     for key in [key for key in values if re.match(r"(\w+\.)?engine\.(name$|options\.)", key) and "rollout" not in key]:
         role, _, option = key.rpartition("engine.")
-        tensor = values.get(f"{role}engine.options.tensor_parallel_size", 1)
+        context = values.get(f"{role}engine.options.mesh.context", 1)
+        if option == "options.mesh.shard" and values[key] % context == 0:
+            values[key] //= context  # theirs counts the ranks that share tokens too
         if training == 1:
             left_out = "is for several processes, and there is one"
         elif option[8:] in _SIZES and training % values[key]:
             left_out = f"does not divide the {training} processes"
-        elif option[8:] == "sequence_parallel_size" and tensor > 1:
-            left_out = f"tensor_parallel_size={tensor} shares out the heads already"
-        elif option[8:] == "tensor_parallel_size" and values.get("model.lora.rank"):
-            left_out = "splits layers that an adapter changes"
         else:
             of.write(f"{role}engine.name", "fsdp", origins[key], over=False)
             continue

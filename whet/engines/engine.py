@@ -31,11 +31,12 @@ from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of, kept_buffers
+from whet.models.load import TrainedModel, body_of, kept_buffers, layers
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
 from whet.models.routers import CHOICES
+from whet.models.routing import replay
 from whet.models.supported import support_of
 from whet.phases import counted, span
 
@@ -71,6 +72,8 @@ class Engine(ABC):
         self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, its outputs
         if role.optim is None:
             model.requires_grad_(False)
+        if role.forward.replays:
+            replay(layers(body_of(model)))
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
@@ -114,7 +117,7 @@ class Engine(ABC):
         passes = self._passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
-                found = self.outputs(_rows(columns, rows), needs, temperature).items()
+                found = self.outputs(rows_of(columns, rows), needs, temperature).items()
                 coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found]
                 if self.device == HOST:  # nothing is on its way
                     _take_in(outputs, coming)
@@ -156,7 +159,7 @@ class Engine(ABC):
         if routing is not None and routing.coefficient:
             routing.begin(columns, counts, self._choices(columns, passes, routing))
         for number, rows in enumerate(passes, start=1):
-            part = _rows(columns, rows)
+            part = rows_of(columns, rows)
             outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
             if rows:
                 loss, measured = objective.loss(outputs, self.to_device(part), counts)
@@ -179,7 +182,7 @@ class Engine(ABC):
         """Counts the choices of each expert by the tokens of this rank's rows that the loss reads.  [E]"""
         found = [torch.zeros(routing.experts, device=self.device)]
         for rows in passes:
-            part = _rows(columns, rows)
+            part = rows_of(columns, rows)
             chosen = self.outputs(part, frozenset({CHOICES}), 1.0)[CHOICES]
             found += [(chosen * trained(self.to_device(part))[..., None]).sum((0, 1))] if rows else []
         return torch.stack(found).sum(0)
@@ -371,7 +374,7 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
     coming.clear()
 
 
-def _rows(columns: Columns, rows: list[int]) -> Columns:
+def rows_of(columns: Columns, rows: list[int]) -> Columns:
     """Rows of all columns, the columns themselves where these are all rows in order; `_idle` where there are none."""
     if not rows:
         return _idle(columns)

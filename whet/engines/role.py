@@ -54,6 +54,7 @@ class RoleSettings:
             packing=self.engine.packing is not False,
             share_prompts=self.engine.share_prompts,
             chunk_tokens=self.engine.logits_chunk_tokens,
+            replays=self.optim is not None and not self.is_value_model and not self.is_reward_model,
             dtype=torch_dtype(self.dtype),
         )
 

@@ -258,6 +258,8 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, bunch: Bunch | None) -> torch.Tensor:
     """[b or 1, Q, K]: True where the key is padding, or after the query, or before its `window`."""
+    if bunch is not None and not window:
+        return bunch.hidden
     length, seen = query.shape[2], key.shape[2]
     at = torch.arange(seen, device=query.device)
     back = at[seen - length :, None] - at

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from whet.models.log_probs import LogitForm
 from whet.models.supported import Support
 
 LOST = "packed rows, prompts that rows share, the native rollout, batch_invariant"
-TOKENS, PADDING = 6, 3  # of the rows on which a model is tried
+TOKENS, PADDING, DECODED = 6, 3, 2  # of the rows on which a model is tried
 TOLERANCE = 1e-3  # of the largest state: more than rounding, less than a token that is seen where it must not be
 
 
@@ -73,8 +74,8 @@ def tried(model: Any, path: str | Path, lacks: str) -> Support:
         pads_left = _same(_states(body, left, left_mask)[:1, PADDING:], alone)
         caches = False
         with suppress(Exception):  # a model may have a cache that it cannot use, and is then sampled without one
-            caches = _same(_decoded(body, rows), whole[:, -1])
-            pads_left &= _same(_decoded(body, left, left_mask)[0], alone[0, -1])
+            caches = _same(_decoded(body, rows), whole[:, -DECODED:])
+            pads_left &= _same(_decoded(body, left, left_mask)[0], alone[0, -DECODED:])
         head, form = model.get_output_embeddings(), LogitForm.of(config)
         has_head = head is None or _same(form(head(alone)), model(input_ids=short, use_cache=False).logits)
     model.train(training)
@@ -95,20 +96,20 @@ def _states(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None
 
 
 def _decoded(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The states of the last tokens, after the others went into a cache; zeros where there is none."""
-    name, mask = cache_argument(body), torch.ones_like(ids) if mask is None else mask
-    before = _forward(body, ids[:, :-1], mask[:, :-1], use_cache=True)
-    if (cache := before.get(name)) is None:
-        return torch.zeros_like(before.last_hidden_state[:, -1])
-    out = _forward(body, ids[:, -1:], mask, use_cache=True, **{name: cache})
-    last: torch.Tensor = out.last_hidden_state[:, -1]
-    return last
+    """The states of the last tokens, one at a time, after the others went into a cache."""
+    name, states, cache = cache_argument(body), list[torch.Tensor](), None
+    for start, stop in pairwise([0, *range(TOKENS - DECODED, TOKENS + 1)]):
+        seen = None if mask is None else mask[:, :stop]
+        out = _forward(body, ids[:, :stop], seen, start, use_cache=True, **{name: cache})
+        states, cache = [*states, out.last_hidden_state[:, -1]], out[name]
+    return torch.stack(states[1:], 1)
 
 
-def _forward(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> Any:
-    mask = torch.ones_like(ids) if mask is None else mask
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return forward(body, input_ids=ids, attention_mask=mask, position_ids=positions, **options)
+def _forward(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, start: int = 0, **options: Any) -> Any:
+    """The forward of the tokens from `start` on."""
+    positions = ((torch.ones_like(ids) if mask is None else mask).cumsum(1) - 1).clamp(min=0)
+    read = {"input_ids": ids[:, start:], "attention_mask": mask, "position_ids": positions[:, start:]}
+    return forward(body, **read, **options)
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:

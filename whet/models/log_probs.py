@@ -9,6 +9,8 @@ import torch
 
 from whet.devices import runs_triton
 
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
 
 class LogitForm(NamedTuple):
     """Logits from z = hidden weight^T + bias: scale z, or with a cap cap tanh(scale z / cap)."""
@@ -18,10 +20,10 @@ class LogitForm(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> LogitForm:
-        """Reads scale (Cohere, Granite, Falcon-H1) and cap (Gemma) from a model's text config."""
+        """Reads scale (Cohere, Granite, Falcon-H1) and cap (Gemma, RecurrentGemma, xLSTM) from a text config."""
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         scale *= getattr(config, "lm_head_multiplier", 1.0)
-        return cls(scale, getattr(config, "final_logit_softcapping", None))
+        return cls(scale, next(filter(None, (getattr(config, name, None) for name in CAPS)), None))
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
         """z -> logits, elementwise."""

@@ -26,9 +26,11 @@ from whet.errors import ModelError, pip_install
 from whet.keyed import key
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import check_weights, reading
+from whet.models.linear import FastLinear
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
+FUSED = ("dt_proj", "out_proj")  # of mixers with states, whose kernels read the weights without an adapter
 TRAINED_PARTS = ("lora_A", "lora_B")
 
 
@@ -49,9 +51,12 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype
 
     Raises: ModelError for a target that no layer has.
     """
-    config = peft_config(model, settings)
+    config, holder = peft_config(model, settings), nn.Module()
+    # Of a model with a config peft adapts the experts of a mixture in place of linear layers that have like names.
+    holder.add_module("model", model)
     with torch.random.fork_rng(devices=[]):  # peft's random values are replaced below
-        _peft().inject_adapter_in_model(config, model, ADAPTER)
+        _peft().inject_adapter_in_model(config, holder, ADAPTER)
+    vars(model)["peft_config"] = holder.peft_config
     for name, layer in adapted_layers(model).items():
         layer.base_layer.to(dtype)
         first = layer.lora_A[ADAPTER].weight
@@ -75,7 +80,10 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     """Converts the settings to peft's. Targets are names of linear layers, by default all of the language model except
     its head or that of a reward model; those of a vision tower are for a target that the language model lacks."""
     head = model.get_output_embeddings()
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, FastLinear)}
+    mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
+    fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
+    layers = {name: module for name, module in layers.items() if name not in fused}
     linear = {name for name, module in layers.items() if module is not head and f"{name}.weight" != HEAD}
     # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
     has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
@@ -83,10 +91,12 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
-    names = sorted({name.rpartition(".")[2] for name in language})
+    names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in language})
     for target in settings.target_modules:
         if not _has(linear, target):
             found = f"names {target!r}, which no linear layer of {type(model).__name__} is called"
+            if _has((name for name, weight in model.named_parameters() if weight.dim() == 3), target):
+                found = f"names {target!r}, the weights of experts, which are no linear layers and cannot be adapted"
             raise ModelError("model.lora.target_modules", found, f"some of {', '.join(names)}")
     return _peft().LoraConfig(
         r=settings.rank,

@@ -20,7 +20,7 @@ from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
-from whet.models.packing import TOKENS_STEP, Layout, layout, rounded
+from whet.models.packing import ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
 from whet.models.routers import (
     CHOICES,
     LOADS,
@@ -32,6 +32,7 @@ from whet.models.routers import (
     mean_choices,
     mean_probs,
 )
+from whet.models.routing import ARGUMENT
 from whet.models.sequence_parallel import TokenShare
 from whet.models.supported import support_of
 
@@ -45,6 +46,7 @@ class ForwardSettings:
     chunk_tokens: int = 1024
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
     token_share: TokenShare | None = None  # splits the tokens of packed rows over ranks
+    replays: bool = False  # routers choose the experts in the column `routed_experts`, where a batch has it
     is_sharded: bool = False  # every rank runs every module in every pass, the vision tower too
     in_stretches: bool = False  # attention in one call over all packed rows, where the device has a kernel for it
     tile: int = 0  # tokens of a tile of attention, and the head's kernels too have fixed tiles; 0: they are any
@@ -72,7 +74,8 @@ def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
     """The layout of a batch on its device for passes with these settings.  Raises: DataError."""
     packing, share = settings.packing, settings.token_share
     ring = share.ring if share is not None and share.rings > 1 else None
-    return layout(batch, packing and settings.share_prompts, packing and settings.in_stretches, settings.tile, ring)
+    where = layout(batch, packing and settings.share_prompts, packing and settings.in_stretches, settings.tile, ring)
+    return with_routed(where, batch[ROUTED]) if settings.replays and ROUTED in batch else where
 
 
 def outputs_of(
@@ -122,6 +125,19 @@ def outputs_of(
         narrow = hidden[: at.count].to(settings.dtype)
         outputs["vocab_log_probs"] = at.to_columns(vocab_log_probs(narrow, head.weight, head.bias, temperature, form))
     return outputs
+
+
+def states_of(model: nn.Module, where: Layout, settings: ForwardSettings) -> torch.Tensor:
+    """The hidden states after a model's layers, of the tokens that this rank has: [T, H]."""
+    body, is_narrow = body_of(model), settings.dtype == torch.bfloat16
+    with torch.autocast(where.input_ids.device.type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
+        return hidden_states(body, where, settings)
+
+
+def tokens_of(where: Layout, settings: ForwardSettings) -> int:
+    """Number of packed tokens that a rank has, padding included."""
+    share = settings.token_share
+    return where.size if share is None else share.padded(where.size) // share.size
 
 
 def _of_routers(
@@ -187,8 +203,12 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
     tokens, only this rank's tokens."""
     body, share = cast(PreTrainedModel, language_body(model)), settings.token_share
     extra, unseen = _media(body, where, settings)
+    routed = where.routed
     if settings.packing:
         num_tokens = where.size if share is None else share.padded(where.size)
+        if routed is not None:
+            routed = F.pad(routed, (0, 0, 0, 0, 0, num_tokens - len(routed)), value=-1)
+            extra = {**extra, ARGUMENT: routed if share is None else share.own(routed.movedim(0, -1)).movedim(-1, 0)}
         ids, positions = (F.pad(x, (0, num_tokens - x.shape[-1])) for x in (where.input_ids, where.position_ids))
         if share is not None:
             ids, positions, extra = share.own(ids), share.own(positions), {**extra, "token_share": share}
@@ -196,6 +216,8 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
         out = body(input_ids=ids[None], position_ids=positions[..., None, :], use_cache=False, packed=where, **extra)
         flat: torch.Tensor = out.last_hidden_state[0]
         return flat if unseen is None else flat + unseen
+    if routed is not None:
+        extra = {**extra, ARGUMENT: where.pad(routed).flatten(0, 1)}
     positions = where.position_ids
     grid = where.pad(positions) if positions.dim() == 1 else torch.stack([where.pad(axis) for axis in positions])
     if not support_of(model).is_own:

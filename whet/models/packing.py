@@ -31,6 +31,9 @@ TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
 TILE_ROWS = 64
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
+ROUTED = "routed_experts"
+Columns = Mapping[str, Any]
+Ring = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # of T tokens: those of a ring, and the place of each
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class Layout(Grid):
     bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length; none with `stretches`
     media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
     stretches: Stretches | None = None
+    routed: torch.Tensor | None = None  # [T, layers, k] experts to replay, -1 where the router chooses
     ring_order: torch.Tensor | None = None  # [n] of the tokens between whose ring keys are gathered: see `_in_ring`
 
     @property
@@ -211,11 +215,7 @@ class Layout(Grid):
 
 
 def layout(
-    batch: Mapping[str, Any],
-    share_prompts: bool = False,
-    in_stretches: bool = False,
-    tile: int = 0,
-    ring: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    batch: Columns, share_prompts: bool = False, in_stretches: bool = False, tile: int = 0, ring: Ring | None = None
 ) -> Layout:
     """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
     on their device: the host, before anything is copied to another device.
@@ -240,8 +240,7 @@ def layout(
     index = torch.full(real.shape, -1, device=real.device)  # of each real token among the T
     index[own] = torch.arange(int(lengths.sum()), device=real.device)
     index = torch.where(own, index, index[first])
-    in_order = torch.full(real.shape, -1, device=real.device)  # the same without the gaps
-    order = real.cumsum(1) - 1
+    in_order, order = torch.full(real.shape, -1, device=real.device), real.cumsum(1) - 1  # the same without the gaps
     in_order[real.nonzero()[:, 0], order[real]] = index[real]
 
     rows, columns = response_mask.nonzero(as_tuple=True)
@@ -276,6 +275,14 @@ def layout(
 def _before(in_order: torch.Tensor) -> torch.Tensor:
     """The token before each in order, -1 before the first.   [rows, L] -> [rows, L]"""
     return torch.nn.functional.pad(in_order, (1, -1), value=-1)
+
+
+def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
+    """The layout with experts to replay: routed [B, R, layers, k] has in the place of each sampled token the experts of
+    the pass that it was sampled from, which is that of the token before it."""
+    experts = routed.new_full((len(where.input_ids), *routed.shape[2:]), -1)
+    experts[where.states] = routed.flatten(0, 1)[where.places]
+    return replace(where, routed=experts)
 
 
 def _first_rows(batch: Mapping[str, Any], kept: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class TokenShare:
         return self.order(total, device).flatten().argsort()
 
     def ring(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of `count` tokens those of this row of ranks, and the place of each where all rows are gathered."""
+        """Returns the tokens of this row of ranks, of `count`, and the place of each where all rows are gathered."""
         total, host = self.padded(rounded(count, TOKENS_STEP)), torch.device("cpu")
         tokens = self.order(total, host).view(self.rings, -1)[dist.get_rank(self.ring_group)]
         return tokens[tokens < count], self.places(total, host)

@@ -87,7 +87,7 @@ def fill(
         found = f"{len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}"
         raise ModelError(f"{path}", found, "", "fetch the folder again, or name another one")
     if isinstance(model, ValueModel):
-        for name in ("weight", "bias"):
+        for name, _ in list(model.value_head.named_parameters()):  # of a pipeline the last stage has it
             _allocate(model.value_head, name, device)
     for name, layer in layers.items():
         first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]

@@ -46,7 +46,7 @@ class Support:
     """The way in which a model is computed."""
 
     lacks: str = ""  # the part of the model that the own way does not have; empty where it has all of them
-    pads_left: bool = True  # padding on the left changes nothing, so that rows of any lengths are sampled together
+    pads_left: bool = True  # padding on the left changes nothing: rows of any lengths are sampled together, by a mask
     caches: bool = True  # transformers' cache is exact, so that a token is computed once
 
     @property

@@ -6,13 +6,14 @@ the verdict of `math` as +1 and -1, or in a sum with the format, or that of math
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import math_verify.grader
 import math_verify.parser
@@ -64,12 +65,13 @@ _UNEVALUATED = re.compile(
     r"|(?:[*×·]|\\times|\\cdot|(?<=\d)\s?x(?=\s?\d))(?!\s?\{?10\}?\s?\^)|[\d)]\s?\((?=\s?[-\d])|\)\s?\d"
 )
 _SIDES = re.compile(r"(?<![<>!])=")
+_LISTED = re.compile(r"\[\s*\"")
 _INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
 
 
 @register_reward("math")
 def compute_score(
-    solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
+    solution_str: str, ground_truth: str | int | float | list[str], prompt_str: str = ""
 ) -> dict[str, float | str | None]:
     """1 where the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
 
@@ -77,12 +79,27 @@ def compute_score(
     content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression,
     unless it belongs to the prompt, repeated. An expression is read whole: "2/3" is not 3, and "5 or 6" is the set of
     both. Adjacent boxes are joined where the truth has several values. Both are normalised first (docs/rewards.md has
-    the list). `ground_truth` may be boxed. `pred` is the answer's `vote`.
+    the list). `ground_truth` may be boxed; a list of texts, also as JSON, has truths of which one is enough
+    (Skywork-OR1's data). `pred` is the answer's `vote`.
     """
+    if truths := _truths(ground_truth):
+        found = [compute_score(solution_str, each, prompt_str) for each in truths]
+        return max(found, key=lambda each: each["reward"] or 0.0)
     truth = extract_boxes(str(ground_truth), joined=True)
     truth = str(ground_truth) if truth is None else truth
     answer = extract_answer(solution_str, truth, prompt_str)
     return {"reward": float(answer is not None and is_equal(answer, truth)), "pred": answer and vote(answer)}
+
+
+def _truths(ground_truth: object) -> list[str]:
+    """The texts of a list of truths, or of one in JSON; empty for a single truth."""
+    if isinstance(ground_truth, str) and _LISTED.match(ground_truth):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError:
+            return []
+    is_list = isinstance(ground_truth, list) and all(isinstance(each, str) for each in ground_truth)
+    return list(cast(list[str], ground_truth)) if is_list else []
 
 
 @register_reward("math_verify")

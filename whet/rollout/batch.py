@@ -13,8 +13,9 @@ import torch
 from whet.batch import Batch
 from whet.columns import COLUMNS
 from whet.errors import DataError
-from whet.models.packing import LATER_MEDIA, MEDIA
+from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED
 from whet.models.positions import position_ids, rotary_positions
+from whet.models.routing import as_column
 from whet.protocol import DataProto
 from whet.rollout.flow import by_player
 from whet.types import Failure, Group, Media, Trajectory, Turn
@@ -35,15 +36,18 @@ class Row:
     agent: str = ""
     media: tuple[Media, ...] = ()  # of the prompt
     response_media: tuple[Media, ...] = ()  # of text that was read after it
+    routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Appends text that the policy did not write."""
         self._append(token_ids, [0.0] * len(token_ids), [0] * len(token_ids), NOT_SAMPLED)
+        self.routed += [b""] * len(token_ids)
 
     def write(self, turn: Turn, turn_id: int) -> None:
         """Appends what the policy sampled."""
         versions = [version for version, tokens in turn.versions for _ in range(tokens)]
         self._append(turn.token_ids, turn.log_probs, versions, turn_id)
+        self.routed += turn.routed or [b""] * len(turn.token_ids)
 
     def _append(
         self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], turn_id: int
@@ -115,6 +119,8 @@ def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
     }
     if has_media:
         objects |= {MEDIA: [row.media for row in rows], LATER_MEDIA: [row.response_media for row in rows]}
+    if (routed := as_column([row.routed for row in rows], real.shape[1])) is not None:
+        tensors[ROUTED] = routed
     alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
     tensors["response_mask"] = ((tensors["turn_ids"] != NOT_SAMPLED) & alive).long()
     return DataProto.of(tensors, objects)

@@ -246,7 +246,8 @@ class Episode:
     def on_partial(self, partial: Partial) -> None:
         """Notes tokens of the running attempt."""
         if partial.attempt == self._attempt:
-            self._noted = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
+            tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
+            self._noted = Completion(tokens, log_probs, "abort", versions, routed=partial.routed)
 
     def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
         """Lets the first turn begin with tokens that an earlier run sampled, unless its context is another now."""
@@ -447,6 +448,7 @@ def joined(first: Completion, rest: Completion) -> Completion:
         token_ids=first.token_ids + rest.token_ids,
         log_probs=first.log_probs + rest.log_probs,
         likeliest=first.likeliest + rest.likeliest,
+        routed=first.routed + rest.routed,
         versions=tuple(runs),
         preemptions=first.preemptions + rest.preemptions,
     )
@@ -471,6 +473,11 @@ def part(completion: Completion, start: int, end: int) -> Completion | None:
         first += count
         if inside > 0:
             runs.append((version, inside))
-    tokens, log_probs = completion.token_ids[start:end], completion.log_probs[start:end]
-    told = completion.likeliest[start:end]
-    return replace(completion, token_ids=tokens, log_probs=log_probs, versions=tuple(runs), likeliest=told)
+    return replace(
+        completion,
+        token_ids=completion.token_ids[start:end],
+        log_probs=completion.log_probs[start:end],
+        versions=tuple(runs),
+        likeliest=completion.likeliest[start:end],
+        routed=completion.routed[start:end],
+    )

@@ -306,7 +306,8 @@ class Sampled(Flight):
         """Notes tokens of the attempt that runs; those behind a gap come again later, or with its end.  Returns those
         that are new; None without any."""
         held = len(self.task.sampled_ids) + (0 if self.so_far is None else len(self.so_far.token_ids))
-        chunk = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions, likeliest=partial.likeliest)
+        tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
+        chunk = Completion(tokens, log_probs, "abort", versions, None, partial.likeliest, partial.routed)
         new = part(chunk, held - partial.offset, len(chunk.token_ids)) if partial.offset <= held else None
         if new is not None:
             self.so_far = new if self.so_far is None else joined(self.so_far, new)

@@ -144,18 +144,18 @@ class HFEngine(InProcessEngine[LiveRequest]):
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
-        name = cache_argument(module)
+        name, support = cache_argument(module), support_of(module)
         out = forward(
             module,
             input_ids=batch.ids,
-            attention_mask=batch.mask,
+            attention_mask=batch.mask if support.pads_left else None,
             position_ids=batch.positions,
-            use_cache=support_of(module).caches,
+            use_cache=support.caches,
             logits_to_keep=1,
             **{name: batch.cache},
             **batch.seen,
         )
-        batch.cache = out.get(name) if support_of(module).caches else None
+        batch.cache = out.get(name) if support.caches else None
         stopped = batch.going_on & batch.sample(out.logits[:, -1])
         for row in (batch.going_on & ~stopped).nonzero().squeeze(1).tolist():
             stops = self.stops_of(batch.rows[row].request)

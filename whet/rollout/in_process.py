@@ -38,6 +38,7 @@ class LiveRequest:
     preemptions: int = 0
     num_streamed: int = 0  # tokens of the response that were given as Partial
     likeliest: list[Likeliest] = field(default_factory=list)  # of this attempt, where they are asked for
+    routed: list[bytes] = field(default_factory=list)  # of this attempt, where the engine tells them
 
     @property
     def late_at(self) -> float:
@@ -58,8 +59,8 @@ class LiveRequest:
         self.stamp(version)
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
-        told = tuple(self.likeliest[: len(tokens)])
-        return Completion(tokens, log_probs, reason, self.versions, stop, told, self.preemptions)
+        told = tuple(self.likeliest[: len(tokens)]), tuple(self.routed[: len(tokens)])
+        return Completion(tokens, log_probs, reason, self.versions, stop, *told, self.preemptions)
 
     def partial(self, version: int) -> Partial:
         """Its tokens that no Partial has had, the newest sampled by `version`."""
@@ -67,8 +68,9 @@ class LiveRequest:
         first, self.num_streamed = self.num_streamed, len(self.tokens)
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
         versions, known = last_versions(self.versions, len(tokens)), first - len(self.request.sampled_ids)
-        told = tuple(self.likeliest[known : known + len(tokens)])
-        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions, told)
+        here = slice(known, known + len(tokens))
+        told = tuple(self.likeliest[here]), tuple(self.routed[here])
+        return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions, *told)
 
     def tell(self, likeliest: Likeliest) -> None:
         """Notes the likeliest tokens in the place of the token that was just sampled."""

@@ -95,11 +95,12 @@ class Completion:
     versions: Versions  # the weights that sampled the tokens, stamped by the engine
     stop: str | None = None  # the stop string that ended it
     likeliest: tuple[Likeliest, ...] = ()  # in the place of each token, where they are asked for
+    routed: tuple[bytes, ...] = ()  # in the place of each token, where the engine tells them: see `Turn.routed`
     preemptions: int = field(default=0, compare=False)  # times it made room for others: no part of the response
 
     def as_partial(self, uid: str, attempt: int, offset: int) -> Partial:
         """The same tokens, of a request that is still running."""
-        return Partial(uid, attempt, offset, self.token_ids, self.log_probs, self.versions, self.likeliest)
+        return Partial(uid, attempt, offset, self.token_ids, self.log_probs, self.versions, self.likeliest, self.routed)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Partial:
     log_probs: tuple[float, ...]
     versions: Versions
     likeliest: tuple[Likeliest, ...] = ()
+    routed: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -335,16 +335,19 @@ class Rollouts:
         """The groups to train on, measured; where the filter kept none, groups that it dropped keep the run going."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.max_staleness > 0:
-            measure_staleness(found, metrics)
-            metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
-            metrics.mean("rollout/ready_groups", self.flow.ready)
-            metrics.seconds("time/rollout_idle", self.turns.idle_seconds - self._idle_seconds)
-            self._idle_seconds = self.turns.idle_seconds
+            self._report_ahead(found, metrics)
         if self.group_filter is not None:
             self._report_filter(found, metrics)
         groups = found.groups
         others = found.dropped[0 if found.kept else len(groups) :]
         return Taken(groups, metrics, is_dropped=not found.kept, dropped=others)
+
+    def _report_ahead(self, found: HandOut, metrics: Metrics) -> None:
+        measure_staleness(found, metrics)
+        metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
+        metrics.mean("rollout/ready_groups", self.flow.ready)
+        metrics.seconds("time/rollout_idle", self.turns.idle_seconds - self._idle_seconds)
+        self._idle_seconds = self.turns.idle_seconds
 
     def _report_filter(self, found: HandOut, metrics: Metrics) -> None:
         """Measures what the filter dropped; warns of a step that trains on nothing."""

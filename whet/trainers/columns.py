@@ -121,6 +121,9 @@ class ColumnPlan:
     def add(self, batch: Batch, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> Batch:
         """The batch with every planned column that it does not have yet; before it is scored, with those that need no
         scores. Providers that read no column of each other begin together."""
+        return self._added(batch, sources, metrics, is_scored) if self.providers else batch
+
+    def _added(self, batch: Batch, sources: Sources, metrics: Metrics, is_scored: bool) -> Batch:
         left = [column for column in self.providers if column.name not in batch]
         left = left if is_scored else _unscored(left)
         while left:

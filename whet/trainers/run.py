@@ -181,8 +181,10 @@ class Run(Frame):
         """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's
         entropy and log-probs are computed for the file where no function of the run reads them."""
         every = self.config.trainer.log_tokens
-        if every == 0 or step % every:
-            return
+        if every and step % every == 0:
+            self._write_tokens(step, batch)
+
+    def _write_tokens(self, step: int, batch: Batch) -> None:
         outputs = {"old_log_probs": "log_probs", "entropy": "entropy"}
         if missing := {name: output for name, output in outputs.items() if name not in batch}:
             found = self.roles["actor"].forward(batch, tuple(missing.values()), self.policy_objective.temperature)

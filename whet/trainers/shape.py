@@ -261,10 +261,11 @@ class Correction:
             apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
             for name, value in apart.items():
                 (metrics.max if name.endswith("max") else metrics.mean)(f"correction/{name}", value)
-        if self.rejection is None:
-            return batch
+        return batch if self.rejection is None else self._rejected(self.rejection, batch, metrics)
+
+    def _rejected(self, rejection: Bound, batch: Batch, metrics: Metrics) -> Batch:
         sampled = batch["response_mask"] != 0
-        kept = self.rejection(batch.tensors()).expand(sampled.shape) & sampled
+        kept = rejection(batch.tensors()).expand(sampled.shape) & sampled
         metrics.mean("correction/rejected", 1 - kept.sum() / sampled.sum().clamp(min=1), int(sampled.sum()))
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 

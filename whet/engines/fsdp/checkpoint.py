@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from whet.models.sharded import like
 STATE, STEP = "engine.json", "step"  # a step is one number, the same on every rank
 FILE_BYTES = 2**30  # of whole weights a file; a file's shards are in memory twice while it is written
 Named = dict[str, torch.Tensor]
+T = TypeVar("T")
 
 
 def save(
@@ -45,9 +46,11 @@ def save(
     for weight, state in states.items():
         tensors |= {f"optimizer.{weight}.{name}": _as_shard(value, weights[weight]) for name, value in state.items()}
     files, total = {}, 0
-    for name, tensor in tensors.items():
+    for name, size in _everyones(
+        {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}, group
+    ).items():
         files[name] = 1 + total // FILE_BYTES
-        total += tensor.numel() * tensor.element_size()
+        total += size
     writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
@@ -70,7 +73,7 @@ def load(
     reader = HuggingFaceStorageReader(str(path))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
     saved = {name.removeprefix("model."): each.size for name, each in found.items() if name.startswith("model.")}
-    check_same({name: weight.shape for name, weight in weights.items()}, saved)
+    check_same(_everyones({name: weight.shape for name, weight in weights.items()}, group), saved)
     tensors = {f"model.{name}": weight.detach() for name, weight in weights.items()}
     for weight, state in states.items():
         prefix = f"optimizer.{weight}."
@@ -85,6 +88,13 @@ def load(
     except (OSError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"{path}", _first_line(error), "a state that can be read") from error
     return progress
+
+
+def _everyones(own: dict[str, T], group: dist.ProcessGroup) -> dict[str, T]:
+    """Joins what all ranks have: a stage of a pipeline has some of the weights."""
+    everyone: list[Any] = [own] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    return {name: value for each in everyone for name, value in each.items()}
 
 
 def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
         expected = f"1, as {use.media} has images or videos, which are not split by tokens"
         change = "lower it, or exclude such rows (data.filter)"
         yield ConfigError(f"{key}.context", mesh.context, expected, change)
+    if mesh.pipeline > 1:
+        yield from _pipeline(use, key, mesh.pipeline)
     if (path := use.model.lora.path) is not None:
         found = f"fsdp merges no adapter while it loads, and model.lora.path={path}"
         change = "export the merged model first, and name its folder as model.path"
@@ -30,6 +32,17 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
         if size > 1 and use.optim is not None and use.optim.state_dtype == "int8":
             expected = f"no blocks along rows, which {key}.{name}={size} cuts"
             yield ConfigError(f"{use.optim_key}.state_dtype", "int8", expected, "set bfloat16")
+
+
+def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
+    """Settings that stages of a pipeline do not have."""
+    reasons = {
+        f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
+        f"{use.key}.packing=false": use.engine.packing is False,
+        f"the images or videos of {use.media}": bool(use.media),
+    }
+    for reason in (each for each, holds in reasons.items() if holds):
+        yield ConfigError(f"{key}.pipeline", size, f"1 with {reason}", "set it to 1")
 
 
 def _sizes(use: EngineUse) -> Iterator[ConfigError]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +22,18 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
-from whet.engines.engine import Engine
+from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
+from whet.engines.fsdp.pipeline import everywhere, padded, run_schedule, stages_of
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.mesh import Mesh
 from whet.engines.optim import optimizer_for, optimizers_of
-from whet.engines.protocol import Columns, Spread
+from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.metrics import Metrics
 from whet.models.compiled_layers import compile_layers
 from whet.models.load import body_of, cast_weights
+from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import heads_ranks
 from whet.options import Count
@@ -40,10 +45,12 @@ class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
     mesh: sizes of the grid of processes: replicate (copies), shard (parts of the weights and of a mini-batch's rows),
-        context (parts of a row's tokens), tensor (parts of heads and inner numbers), expert (parts of the experts, over
-        shard x context), pipeline (parts of the layers); of shard and replicate the one that is unset takes the rest.
+        context (parts of a row's tokens), tensor (parts of heads and inner numbers), expert (parts of the experts,
+        over shard x context), pipeline (parts of the layers); of shard and replicate the unset one takes the rest.
     reshard_after_forward: gives up gathered layers before the backward pass and gathers them again.
     cpu_offload: weights and optimizer stay on the host, gradients go there.
+    stages_per_rank: stages of a pipeline on each of its ranks; with more than one they are interleaved: less waiting,
+        more messages.
     compile: compiles the layers: a slower start, faster steps.
     """
 
@@ -58,6 +65,7 @@ class FSDPEngine(Engine):
         mesh: dict[Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"], Count] | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        stages_per_rank: Count = 1,
         compile: bool = False,  # noqa: A002  # the option's name
     ) -> None:
         self.ranks = arrange(process_group, device.type, mesh)  # type: ignore[arg-type]  # the keys are text
@@ -72,13 +80,23 @@ class FSDPEngine(Engine):
             cast_weights(model, torch.bfloat16)
         if compile:
             compile_layers(model)
-        self._whole = shard(
-            model,
-            self.ranks,
-            is_narrow=forward.dtype == torch.bfloat16,
-            reshard_after_forward=reshard_after_forward,
-            cpu_offload=cpu_offload,
-        )
+        parts, width = [model], self.ranks.mesh.pipeline
+        own, self._num_stages = range(dist.get_rank(self.ranks.pipeline_group), width * stages_per_rank, width), 1
+        if width > 1:
+            self._num_stages = width * stages_per_rank
+            model, parts = stages_of(model, self._num_stages, own)  # type: ignore[assignment]  # of the same class
+            self.model = model
+        self._stages = {
+            index: shard(
+                part,
+                self.ranks,
+                is_narrow=forward.dtype == torch.bfloat16,
+                reshard_after_forward=reshard_after_forward,
+                cpu_offload=cpu_offload,
+                is_last=index == self._num_stages - 1,
+            )
+            for index, part in zip(own, parts, strict=False)
+        }
         role.fill(model, HOST if cpu_offload else device)
         self._stays_on_host = cpu_offload
         self.optimizer = optimizer_for(model, optim, role.seed) if optim is not None else None
@@ -94,9 +112,25 @@ class FSDPEngine(Engine):
         shards = mesh.holders * mesh.tensor * mesh.pipeline
         return Spread(shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
 
+    @property
+    def dp_rank(self) -> int:
+        return dist.get_rank(self.ranks.group) % self.ranks.mesh.stage_ranks // self.row_ranks
+
+    @property
+    def dp_size(self) -> int:
+        return self.ranks.mesh.stage_ranks // self.row_ranks
+
+    @property
+    def is_reporting(self) -> bool:
+        """True on a rank of the last stage, which has the outputs."""
+        has_outputs = dist.get_rank(self.ranks.pipeline_group) == self.ranks.mesh.pipeline - 1
+        return has_outputs and dist.get_rank(self.ranks.group) % self.row_ranks == 0
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
-        return super().named_weights()
+        if self._num_stages == 1:
+            return super().named_weights()
+        return everywhere(super().named_weights(), self.ranks.pipeline_group, self.device)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
@@ -143,7 +177,7 @@ class FSDPEngine(Engine):
 
     def _reshard(self) -> None:
         """Gives up what was gathered: torch keeps the outermost weights after a forward pass."""
-        for module in self._whole.modules():
+        for module in chain.from_iterable(whole.modules() for whole in self._stages.values()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -164,11 +198,60 @@ class FSDPEngine(Engine):
         split = super()._passes(columns, block)
         most = torch.tensor(len(split))  # the hosts agree on it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.group)
+        if self._num_stages > 1:  # what the schedules take
+            most = (most.clamp(min=self._num_stages) + self.ranks.mesh.pipeline - 1) // self.ranks.mesh.pipeline
+            most *= self.ranks.mesh.pipeline
         return [*split, *([] for _ in range(int(most) - len(split)))]
 
-    def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        outputs: dict[str, torch.Tensor] = self._whole(where, needs, self.forward_settings, temperature)
+    def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
+        if self._num_stages == 1:
+            return super().schedule(columns, objective, counts, metrics)
+        passes, total = self._passes(columns, objective.block), torch.zeros((), device=self.device)
+        parts = [rows_of(columns, rows) for rows in passes]
+        layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
+        tokens = max(tokens_of(where, self.forward_settings) for where in layouts)
+
+        def run(index: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            self._keep_gradients()
+            found = self._stage(index, layouts[number], hidden, objective.needs, objective.temperature)
+            if index < self._num_stages - 1:
+                return padded(found["states"], tokens)
+            if not passes[number]:
+                return 0.0 * torch.stack([value.sum() for value in found.values()]).sum()
+            loss, measured = objective.loss(found, self.to_device(parts[number]), counts)
+            total.add_(loss.detach())
+            metrics.merge(measured)
+            return loss
+
+        shape = tokens, body_of(self.model).config.hidden_size
+        runs = {index: partial(run, index) for index in self._stages}
+        run_schedule(runs, self._num_stages, shape, len(passes), self.ranks.pipeline_group, self.device)
+        self._keep_gradients()
+        return total
+
+    def _stage(
+        self, index: int, where: Layout, hidden: torch.Tensor | None, needs: frozenset[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of a stage, from hidden states with padding behind them."""
+        whole = self._stages[index]
+        if hidden is not None:
+            receives: Any = body_of(whole.model).get_input_embeddings()
+            receives.hidden = hidden[None, : tokens_of(where, self.forward_settings)]
+        outputs: dict[str, torch.Tensor] = whole(where, needs, self.forward_settings, temperature)
         return outputs
+
+    def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
+        group, width = self.ranks.pipeline_group, self.ranks.mesh.pipeline
+        size = tokens_of(where, self.forward_settings), body_of(self.model).config.get_text_config().hidden_size
+        found: dict[str, torch.Tensor] = {}
+        for index in self._stages:
+            hidden = torch.empty(size, device=self.device) if index else None
+            if hidden is not None:
+                dist.recv(hidden, dist.get_global_rank(group, (index - 1) % width), group)
+            found = self._stage(index, where, hidden, needs, temperature)
+            if index < self._num_stages - 1:
+                dist.send(found["states"].contiguous(), dist.get_global_rank(group, (index + 1) % width), group)
+        return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _keep_gradients(self) -> None:
         """Keeps gradients in float32, where weights are narrower, for later passes to be added."""
@@ -181,7 +264,7 @@ class FSDPEngine(Engine):
     def _clip(self) -> torch.Tensor:
         """The norm of the gradient before it is clipped: of all shards, each counted once."""
         grads = [weight.grad for weight in self._trained() if isinstance(weight.grad, DTensor)]
-        size, squares = dist.get_world_size(self.ranks.group), torch.zeros((), dtype=torch.float64, device=self.device)
+        size, squares = self.ranks.mesh.stage_ranks, torch.zeros((), dtype=torch.float64, device=self.device)
         for grad in grads:
             copies = size // _shards(grad)
             squares += grad.to_local().norm().to(squares) ** 2 / copies

@@ -32,7 +32,7 @@ from whet.errors import ConfigError
 from whet.models.experts import SHARE, ExpertShare, expert_modules, is_special
 from whet.models.load import body_of, layers
 from whet.models.lora import ADAPTER, adapted_layers
-from whet.models.outputs import ForwardSettings, outputs_of
+from whet.models.outputs import ForwardSettings, outputs_of, states_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
 
@@ -44,19 +44,30 @@ ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 class Whole(nn.Module):
     """A forward pass from rows to outputs as one module, before which torch gathers the weights outside layers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_last: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.is_last = model, is_last
 
     def forward(
         self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns."""
+        """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns. A stage before the
+        last returns its hidden states."""
+        if not self.is_last:
+            return {"states": states_of(self.model, where, settings).clone()}
         outputs = outputs_of(self.model, where, needs, settings, temperature)
         return {name: value.clone() for name, value in outputs.items()}
 
 
-def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forward: bool, cpu_offload: bool) -> Whole:
+def shard(
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    is_narrow: bool,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+    is_last: bool = True,
+) -> Whole:
     """Shards the parameters of the model over `ranks`, in place, and returns its forward pass."""
     body = body_of(model)
     if not ADDS_ZEROS and ranks.rows_group.size() > 1 and body.config.get_text_config() is not body.config:
@@ -76,15 +87,15 @@ def shard(model: nn.Module, ranks: Ranks, *, is_narrow: bool, reshard_after_forw
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=devices.count() > 0) if cpu_offload else OffloadPolicy(),
     }
-    whole = Whole(model)
+    whole = Whole(model, is_last)
     embedding = body.get_input_embeddings()
     head = model.get_output_embeddings() if model is body else None  # type: ignore[operator]
-    if head is None or head.weight is not embedding.weight:
+    if embedding.weight is not None and (head is None or head.weight is not embedding.weight):
         fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
-    for module in experts:  # not by experts, of which each rank has its own
-        own: dict[str, Any] = {**options, "mesh": ranks.expert_shard_mesh, "shard_placement_fn": lambda _: Shard(1)}
+    for module in experts:  # by columns: each rank has experts of its own, and files have rows of two products apart
+        own: dict[str, Any] = {**options, "mesh": ranks.expert_shard_mesh, "shard_placement_fn": lambda _: Shard(2)}
         fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
-    for layer in layers(body):
+    for layer in (each for each in layers(body) if any(True for _ in each.parameters())):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(whole, **options)
     for module in whole.modules():
@@ -138,13 +149,15 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     config, body = model.config.get_text_config(), model.base_model
     known = {name: style for name, style in (config.base_model_tp_plan or {}).items() if name.startswith("layers.")}
     known = {name: style for name, style in known.items() if ".experts" not in name}
-    if unknown := sorted({style for style in known.values() if style not in STYLES}) or not known:
-        what = f"has layers of the kinds {', '.join(unknown)}" if known and isinstance(unknown, list) else "has no plan"
+    unknown = sorted({style for style in known.values() if style not in STYLES})
+    if unknown or not known:
+        what = f"has layers of the kinds {', '.join(unknown)}" if unknown else "has no plan"
         change = "set it to 1 (and engine.options.mesh.context for long rows)"
         raise ConfigError(TENSOR_KEY, mesh.size(), f"1, as {type(model).__name__} {what} for it", change)
     names = [name for name, _ in body.named_modules()]
     plan = {name: style for name in names for glob, style in known.items() if fnmatchcase(name, glob)}
-    inner = {body.get_submodule(name).in_features for name, style in plan.items() if _is_mlp(name, style)}
+    rows = (name for name, style in plan.items() if style.startswith("rowwise") and "attn" not in name)
+    inner: set[int] = {getattr(body.get_submodule(name), "in_features") for name in rows}  # noqa: B009  # of a Linear
     sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
     counts = [*sizes.items(), *(("inner numbers of an MLP", each) for each in sorted(inner))]
     if wrong := [f"{count} {what}" for what, count in counts if count % mesh.size()]:
@@ -163,10 +176,6 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     parallelize_module(body, mesh, {name: STYLES[style]() for name, style in styles.items()}, src_data_rank=None)
 
 
-def _is_mlp(name: str, style: str) -> bool:
-    return style.startswith("rowwise") and "attn" not in name
-
-
 def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
     """Gives each rank some of the experts [E, ...] of every mixture.  Yields the modules.  Raises: ConfigError."""
     mesh, found = ranks.mesh, list(expert_modules(model))
@@ -183,8 +192,8 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
             expected = f"with the product of tensor and expert a divisor of {module.num_experts} experts ({name})"
             raise ConfigError(key, size, expected, f"try a divisor of {module.num_experts}")
         for own, weight in list(module.named_parameters(recurse=False)):
-            if weight.shape[1] % shards:
-                expected = f"shard x context / expert a divisor of {weight.shape[1]} ({name}.{own})"
+            if weight.shape[2] % shards:
+                expected = f"shard x context / expert a divisor of {weight.shape[2]} ({name}.{own})"
                 raise ConfigError(key, size, expected, "raise it")
             part = torch.empty(
                 module.num_experts // places.size(), *weight.shape[1:], device="meta", dtype=weight.dtype
@@ -202,6 +211,7 @@ class Ranks:
     two. The groups are lines through the grid, and this rank is in each."""
 
     group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup  # one rank of each stage; all that follow are of a stage
     mesh: Mesh
     shard_mesh: DeviceMesh
     tensor_mesh: DeviceMesh | None  # ranks that split heads and inner numbers
@@ -226,16 +236,19 @@ class Ranks:
 def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[str, int] | None) -> Ranks:
     """The arrangement of the ranks in `group` (None: of this process alone), which the sizes of a mesh divide."""
     group = group if group is not None else _alone(device_type)
-    ranks, mesh = dist.get_process_group_ranks(group), Mesh.of(group.size(), given)
+    mesh, everyone = Mesh.of(group.size(), given), group
+    stages = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.pipeline, -1)
+    group, pipeline_group = _line(everyone, stages.tolist()), _line(everyone, stages.T.tolist())
     names = tuple(name for name in ("replicate", "shard") if mesh.replicate > 1 or name == "shard")
     sizes = {"replicate": mesh.replicate, "shard": mesh.holders, "tensor": mesh.tensor}
     whole = _mesh(group, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device_type)
     parts = {"replicate": mesh.replicate, "shard": mesh.holders // mesh.expert, "experts": mesh.expert * mesh.tensor}
     splits = parts["experts"] > 1
     experts = {name: size for name, size in parts.items() if size > 1 or name != "replicate"}
-    grid = torch.tensor(ranks)
+    grid = torch.tensor(dist.get_process_group_ranks(group))
     return Ranks(
-        group=group,
+        group=everyone,
+        pipeline_group=pipeline_group,
         mesh=mesh,
         shard_mesh=whole[names],
         tensor_mesh=whole["tensor"] if mesh.tensor > 1 else None,

@@ -23,9 +23,11 @@ from whet.models.attention import NAME, PagedContext
 from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
 from whet.models.compiled_layers import compile_layers
 from whet.models.encoders.load import encoders_of
+from whet.models.experts import expert_modules
 from whet.models.fixed import fix_tiles
 from whet.models.log_probs import LogitForm
 from whet.models.packing import tile_tokens, tiles_of
+from whet.models.routing import recording, told
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
@@ -63,6 +65,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
+    routed_experts: tells the experts that computed each token of a mixture, which compute it in the trainer too; on a
+        CPU.
     batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
         same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
     """
@@ -78,6 +82,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         compile: bool | None = None,  # noqa: A002  # the option's name
         on_new_weights: Literal["recompute", "keep"] = "recompute",
         batch_invariant: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         if compile and batch_invariant:
@@ -85,6 +90,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             raise EngineError("rollout.engine.options.compile", compile, expected, "unset one of them")
         self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
+        self.routed_experts = routed_experts
+        self._routed: list[bytes] = []  # of the rows of the last pass
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
         self._prompts: Prefill | None = None  # where they are computed by kernels
@@ -131,6 +138,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         config = module.config.get_text_config()
         if config._attn_implementation != NAME:
             raise EngineError("attention of the loaded model", config._attn_implementation, NAME)
+        if self.routed_experts and (module.device != HOST or self.compile_decode or not any(expert_modules(module))):
+            expected = "false, but for a mixture of experts on a CPU, not compiled"
+            raise EngineError("rollout.engine.options.routed_experts", True, expected, "unset it")
         self._form, self._tower = LogitForm.of(config), None
         self._compiled = None
         if self.fixed:
@@ -164,7 +174,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
                 self._read()
                 running.remove(preempted)
             if len(running):
-                running.decode(self._compiled or self._forward, scheduler.cache)
+                routing = (lambda: self._routed) if self.routed_experts else None
+                running.decode(self._compiled or self._forward, scheduler.cache, routing)
         self._finish(running)
         done, self._ended = self._ended, []
         if len(done) == len(self.unfinished):
@@ -248,7 +259,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if states is not None:
             states.enter(slots, [*ends.values()])
         if started:
-            running.begin(torch.stack(first_logits), slots[len(resumed) :])
+            routed = [each.prompt.routed for each in started] if self.routed_experts else None
+            running.begin(torch.stack(first_logits), slots[len(resumed) :], routed)
 
     def _compute(self, stretches: Sequence[Stretch]) -> list[tuple[torch.Tensor, End | None]]:
         """Fills the blocks of the stretches.  Returns the logits and states after each."""
@@ -281,6 +293,9 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         )
         inputs = padded(cache, ids, rotary, rows, positions, tables, *sizes, flow)
         logits = self._forward(*inputs, last, self._seen(stretches))[: len(stretches)]
+        for stretch, routed in zip(stretches, self._routed, strict=False):
+            if stretch.prompt.uncomputed:  # else these are tokens of a response
+                stretch.prompt.routed = routed
         return zip(logits, repeat(None) if flow is None else flow.ends, strict=False)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
@@ -310,7 +325,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         module = self.policy.require()
         # [1, T], or [3, 1, T]
         places = rotary[..., None, :]
-        out = module.base_model(input_ids=ids[None], position_ids=places, use_cache=False, paged=paged, **seen)
+        given = {"input_ids": ids[None], "position_ids": places, "use_cache": False, "paged": paged, **seen}
+        if self.routed_experts:
+            with recording(module) as chosen:
+                out = module.base_model(**given)
+            self._routed = told(chosen, keep)
+        else:
+            out = module.base_model(**given)
         hidden = out.last_hidden_state[0]
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from whet.rollout.protocol import Likeliest
 from whet.rollout.sampling import SamplingState, StopStrings, is_stop, likeliest
 from whet.types import FinishReason
 
+Routing = Callable[[], list[bytes]]  # experts of each row of the last pass
+
 
 class Step(NamedTuple):
     """Tokens sampled for n rows, which may still be on their way from the device."""
@@ -29,6 +31,7 @@ class Step(NamedTuple):
     counts: torch.Tensor  # [n] tokens of each response before
     sampled: Sampled
     told: list[Likeliest] | None
+    routed: list[bytes] | None
 
 
 class Running:
@@ -83,15 +86,16 @@ class Running:
         """Steps that may be on their way when the next begins; none where constraints read all tokens so far."""
         return 0 if self.sampling.constraints is not None else self.columns.late
 
-    def decode(self, forward: Forward, cache: BlockCache) -> None:
+    def decode(self, forward: Forward, cache: BlockCache, routing: Routing | None = None) -> None:
         """Feeds the newest token of every row, and samples the next."""
         rows = self._rows(self.order)
-        self._note(rows, *self.columns.decode(forward, cache, rows))
+        logits, sampled = self.columns.decode(forward, cache, rows)
+        self._note(rows, logits, sampled, None if routing is None else routing()[: len(rows.slots)])
 
-    def begin(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+    def begin(self, logits: torch.Tensor, slots: torch.Tensor, routed: list[bytes] | None = None) -> None:
         """Samples the first token of the rows in `slots`, from the logits after their prompts."""
         rows = self._rows(slots)
-        self._note(rows, logits, self.columns.pick(logits, rows))
+        self._note(rows, logits, self.columns.pick(logits, rows), routed)
 
     def _rows(self, slots: torch.Tensor) -> Rows:
         counts, generated = self.counts[slots], None
@@ -99,10 +103,10 @@ class Running:
             generated = self.out_tokens[slots, : max(1, int(counts.max()))]
         return Rows(slots, self.positions[slots], self.shifts[slots], counts, self.sampling, generated)
 
-    def _note(self, rows: Rows, logits: torch.Tensor, sampled: Sampled) -> None:
+    def _note(self, rows: Rows, logits: torch.Tensor, sampled: Sampled, routed: list[bytes] | None) -> None:
         slots = rows.slots
         told = likeliest(logits, self.sampling.rows(slots)) if self.sampling.num_likeliest else None
-        self._coming.append(Step(slots, self._guests[slots], rows.counts, sampled, told))
+        self._coming.append(Step(slots, self._guests[slots], rows.counts, sampled, told, routed))
         self.positions[slots] += 1
         self.counts[slots] += 1
         if self._late:  # a row that has all its tokens is not sampled again while the last is on its way
@@ -158,10 +162,13 @@ class Running:
             same = self._guests[step.slots] == step.guests
             if not bool(same.all()):
                 rows = same.nonzero().squeeze(1)
-                step = Step(step.slots[rows], step.guests[rows], step.counts[rows], step.sampled, step.told)
+                kept = step.slots[rows], step.guests[rows], step.counts[rows]
+                step = Step(*kept, step.sampled, step.told, step.routed)
                 tokens, log_probs = tokens[rows], log_probs[rows]
                 if step.told is not None:
                     step = step._replace(told=[step.told[row] for row in rows.tolist()])
+                if step.routed is not None:
+                    step = step._replace(routed=[step.routed[row] for row in rows.tolist()])
             self._enter(step, tokens, log_probs)
 
     def _enter(self, step: Step, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
@@ -170,6 +177,9 @@ class Running:
         if step.told is not None:
             for slot, told in zip(slots.tolist(), step.told, strict=True):
                 self.live[slot].tell(told)
+        if step.routed is not None:
+            for slot, routed in zip(slots.tolist(), step.routed, strict=True):
+                self.live[slot].routed.append(routed)
         stopped = is_stop(tokens, self._stop_ids[slots])
         found = self._found_stops(slots, stopped, tokens, counts) if self.stops else {}
         if found:

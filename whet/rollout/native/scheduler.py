@@ -44,6 +44,7 @@ class SharedPrompt:
     num_computed: int = 0  # its first tokens, which are computed for another request
     uncomputed: tuple[int, ...] = ()  # the tokens after them that the blocks are still to be filled with
     logits: torch.Tensor | None = None  # [V]
+    routed: bytes = b""  # experts of the pass that gave them, where the engine tells them
     end: End | None = None  # the states after it, where layers have some
 
     def __post_init__(self) -> None:

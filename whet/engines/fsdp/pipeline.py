@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a pipeline: slices of a model's layer list, run by torch.distributed.pipelining; the last owns the loss.
+
+A stage is the model's own modules, with `Absent` in the place of those of other stages, so weights keep their names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from whet.errors import ConfigError
+from whet.models.load import body_of, layers
+from whet.models.routers import auxiliary_coefficient
+
+KEY = "engine.options.mesh.pipeline"
+Run = Callable[[int, torch.Tensor | None], torch.Tensor]  # of a micro-batch: hidden states, or the loss
+
+
+class Absent(nn.Module):
+    """A module of another stage: hidden states pass through it."""
+
+    weight = None
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """The hidden states as they are."""
+        return hidden
+
+
+class Receives(Absent):
+    """The start of a stage, in the place of the embedding: gives the hidden states that came, whatever the tokens."""
+
+    hidden: torch.Tensor
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """The hidden states that came."""
+        return self.hidden
+
+
+def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Module, list[nn.Module]]:
+    """The model of a rank, with the stages `own` of `count`; and each of them alone.  Raises: ConfigError."""
+    body, listed = body_of(model), layers(body_of(model))
+    config = body.config
+    if config.get_text_config() is not config or config.tie_word_embeddings:
+        what = "ties its output to its embedding, which another stage has" if config.tie_word_embeddings else "sees"
+        raise ConfigError(KEY, count, f"1, as {type(body).__name__} {what}", "set it to 1")
+    if auxiliary_coefficient(config):
+        raise ConfigError(KEY, count, "1 with the auxiliary loss of routers (output_router_logits)", "set it to 1")
+    if count > len(listed):
+        raise ConfigError(KEY, count, f"at most {len(listed)} stages, one for a layer", "lower it")
+    base, embedding = body.base_model, body.get_input_embeddings()
+    owner = {id(embedding): 0} | {id(each): number * count // len(listed) for number, each in enumerate(listed)}
+    holders = [base] if model is base else [base, *(each for each in (model, body) if each is not base)]
+    outside = {id(module): module for holder in holders for module in holder.children()}
+    for number, module in outside.items():
+        is_end = module is not base and module is not body and any(True for _ in module.parameters())
+        if is_end and number not in owner and not isinstance(module, nn.ModuleList):
+            owner[number] = count - 1
+
+    def only(kept: Sequence[int]) -> nn.Module:
+        gone = {each for each, stage in owner.items() if stage not in kept}
+        return replaced(model, {each: Receives() if each == id(embedding) else Absent() for each in gone})
+
+    return only(own), [only([stage]) for stage in own]
+
+
+def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
+    """A module with the same weights, but for those of its parts that the table replaces by id."""
+    if id(module) in table:
+        return table[id(module)]
+    children = {name: replaced(child, table) for name, child in module.named_children()}
+    if all(children[name] is child for name, child in module.named_children()):
+        return module
+    made = copy.copy(module)
+    made._modules = {**module._modules, **children}
+    return made
+
+
+class _Stage(nn.Module):
+    """A stage as torch's schedules call it. (FSDP is inside, so gradients are summed after each micro-batch.)"""
+
+    def __init__(self, run: Run, is_first: bool) -> None:
+        super().__init__()
+        self.run, self.is_first = run, is_first
+
+    def forward(self, hidden: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """The hidden states after a micro-batch, or its loss."""
+        return self.run(int(number), None if self.is_first else hidden)
+
+
+def run_schedule(
+    runs: Mapping[int, Run],
+    count: int,
+    shape: tuple[int, int],
+    batches: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Runs all micro-batches forward and backward, one forward and one backward in turn, through the stages `runs` of
+    `count` on this rank; `shape` is that of hidden states between stages."""
+    hidden, number = torch.zeros(shape, device=device), torch.zeros(1, device=device)
+    made = []
+    for index, run in runs.items():
+        ends = (number if index == 0 else hidden.requires_grad_(), torch.zeros((), device=device).requires_grad_())
+        out = ends[1] if index == count - 1 else hidden.requires_grad_()
+        made.append(PipelineStage(_Stage(run, index == 0), index, count, device, ends[0], out, group=group))
+    numbers, dummy = torch.arange(batches), torch.zeros(batches, device=device)
+    options: dict[str, Any] = {"n_microbatches": batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
+    schedule: Any = Schedule1F1B(made[0], **options) if len(made) == 1 else ScheduleInterleaved1F1B([*made], **options)
+    args = (dummy,) if 0 in runs else ()
+    target = {"target": dummy} if count - 1 in runs else {}
+    schedule.step(*args, number=numbers, return_outputs=False, **target)
+
+
+def everywhere(
+    own: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the whole weights of all stages on every rank of a pipeline, stage after stage."""
+    rank = dist.get_rank(group)
+    for stage in range(group.size()):
+        source = dist.get_global_rank(group, stage)
+        weights = own if stage == rank else iter(())
+        while True:
+            name, weight = next(weights, ("", None)) if stage == rank else ("", None)
+            told: list[Any] = [None if weight is None else (name, weight.shape, weight.dtype)]
+            dist.broadcast_object_list(told, source, group=group)
+            if told[0] is None:
+                break
+            name, shape, dtype = told[0]
+            whole = torch.empty(shape, dtype=dtype, device=device) if weight is None else weight.contiguous()
+            dist.broadcast(whole, source, group=group)
+            yield name, whole
+
+
+def padded(hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[T, H] -> [tokens, H]."""
+    return F.pad(hidden, (0, 0, 0, tokens - len(hidden)))

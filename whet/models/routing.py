@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing of mixtures of experts: recorded while a rollout samples, and replayed by the routers of the trainer.
+
+Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370: an expert that is chosen by a hair in one engine is not chosen in
+another, which changes the token's probability by far more than rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from whet.models.experts import expert_modules
+
+ARGUMENT = "routed"  # of a layer's forward pass: [T, layers with experts, k], -1 where the router chooses itself
+DTYPE = torch.int16
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """A list to which every layer with experts adds the choice of its router [T, k] inside the block."""
+    chosen: list[torch.Tensor] = []
+
+    def note(module: nn.Module, arguments: Any) -> None:
+        chosen.append(arguments[1])
+
+    handles = [module.register_forward_pre_hook(note) for _, module in expert_modules(model)]
+    try:
+        yield chosen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def told(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
+    """Returns the choices of `recording`, of each token or of those in `keep`: int16 k, then [layers, k] experts."""
+    table = torch.stack(chosen, 1)
+    table = (table if keep is None else table[keep]).flatten(1)
+    return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]
+
+
+def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | None:
+    """[B, width, layers, k] of rows of `told`, -1 where a token has none; None where all have none."""
+    some = next((np.frombuffer(each, np.int16) for row in rows for each in row if each), None)
+    if some is None:
+        return None
+    column = torch.full((len(rows), width, len(some) - 1), -1, dtype=DTYPE)
+    for number, row in enumerate(rows):
+        places = [place for place, each in enumerate(row) if each]
+        if places:
+            found = np.frombuffer(b"".join(row), np.int16).reshape(len(places), -1)
+            column[number, places] = torch.from_numpy(found[:, 1:].copy())
+    return column.unflatten(-1, (-1, int(some[0])))
+
+
+class _Replayed(TorchFunctionMode):
+    """Lets `torch.topk` over the E experts choose what is given, with the values that it finds there."""
+
+    def __init__(self, chosen: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._chosen, self._num_experts = chosen, num_experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._num_experts:
+            return found
+        if found.indices.shape != self._chosen.shape:  # of groups of experts
+            return found
+        indices = torch.where(self._chosen >= 0, self._chosen.long(), found.indices)
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
+
+
+def replay(layers: list[nn.Module]) -> None:
+    """Lets those of the `layers` that have experts read the argument `ARGUMENT`, with unmodified modules."""
+    mixtures = [(layer, next(expert_modules(layer), None)) for layer in layers]
+    for number, (layer, experts) in enumerate((layer, found[1]) for layer, found in mixtures if found is not None):
+        _hook(layer, number, experts.num_experts)
+
+
+def _hook(layer: nn.Module, number: int, num_experts: int) -> None:
+    modes: list[_Replayed] = []
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        routed = kwargs.pop(ARGUMENT, None)
+        if routed is not None:
+            modes.append(_Replayed(routed[:, number], num_experts))
+            modes[-1].__enter__()
+        return args, kwargs
+
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        if modes:
+            modes.pop().__exit__(None, None, None)
+
+    layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    layer.register_forward_hook(after, always_call=True)
