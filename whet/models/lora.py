@@ -26,6 +26,7 @@ from whet.errors import ModelError, pip_install
 from whet.keyed import key
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import check_weights, reading
+from whet.models.latent import LatentProjection
 from whet.models.linear import FastLinear
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
@@ -77,15 +78,12 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     """Converts the settings to peft's. Targets are names of linear layers, by default all of the language model except
     its head or that of a reward model; those of a vision tower are for a target that the language model lacks."""
     head = model.get_output_embeddings()
-    layers = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, FastLinear)}
+    kinds = nn.Linear, FastLinear, LatentProjection
+    layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
     mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
     fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
     layers = {name: module for name, module in layers.items() if name not in fused}
     linear = {name for name, module in layers.items() if module is not head and f"{name}.weight" != HEAD}
-    # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
-    has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
-    taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()
-    linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
     names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in language})

@@ -240,16 +240,13 @@ def layout(
     index = torch.full(real.shape, -1, device=real.device)  # of each real token among the T
     index[own] = torch.arange(int(lengths.sum()), device=real.device)
     index = torch.where(own, index, index[first])
-    in_order = torch.full(real.shape, -1, device=real.device)  # the same without the gaps
-    order = real.cumsum(1) - 1
+    in_order, order = torch.full(real.shape, -1, device=real.device), real.cumsum(1) - 1  # the same without the gaps
     in_order[real.nonzero()[:, 0], order[real]] = index[real]
 
     rows, columns = response_mask.nonzero(as_tuple=True)
     chosen_at = order[rows, prompt_width + columns]
     if bool(((chosen_at == 0) | ~real[rows, prompt_width + columns]).any()):
         raise DataError("sampled token", "has none before it, or is padding", "a prompt of at least one token")
-    last = torch.nn.functional.pad(in_order, (1, -1), value=-1)  # the token before each, in order
-    before = last.gather(1, order.clamp(min=0))[own]
     width = int(lengths.max()) if len(lengths) else 0
     within = own.cumsum(1)[own] - 1
     positions, slots, ring_order = batch["position_ids"][kept], row_at.repeat_interleave(lengths) * width + within, None
@@ -267,12 +264,17 @@ def layout(
         targets=input_ids[rows, prompt_width + columns],
         places=kept[rows] * response_mask.shape[1] + columns,
         shape=(batch["response_mask"].shape[0], response_mask.shape[1]),
-        before=before,
+        before=_before(in_order).gather(1, order.clamp(min=0))[own],
         bunches=() if in_stretches else tuple(_bunches(*pieces)),
         media=tuple(_media(batch, kept.tolist(), has_prompt)),
         stretches=Stretches.of(pieces[0], pieces[1], pieces[3], tile) if in_stretches and len(pieces[0]) else None,
         ring_order=ring_order,
     )
+
+
+def _before(in_order: torch.Tensor) -> torch.Tensor:
+    """The token before each in order, -1 before the first.   [rows, L] -> [rows, L]"""
+    return torch.nn.functional.pad(in_order, (1, -1), value=-1)
 
 
 def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
