@@ -513,6 +513,7 @@ def test_a_reward_that_hangs_fails_in_time() -> None:
     wrong("reward that hangs", outcome.message)
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_its_process() -> None:
     async def waits(solution_str: str) -> None:
         await asyncio.sleep(60)
@@ -533,6 +534,7 @@ def test_a_reward_that_fails_in_its_process() -> None:
         wrong(situation, outcome.message)
 
 
+@pytest.mark.slow
 def test_a_judge_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with judging([Reply(status=401)]) as judge:

@@ -220,6 +220,7 @@ def test_rows_stand_in_for_files(command: Any, named: str, model_folder: Path) -
     assert named not in [error.key for error in (raised.value, *raised.value.others)]
 
 
+@pytest.mark.slow
 def test_a_model_goes_from_examples_to_an_export_in_python(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

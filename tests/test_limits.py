@@ -35,6 +35,7 @@ def test_an_alarm_that_is_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch)
                     raise
 
 
+@pytest.mark.slow
 def test_what_would_fill_the_memory_is_refused_by_the_allocation_itself() -> None:
     start = time.monotonic()
     with pytest.raises(MemoryError) as raised, bounded():

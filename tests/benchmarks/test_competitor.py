@@ -27,6 +27,7 @@ def test_turns_are_counted_and_measured(tmp_path: Path) -> None:
         assert 2 * 64**3 / turn["bfloat16_flops"] < turn["seconds"]
 
 
+@pytest.mark.slow
 def test_one_that_fails_shows_why(tmp_path: Path) -> None:
     entry = Entry(Path(sys.executable), "machine", {"rows": [16]})
     with pytest.raises(RuntimeError, match=r"(?s)A ended in the middle.*KeyError: 'gemm_size'"):

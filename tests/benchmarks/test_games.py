@@ -45,6 +45,7 @@ def test_medians_of_recipes_that_see(setting: Setting) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_estimators_of_turns_are_runs_of_one_recipe(setting: Setting) -> None:
     found = json.loads(json.dumps({"turn_credit": turn_credit.run(setting)}))
     assert "segment_reinforce_gamma_1_4" in {path.name for path in setting.scratch.iterdir()}

@@ -49,6 +49,7 @@ def test_the_first_steps_do_not_count(tmp_path: Path) -> None:
     assert seconds_of(tmp_path, ["time/actor"], {"time/actor": "time/update"}) == {"time/actor": 3.0}
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_is_the_processes_own(tmp_path: Path) -> None:
     def ran(code: str) -> int:
         return finish_measured(subprocess.Popen([sys.executable, "-c", code]), tmp_path)

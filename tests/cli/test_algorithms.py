@@ -161,6 +161,7 @@ def plain(x):
 '''
 
 
+@pytest.mark.slow
 def test_show_takes_the_users_own_function_by_its_place(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_debug_shows_the_traceback(how: str, monkeypatch: pytest.MonkeyPatch) ->
         main(arguments)
 
 
+@pytest.mark.slow
 def test_values_that_do_not_go_together_stop_a_run_before_torch_is_loaded(tmp_path: Path) -> None:
     code = (
         "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules));"
@@ -175,6 +176,7 @@ def test_choices_are_not_broken_inside_a_word(capsys: pytest.CaptureFixture[str]
     assert shown[9:11] == ["<qwen2.5 | qwen3 |", "qwen3_moe | llama |"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

@@ -65,6 +65,7 @@ def test_meanings_replace_the_sources(capsys: pytest.CaptureFixture[str]) -> Non
     assert next(line for line in lines if "clip_ratio_low" in line).endswith("# options of the loss")
 
 
+@pytest.mark.slow
 def test_the_recipe_may_be_given_as_hydra_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "train", "--config-name", "gsm8k", "rollout.n=2") == (
         printed(capsys, "train", "gsm8k", "rollout.n=2")

@@ -54,6 +54,7 @@ def test_one_row_token_by_token(capsys: pytest.CaptureFixture[str], arguments: l
     assert f"ground truth: {'x' * 300} ...\n" in shown
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_marked(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     words = [*arguments, "data.response_key=answer", "data.max_length=200"]  # keys of `whet sft` alone
     shown = whet(capsys, "data", *words, "--rows", "1")
@@ -105,6 +106,7 @@ def test_images_are_listed_and_written(capsys: pytest.CaptureFixture[str], tmp_p
         assert image.size == (128, 64) and image.getpixel((5, 5)) == (0, 0, 255)
 
 
+@pytest.mark.slow
 def test_prompts_of_generate_are_shown_by_its_keys(
     capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def lines(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.strip()]
 
 
+@pytest.mark.slow
 def test_two_evaluations_and_their_comparison(whet: Whet, model_folder: Path, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{a}+{b}=", "answer": str(a + b), "kind": "even" if a % 2 == 0 else "odd"}
@@ -78,6 +79,7 @@ def test_two_evaluations_and_their_comparison(whet: Whet, model_folder: Path, tm
     assert max(map(len, printed.splitlines()[:-1])) < 200
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_named_and_its_reward_column_shown_only_where_it_says_more(
     whet: Whet, qwen25_folder: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_benchmark_is_named_and_its_reward_column_shown_only_where_it_says_mor
     assert ["aime", "1", "0.0", "0.0"] in [line[:4] for line in lines(printed)] and "reward" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["math500_eval", "aime_eval", "gsm8k_eval"])
 def test_benchmarks_as_published(recipe: str, shared_data: Path, qwen25_folder: Path) -> None:
     """All problems of the files are asked, and a model that knew the truths would be all right."""

@@ -289,6 +289,7 @@ def test_a_stated_size_is_above_0(size: str, model_folder: Path, capsys: pytest.
     assert f"ConfigError: memory of a node: {float(size):g} GiB; " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_elsewhere_scores_rows(
     model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_run_that_ended_early_has_the_same_steps_in_view_and_in_runs() -> None
     )
 
 
+@pytest.mark.slow
 def test_plot_draws_the_metrics_of_runs_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/a"), *STEPS)
     make_run(Path("runs/b"), *STEPS)
@@ -167,6 +168,7 @@ def test_mistakes_are_explained(words: list[str], error: str, capsys: pytest.Cap
     assert re.match(f"DataError: .*{error}", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_every_command_reads_a_run_of_the_first_version(capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(OLD_RUN, "runs/old")
     assert whet("runs", "runs/old") == 0 and "val/accuracy" in capsys.readouterr().out

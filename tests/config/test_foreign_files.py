@@ -243,6 +243,7 @@ def test_a_loop_over_what_is_not_known_is_told(loop: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_loops_end() -> None:
     found = read(f"for i in {{1..200}}; do {MAIN} a=$i b=1; done", "verl")
     assert [each["a"] for each in found.loops.popitem()[1]] == list(range(2, 101))

@@ -29,6 +29,7 @@ def test_the_nearest_key_is_the_one_that_was_meant(typed: str, meant: str | None
     assert nearest_key(TrainConfig, typed) == meant
 
 
+@pytest.mark.slow
 def test_a_valid_key_is_nearest_to_itself() -> None:
     some = list(leaf_fields(TrainConfig))[::6]
     assert [nearest_key(TrainConfig, key) for key in some] == some

@@ -46,6 +46,7 @@ def test_gsm8k_is_grpo_with_the_published_fields(given: list[str]) -> None:
     assert "{{ content }}" in config.data.format_prompt and "####" in config.data.format_prompt
 
 
+@pytest.mark.slow
 def test_the_variants_keep_the_problem_and_change_the_algorithm(given: list[str]) -> None:
     base = load_config(TrainConfig, "gsm8k", given).config
     ppo = load_config(TrainConfig, "ppo_gsm8k", given).config

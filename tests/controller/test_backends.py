@@ -180,6 +180,7 @@ def test_every_role_is_in_one_pool_once() -> None:
     assert with_roles([actor, critic], [ResourcePool(2)]) == [ResourcePool(2, ("actor", "critic"))]
 
 
+@pytest.mark.slow
 def test_the_first_pool_has_what_no_other_names() -> None:
     placement = {
         "train": {"processes": 2, "roles": ["critic"]},

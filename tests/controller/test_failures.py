@@ -106,6 +106,7 @@ def test_a_death_while_the_others_are_sent_to_is_the_error_of_the_call(
     wait_until_gone(pids, seconds=10)
 
 
+@pytest.mark.slow
 def test_a_death_between_two_calls_is_named_by_the_next(
     backend: str, started: tuple[WorkerGroup, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:

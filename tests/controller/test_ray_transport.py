@@ -106,6 +106,7 @@ def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch, address: 
         pass
 
 
+@pytest.mark.slow
 def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     import queue
     import socket

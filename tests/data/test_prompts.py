@@ -252,6 +252,7 @@ def test_raw_text_is_fed_as_it_is(with_template: Callable[[str | None], PreTrain
         PromptFormat(base, apply_chat_template=False, system_prompt="Be brief.")
 
 
+@pytest.mark.slow
 def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerBase) -> None:
     path = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k" / "test.jsonl"
     if not path.exists():

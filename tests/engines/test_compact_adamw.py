@@ -177,6 +177,7 @@ def test_weights_in_bfloat16_learn_where_rounding_to_nearest_stands_still() -> N
     assert fitted("kahan", torch.bfloat16) < 0.09
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_weights_in_bfloat16_resume_to_the_same_bits(
     rounding: Literal["stochastic", "kahan"], model_folder: Path
@@ -198,6 +199,7 @@ def test_weights_in_bfloat16_resume_to_the_same_bits(
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in resumed.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_state_resumes_to_the_same_bits(state_dtype: Kept, model_folder: Path) -> None:
     optim = OptimConfig(lr=1e-3, schedule="cosine", state_dtype=state_dtype)

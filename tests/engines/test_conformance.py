@@ -254,6 +254,7 @@ def mine(tmp_path: Path) -> str:
     return f"{file}:Mine"
 
 
+@pytest.mark.slow
 def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, additions: list[dict[str, str]]) -> None:
     """Metrics and weights are those of the engine that it inherits from; its option comes from the config."""
 

@@ -246,6 +246,7 @@ def test_a_state_goes_on_with_any_number_of_ranks(changes: dict[str, Any], model
     suite.check_records(expected, replace(got, metrics=metrics))
 
 
+@pytest.mark.slow
 def test_a_torch_that_adds_no_zeros_trains_models_that_see_on_one_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

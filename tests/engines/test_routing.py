@@ -114,7 +114,8 @@ def test_a_model_that_does_not_ask_for_the_loss_has_none(tmp_path: Path) -> None
 RANKS = {
     "single": EngineConfig(logits_chunk_tokens=16),
     "fsdp": EngineConfig(name="fsdp", logits_chunk_tokens=16),
-    "sequence": EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"sequence_parallel_size": 2}),
+    "experts": EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"mesh": {"expert": 2}}),
+    "context": EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"mesh": {"context": 2}}),
 }
 
 
@@ -126,7 +127,7 @@ def test_two_ranks_take_the_steps_of_one(model_type: str, tmp_path: Path) -> Non
     folder = nano_model(tmp_path / "model", model_type, **asks)
     reference = suite.drive(suite.launched({"actor": suite.settings(folder)}, 1)["actor"], steps=range(6))
     assert reference.metrics[0]["actor/router_aux_loss"] > 0
-    kinds = {name: each for name, each in RANKS.items() if name != "sequence" or model_type == "mixtral"}
+    kinds = {name: each for name, each in RANKS.items() if not each.options or model_type == "mixtral"}
     groups = suite.launched({name: suite.settings(folder, each) for name, each in kinds.items()}, 2)
     for group in groups.values():
         suite.check_records(reference, suite.drive(group, steps=range(6)))

@@ -128,6 +128,7 @@ def test_gradient_is_clipped_and_its_norm_before_that_is_told(model_folder: Path
     assert torch.stack([g.norm() for g in grads]).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_resumes_to_the_same_bits(name: Literal["adamw", "muon"], model_folder: Path) -> None:
     optim = OptimConfig(name=name, lr=1e-3, schedule="cosine", warmup_steps=2)
@@ -180,6 +181,7 @@ class Wave(SingleEngine):
         return torch.stack(losses).detach().sum()
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_another_schedule(model_folder: Path) -> None:
     """Counts before, clipping, step and metrics after it are the base's."""
     plain, wave = (

@@ -98,6 +98,7 @@ def test_a_room_that_is_seen_is_shown_as_a_picture(games: ModuleType, tmp_path: 
         assert picture.tobytes() == draw_tiles(cells, TILES, 16).tobytes()
 
 
+@pytest.mark.slow
 def test_the_shop_is_read_in_words_of_its_tokenizer(
     games: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

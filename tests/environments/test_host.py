@@ -408,6 +408,7 @@ def is_late(result: object, call: str, seconds: float) -> bool:
     return re.match(f"{call} .* {seconds:g} s", result.message) is not None
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_step_fails_its_episode_and_no_other(opened: Callable[..., EnvironmentHost]) -> None:
     host = opened("Short")
     started(host, *WRONG, "fork", "chdir")

@@ -146,6 +146,7 @@ def test_an_absent_server_fails_the_episode() -> None:
     assert "ConnectionError: no OpenEnv server answers at http://127.0.0.1:9/schema: " in failed.message
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_says_why() -> None:
     [failed] = played({"command": f"{sys.executable} -c 'raise SystemExit(\"no port {{port}}\")'"}, ())
     assert isinstance(failed, Failure)

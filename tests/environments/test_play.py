@@ -61,6 +61,7 @@ def result_in(folder: Path) -> Any:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["scripted", "openai", "ollama"])
 def test_ten_rounds_of_the_number_game(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -91,6 +92,7 @@ def test_ten_rounds_of_the_number_game(backend: str, tmp_path: Path, monkeypatch
         assert path == "/api/generate" and body["options"] == {"temperature": 0.7, "num_predict": 512}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["scripted", "openai", "ollama"])
 def test_ten_rounds_of_the_tree_game(backend: str, tmp_path: Path) -> None:
     with serving() as server:
@@ -205,6 +207,7 @@ def test_a_server_that_is_not_there_or_drips(tmp_path: Path) -> None:
         OllamaBackend("nowhere", "m").ask(Question("score", "x"))
 
 
+@pytest.mark.slow
 def test_rows_have_the_right_answer_and_feed_the_reward_functions(tmp_path: Path) -> None:
     file = tmp_path / "data" / "rows.jsonl"
     for name in play.AGENTS:

@@ -115,6 +115,7 @@ def test_each_type_of_reward_occurs_among_10000_products() -> None:
     assert set(types) == {0.0, 0.1, 0.5, 1.0} and min(types.values()) > 200 and types[1.0] < 1500
 
 
+@pytest.mark.slow
 def test_the_values_of_options_are_names_of_one_button_only() -> None:
     for product in catalogue(10_000, 0).products[:2000]:
         names = [

@@ -131,6 +131,7 @@ def test_conformance(url: str) -> None:
     assert [each for each in found if each.is_ok is False] == []
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_or_hangs_fails_the_episode_only() -> None:
     with running(catalogue(50, 0)) as address:
         host = open_host(NAME, {"url": address, "request_seconds": 1.0})

@@ -202,6 +202,7 @@ def test_lengths_over_the_models_are_refused(eval_config: MakeConfig, additions:
         evaluate(eval_config(**{"data.max_response_length": 500}), reward=lambda solution_str: 0.0, data=additions)
 
 
+@pytest.mark.slow
 def test_one_that_was_cut_off_goes_on_and_ends_as_one_that_was_not(
     eval_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_one_that_was_cut_off_goes_on_and_ends_as_one_that_was_not(
     assert (tmp_path / "out" / "config.yaml").read_text().startswith("# the weights of ")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_a_run_are_models_too(
     train_config: Callable[..., Any], eval_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:

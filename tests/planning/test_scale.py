@@ -90,7 +90,8 @@ def test_what_is_planned_is_a_config_that_runs(name: str, tmp_path: Path) -> Non
             here = other.cluster.devices_here
             assert taken == [divmod(number, here) for number in range(each.gpus)]
         least = smallest(config, shape, gib, 256)
-        assert least is not None and all(each.fits == (each.gpus >= least.gpus) for each in found)
+        assert all(each.fits == (least is not None and each.gpus >= least.gpus) for each in found)
+        assert (least is None) == (name.startswith("qwen3_235b") and gib < 80)
 
 
 def test_weights_of_235b_by_hand(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_coordinates_by_hand() -> None:
 def test_the_command(tmp_path: Path) -> None:
     recipe("qwen3_235b_a22b_math_gspo", tmp_path)
     words = ["plan", "qwen3_235b_a22b_math_gspo", f"model.path={tmp_path}", "data.train_files=[]"]
-    done = CliRunner().invoke(app, [*words, "--gpus", "8,64", "--device-memory", "78"])
+    done = CliRunner().invoke(app, [*words, "--gpus", "8,64", "--device-memory", "139"])
     assert done.exit_code == 0, done.output
     ranks = CliRunner().invoke(app, [*words, "--ranks"]).output.splitlines()
     assert len(ranks) == 36 and ranks[9].split(": ")[1] == "node 1, device 1"

@@ -186,6 +186,7 @@ def test_a_function_that_grows_is_killed_and_named(hoards: str, name: str) -> No
     assert "reward.memory_limit_mb=300" in failed.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["child", "daemon"])
 def test_memory_of_what_a_function_starts_counts(hoards: str, verb: str) -> None:
     start = time.monotonic()
@@ -196,6 +197,7 @@ def test_memory_of_what_a_function_starts_counts(hoards: str, verb: str) -> None
     assert time.monotonic() - start < 45.0
 
 
+@pytest.mark.slow
 def test_memory_that_processes_share_counts_once(hoards: str) -> None:
     with make_pool(f"{hoards}:compute_score", timeout_seconds=60.0, memory_limit_mb=400) as pool:
         assert pool.score([item("copies")]) == [RIGHT]  # 5 processes that each have 128 MB, of the same pages

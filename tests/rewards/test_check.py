@@ -29,6 +29,7 @@ def test_there_are_enough() -> None:
     assert all(inspect.isfunction(function) for function, _ in FAULTS.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hedging", "echo", "huge", "far miss"])
 def test_findings(name: str) -> None:
     grader = next(grader for grader, (_, names) in FAULTS.items() if name in names)
@@ -49,6 +50,7 @@ def test_a_grader_that_never_scores_is_found_for_that_alone(capsys: pytest.Captu
     assert re.match(r"bad result  .*'good' \(str\)", out)
 
 
+@pytest.mark.slow
 def test_a_decent_rule_has_no_finding() -> None:
     with RewardPool(right_or_not, num_workers=1, timeout_seconds=5.0, correct_threshold=1.0) as pool:
         report = check(pool, ROWS, reads_truth=True)

@@ -31,6 +31,7 @@ def item(source: str, response: str, truth: Any = "7", **extra: Any) -> RewardIt
     return RewardItem(source, response, truth, extra, response_ids=(1, 2))
 
 
+@pytest.mark.slow
 def test_every_row_goes_to_its_domain() -> None:
     domains = {
         "sums": {"function": "gsm8k", "kwargs": {"method": "strict"}, "sources": ["openai/*", "additions"]},
@@ -54,6 +55,7 @@ def test_every_row_goes_to_its_domain() -> None:
     assert parts[2] == {"sums/reward": 1.0, "sums/accuracy": 1.0} and "others/reward" in parts[3]
 
 
+@pytest.mark.slow
 def test_a_domain_has_its_own_deadline_and_processes(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     function = f"{tmp_path / 'sleeps.py'}:compute_score"
@@ -123,6 +125,7 @@ BY_LENGTH = (
 )
 
 
+@pytest.mark.slow
 def test_a_filter_of_its_own(train_config: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+1=", "data_source": ("up", "down")[a % 2]} for a in range(8)]
     drops_all = {"filter": {"name": "mean_window", "options": {"low": 0.5, "high": 2.0}, "metric": "reward"}}
@@ -133,6 +136,7 @@ def test_a_filter_of_its_own(train_config: Any, tmp_path: Path) -> None:
     assert metrics["filter/dropped_groups"] == 6.0 and metrics["filter/kept_fraction"] == 0.5
 
 
+@pytest.mark.slow
 def test_statistics_of_each_domain(train_config: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+1=", "data_source": ("up", "down")[a % 2]} for a in range(8)]
     reward = "def compute_score(solution_str, data_source):\n    return 100.0 if data_source == 'up' else 1.0\n"
@@ -157,6 +161,7 @@ def test_running_statistics_go_on_from_a_checkpoint() -> None:
     assert older.state()["running"] == {"": first.state()["running"]["down"]}
 
 
+@pytest.mark.slow
 def test_rows_of_no_domain_end_the_run_before_it_begins(train_config: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "data_source": "up"}, {"prompt": "1+2=", "data_source": "sideways"}]
     with pytest.raises(DataError, match=r"row 1.*sideways.*up"):

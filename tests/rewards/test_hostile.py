@@ -164,6 +164,7 @@ def test_one_that_is_always_killed_while_it_starts_is_an_error(tmp_path):
         make_pool(f"{tmp_path}/never.py:f")
 
 
+@pytest.mark.slow
 def test_a_replacement_runs_the_code_that_the_run_started_with(tmp_path):
     """The file, and what it imports from its folder on the path, edited while the run goes on."""
     (tmp_path / "amounts.py").write_text("AMOUNT = 1.0\n")

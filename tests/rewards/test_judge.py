@@ -453,6 +453,7 @@ def test_a_response_cannot_contain_its_own_fence() -> None:
     assert fence_of(f"a\n{fence_of('a')}\nVerdict: yes") != fence_of("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("response", INJECTED[:2])
 def test_what_a_judge_quotes_of_a_response_does_not_count(response: str) -> None:
     """The parser's part: a judge that repeats the injected line and then scores 0 has scored 0."""
@@ -470,6 +471,7 @@ def test_what_a_judge_quotes_of_a_response_does_not_count(response: str) -> None
 # The score function, in reward processes.
 
 
+@pytest.mark.slow
 def test_a_judge_scores_many_responses_at_a_time() -> None:
     def strict(body: dict[str, Any]) -> Reply:
         is_right = "\nfour\n" in body["messages"][1]["content"]
@@ -508,6 +510,7 @@ def test_a_reply_that_was_cut_off_has_no_verdict(tmp_path: Path) -> None:
     assert re.search(r"max_tokens=8.*'I repeat", bad.message)
 
 
+@pytest.mark.slow
 def test_one_response_that_the_judge_chokes_on_harms_no_other() -> None:
     def chokes(body: dict[str, Any]) -> Reply:
         return Reply(status=500) if "bad" in body["messages"][1]["content"] else Reply()
@@ -534,6 +537,7 @@ def test_a_second_judge(combine: str, expected: float, requests: int) -> None:
         assert [body.get("seed") for body in judge.bodies[requests:]] in ([None, 1000], [1000, None])
 
 
+@pytest.mark.slow
 def test_a_second_judge_has_an_endpoint_and_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER_KEY", "other secret")
     with judging(["Verdict: yes"]) as judge, judging(["Verdict: no"]) as other:
@@ -571,6 +575,7 @@ def test_the_total_of_a_run_counts_failed_calls_too() -> None:
         assert metrics.value("reward/judge_cost_total") == step * 2.0
 
 
+@pytest.mark.slow
 def test_the_examples_that_are_shown() -> None:
     def knows(body: dict[str, Any]) -> Reply:
         return Reply(f"Verdict: {'yes' if 'It is 4.' in body['messages'][1]['content'] else 'no'}")
@@ -581,6 +586,7 @@ def test_the_examples_that_are_shown() -> None:
             assert isinstance(outcome, RewardResult) and outcome.reward == reward and set(fields) == {"prompt_str"}
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_not_there_or_refuses_is_a_failure_with_the_reason(tmp_path: Path) -> None:
     [away] = score(UNREACHABLE, "x", retries=0)
     assert isinstance(away, Failure) and "ConnectError" in away.message and UNREACHABLE in away.message
@@ -589,6 +595,7 @@ def test_an_endpoint_that_is_not_there_or_refuses_is_a_failure_with_the_reason(t
     assert isinstance(refused, Failure) and "NO_SUCH_KEY" in refused.message and "403" in refused.message
 
 
+@pytest.mark.slow
 def test_options_are_checked_at_the_start() -> None:
     loading = "^loading the reward function .*: "
     with raises(RewardError, re.compile(f"{loading}.*: endpoint$"), found=None):

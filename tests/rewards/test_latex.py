@@ -46,6 +46,7 @@ def parsed(parser: type, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 def test_trees_and_errors_are_those_of_the_parser_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     [own] = TwoStageParser.__bases__
     found = {text: parsed(TwoStageParser, text, monkeypatch) for text in EXPRESSIONS}

@@ -177,6 +177,7 @@ def test_the_longest_common_subsequence(response, truth, score):
     assert rouge_l(response, truth)["reward"] == pytest.approx(score)
 
 
+@pytest.mark.slow
 def test_rouge_is_that_of_rouge_score():
     scorer = pytest.importorskip("rouge_score.rouge_scorer", reason="rouge-score is not installed").RougeScorer(
         ["rougeL"]

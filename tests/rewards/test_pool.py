@@ -103,6 +103,7 @@ def test_outcomes_are_in_order(behaviours, num_workers):
         assert pool.score(items[:1]) == [RIGHT]
 
 
+@pytest.mark.slow
 def test_shipped_functions_by_name_with_options():
     with make_pool("gsm8k", method="strict", format_score=0.1) as pool:
         answers = ["#### 72", "#### 71", "72"]
@@ -132,6 +133,7 @@ def test_a_batch_does_not_wait_for_one_before_it(behaviours):
         assert slow.result(timeout=10) == [WRONG]
 
 
+@pytest.mark.slow
 def test_threads_may_score_at_the_same_time(behaviours):
     results = {}
     with make_pool(f"{behaviours}:compute_score", num_workers=2) as pool:
@@ -164,6 +166,7 @@ def test_what_a_function_prints_goes_to_stderr(behaviours, capfd):
     ]
 
 
+@pytest.mark.slow
 def test_trivial_items_are_scored_at_five_thousand_a_second(behaviours):
     items = [item("1")] * 5000
     with make_pool(f"{behaviours}:compute_score", num_workers=2) as pool:
@@ -180,6 +183,7 @@ def test_trivial_items_are_scored_at_five_thousand_a_second(behaviours):
 # Items that go wrong.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["spin", "sleep 1000", "regex"])
 def test_a_late_item_is_killed_in_time_and_harms_no_other(behaviours, verb):
     with make_pool(f"{behaviours}:compute_score", num_workers=2, timeout_seconds=0.5) as pool:
@@ -190,6 +194,7 @@ def test_a_late_item_is_killed_in_time_and_harms_no_other(behaviours, verb):
     assert outcomes == [RIGHT] * 20 + [Failure("reward", "timed out after 0.5 s", timed_out=True)] + [RIGHT] * 20
 
 
+@pytest.mark.slow
 def test_an_answer_in_time_counts_however_late_it_is_read(behaviours):
     """While this thread holds the interpreter lock past the deadline, the one that owns the processes cannot look."""
     interval = sys.getswitchinterval()
@@ -206,6 +211,7 @@ def test_an_answer_in_time_counts_however_late_it_is_read(behaviours):
         assert future.result(timeout=10) == [RIGHT]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "ended"), [("exit", "exit code 3"), ("segv", "SIGSEGV"), ("killed", "SIGKILL")])
 def test_a_worker_that_dies_is_noticed_at_once_and_harms_no_other_item(behaviours, verb, ended):
     with make_pool(f"{behaviours}:compute_score", num_workers=2, timeout_seconds=60.0) as pool:
@@ -219,6 +225,7 @@ def test_a_worker_that_dies_is_noticed_at_once_and_harms_no_other_item(behaviour
         assert failure.source == "reward" and ended in failure.message
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_item_of_a_thousand_fails_that_one(behaviours):
     items = [item("raise no good" if i == 617 else "1") for i in range(1000)]
     with make_pool(f"{behaviours}:compute_score", num_workers=2) as pool:
@@ -326,6 +333,7 @@ def test_a_function_from_a_file_travels_as_itself(behaviours):
         assert pool.score([item("1"), item("2")]) == [RIGHT, WRONG]
 
 
+@pytest.mark.slow
 def test_a_name_registered_in_this_process_travels(monkeypatch):
     monkeypatch.setattr(REWARDS, "_live", dict(REWARDS._live))
 
@@ -540,6 +548,7 @@ def start_script(behaviours: str, timeout_seconds: float, state: str) -> tuple[s
     return process, pids
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_takes_its_processes_along(behaviours):
     process, pids = start_script(behaviours, 60, "end")
     assert process.wait(timeout=20) == 0
@@ -547,6 +556,7 @@ def test_a_program_that_ends_takes_its_processes_along(behaviours):
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["busy", "idle"])
 def test_ctrl_c_ends_the_program_and_its_processes(behaviours, state):
     process, pids = start_script(behaviours, 60, state)

@@ -146,6 +146,7 @@ def test_each_player_reads_a_conversation_of_its_own(play: Any, tokenizer: PreTr
     assert scores[:, -1].tolist() == [-1.0, 1.0]  # black, white
 
 
+@pytest.mark.slow
 def test_players_are_groups_of_their_own(play: Any) -> None:
     """Two episodes: white wins the first, black the second; the mean of each player's returns is 0."""
     trajectories = [play("Duel", *said)[0] for said in (("5", "3", "4", "2"), ("1", "3", "4", "8"))]
@@ -284,6 +285,7 @@ def test_tokens_of_turns_and_episodes(play: Any) -> None:
     assert [len(turn.token_ids) for turn in short.turns] == [2, 2, 1] and short.limit == "length"
 
 
+@pytest.mark.slow
 def test_observations_without_room(play: Any) -> None:
     """64 tokens of a response hold two answers and two observations, and not the third."""
     [cut] = play("Talks", "1")
@@ -325,6 +327,7 @@ def test_an_opening_of_another_player_without_room(play: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_task_without_room_is_a_result(
     tmp_path: Path,
     tokenizer: PreTrainedTokenizerBase,

@@ -23,9 +23,9 @@ ON_TWO = {"actor__engine__name": "fsdp", "cluster__processes": 2}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model folders without weights, of both ways."""
     root = tmp_path_factory.mktemp("models")
-    for model_type in ("llama", "gpt_oss"):
+    for model_type in ("llama", "llama4_text"):
         config_of(model_type).save_pretrained(root / model_type)
-    return {"own": root / "llama", "general": root / "gpt_oss"}
+    return {"own": root / "llama", "general": root / "llama4_text"}
 
 
 def loaded(folder: Path, **overrides: Any) -> TrainConfig:
@@ -64,10 +64,10 @@ def test_the_default_engine_is_one_that_samples_from_the_model(
         (
             {
                 "actor__engine__name": "fsdp",
-                "actor__engine__options": {"sequence_parallel_size": 2},
+                "actor__engine__options": {"mesh": {"context": 2}},
                 "cluster__processes": 2,
             },
-            "actor.engine.options.sequence_parallel_size",
+            "actor.engine.options.mesh.context",
             2,
         ),
     ],

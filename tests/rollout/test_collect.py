@@ -272,6 +272,7 @@ def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) 
     assert asking.messages[-1].content == "2"
 
 
+@pytest.mark.slow
 def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "5", "9", "77", by_sample=True)
     collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Broken"), apply_chat_template=False)
@@ -300,6 +301,7 @@ def test_options_reach_the_environment(tokenizer: PreTrainedTokenizerBase, envir
     assert dict(one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)).fields) == {"length": 3}
 
 
+@pytest.mark.slow
 def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
     tokenizer: PreTrainedTokenizerBase, environments: str
 ) -> None:
@@ -343,6 +345,7 @@ def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, env
     assert len(answer.turns) == 3 and answer.score == 3.0 and answer.failure is None
 
 
+@pytest.mark.slow
 def test_the_budget_is_for_the_whole_response(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     # two tokens an answer (1, end) and four that are read (m o r e): 2, 6 -> 8, 12 -> the next may have 1 of 13
     engine = Scripted(tokenizer, "1")

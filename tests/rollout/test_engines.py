@@ -149,6 +149,7 @@ def test_preemption_changes_nothing(
     assert cache.num_blocks == blocks and cache.num_free == blocks
 
 
+@pytest.mark.slow
 def test_the_oldest_answer_is_never_preempted(model: PreTrainedModel) -> None:
     # 4 requests of 1 + 79 tokens need 5 blocks each, and 9 blocks are there: the first two go on at once
     made = [Request(str(index), (3 + index,), SamplingParams(79), index) for index in range(4)]
@@ -159,6 +160,7 @@ def test_the_oldest_answer_is_never_preempted(model: PreTrainedModel) -> None:
     assert [len(each.token_ids) for each in completions] == [79] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_request_alone_and_among_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
     native = NativeEngine(dtype=dtype)
@@ -171,6 +173,7 @@ def test_weights_from_outside(model: PreTrainedModel, engine: RolloutEngine) -> 
     suite.check_weights(engine, model, suite.requests(groups=2))
 
 
+@pytest.mark.slow
 def test_different_sampling_in_one_batch(model: PreTrainedModel) -> None:
     native = NativeEngine()
     native.attach(model, 0)

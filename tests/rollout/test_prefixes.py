@@ -68,6 +68,7 @@ def test_a_turn_reads_only_what_is_new(model: PreTrainedModel) -> None:
     assert (kept.read, again.read) == (20 + 4 + 4, 20 + 47 + 74)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [8, 14, 30])
 def test_a_short_cache_lets_what_is_kept_go(model: PreTrainedModel, blocks: int) -> None:
     cache = BlockCache(model.config, dtype=torch.float32, budget_bytes=2**24, device=torch.device("cpu"))

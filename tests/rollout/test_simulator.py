@@ -143,6 +143,7 @@ def episodes() -> list[Episode]:
     return [Episode(prompt, sample, RULES) for prompt in prompts(3) for sample in range(4)]
 
 
+@pytest.mark.slow
 def test_any_order_of_events_gives_the_same_trajectories() -> None:
     expected = in_order(episodes())
     assert len(expected) == 12

@@ -179,6 +179,7 @@ READS = [
 ]
 
 
+@pytest.mark.slow
 def test_files_of_others_are_not_fetched(address: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(ANOTHERS)
     code = f"""
@@ -220,6 +221,7 @@ def test_no_web_page_runs_programs(address: str, headers: dict[str, str], status
     assert found.status_code == status and (b"6" in found.content) == (status == 200)
 
 
+@pytest.mark.slow
 def test_a_service_with_a_key(unisolated: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(unisolated, api_key="se cret") as address:
         body = {"code": "print(6)", "language": "python"}

@@ -139,6 +139,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=150, deadline=None)
 @given(

@@ -137,6 +137,7 @@ def test_an_engine_that_does_not_come_back_in_time(server: Running, http: httpx.
     assert http.post(CHAT, json=asking("yes")).json()["choices"][0]["message"]["content"] == "yes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(server: Running, http: httpx.Client, stream: bool) -> None:
     before = http.get("/metrics").text.count(f'path="{CHAT}",status="499"')

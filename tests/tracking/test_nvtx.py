@@ -95,6 +95,7 @@ def test_without_a_gpu_no_range_is_pushed(seen: list[tuple[str, str]], monkeypat
     assert not seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [[], [2]])
 def test_the_driver_of_a_run_in_one_process(
     train_config: Callable[..., TrainConfig],

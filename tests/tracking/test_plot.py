@@ -39,6 +39,7 @@ def test_the_running_mean_takes_what_there_is_at_the_ends() -> None:
     assert running_mean([5.0, 7.0], 0) == [5.0, 7.0]
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_colour_in_every_panel(tmp_path: Path) -> None:
     a, b = Series("a", [0, 1, 2], [0, 1, 2]), Series("b", [0, 1, 2], [2, 1, 0])
     plot_panels([Panel("one", [a, b]), Panel("two", [a, Series("b", [], [])])]).write(tmp_path / "panels.png")

@@ -65,6 +65,7 @@ def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_memory_and_cores_of_this_process_and_of_those_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     others = {pid for pid, _ in profile._descendants(os.getpid(), "")}  # of tests before this one
     below = profile._descendants

@@ -69,6 +69,7 @@ def test_what_claims_to_be_exact_is(row: Certified) -> None:
     assert certify(row.algorithm, SMALL, mode=row.mode, gap=row.gap).relative_error < 1e-8
 
 
+@pytest.mark.slow
 def test_the_step_is_the_loops_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a config says of rewards, tokens and losses is in its certificate, and so is a change of the loop."""
     for changed in (

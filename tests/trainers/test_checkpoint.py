@@ -75,6 +75,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
         assert all(torch.equal(expected[role][name], got[role][name]) for name in expected[role])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     config = train_config({"algorithm.adv_estimator": "gae"})
     finish(config, additions)
@@ -243,6 +244,7 @@ def newest(run_dir: Path, resume: str = "auto") -> str | None:
     return None if found is None else found.name
 
 
+@pytest.mark.slow
 def test_the_newest_whole_checkpoint_is_found(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = run_dir / "checkpoints"
     (checkpoints / ".global_step_5.partial").mkdir()  # what a kill leaves
@@ -291,6 +293,7 @@ def test_a_path_without_a_checkpoint_is_refused(run_dir: Path, name: str) -> Non
         checkpoint.find(run_dir, str(folder))
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_beside_the_newest(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     """Scores of the steps as validation would give them; of equals the newer one is the best."""
     config = train_config({**GRPO, "trainer.total_steps": 6, "trainer.save_limit": 2})
@@ -338,6 +341,7 @@ def test_scores_of_two_metrics_are_not_compared(
     assert kept == {best, len(scores)}
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_best_metric_says_so_and_keeps_its_best(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,6 +402,7 @@ def test_a_checkpoint_of_another_model_is_named(
     assert [each.key for each in caught.value.others] == ["state"]
 
 
+@pytest.mark.slow
 def test_only_the_newest_are_kept(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     finish(train_config({**GRPO, "trainer.save_limit": 2}), additions)
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
@@ -414,6 +419,7 @@ def test_a_damaged_newer_checkpoint_does_not_crowd_out_a_good_one(
     assert newest(run_dir) == "global_step_3"
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_leaves_what_was_there(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

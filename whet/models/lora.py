@@ -91,7 +91,7 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
-    names = sorted({re.search(r"[^.]+(\.\d+)*$", name)[0] for name in language})
+    names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in language})
     for target in settings.target_modules:
         if not _has(linear, target):
             found = f"names {target!r}, which no linear layer of {type(model).__name__} is called"

@@ -36,7 +36,7 @@ from whet.models.folder import split_adapters
 from whet.models.general import LOST
 from whet.models.load import cast_weights, load_policy, outline
 from whet.models.supported import support_of
-from whet.registry import ENVIRONMENTS, ROLLOUT_ENGINES
+from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Turns
 from whet.rollout.episode import MAIN, Limits
@@ -47,7 +47,8 @@ from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=TrainConfig | ExamplesConfig)
-NATIVE, SEQUENCE = "native", "sequence_parallel_size"
+NATIVE = "native"
+OF_OWN_WAY = ("context", "tensor", "pipeline")  # parts of a training engine's mesh that split what whet computes
 
 
 def rollout_engine(
@@ -93,9 +94,11 @@ def with_engine(config: C) -> C:
         engine = section if name == "engine" else getattr(section, "engine", None)
         if isinstance(engine, EngineConfig) and getattr(section, "model_path", None) is None:
             key = name if name == "engine" else f"{name}.engine"
-            if engine.packing or engine.options.get(SEQUENCE, 1) > 1:
-                at, found = ("packing", True) if engine.packing else (f"options.{SEQUENCE}", engine.options[SEQUENCE])
-                raise ConfigError(f"{key}.{at}", found, f"padded rows, as the model has {lacks}", "unset it")
+            options = entry_at(ENGINES, f"{key}.name", engine.name).resolve_options(engine.options, f"{key}.options")
+            wanted = [(f"options.mesh.{part}", (options.get("mesh") or {}).get(part, 1)) for part in OF_OWN_WAY]
+            for at, found in [("packing", engine.packing or 1), *wanted]:
+                if found is True or found > 1:
+                    raise ConfigError(f"{key}.{at}", found, f"padded rows, as the model has {lacks}", "unset it")
     if not isinstance(config, TrainConfig):
         return config
     return config.model_copy(update={"rollout": chosen_engine(config.rollout, config.model)})

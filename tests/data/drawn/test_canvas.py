@@ -54,6 +54,7 @@ def test_the_tags_are_those_of_the_media(data_set: Callable[..., Any]) -> None:
         assert all(Image.open(io.BytesIO(each)).mode == "RGB" for each in pictures(row))
 
 
+@pytest.mark.slow
 def test_by_default_there_are_4096_rows_to_train_on_and_256_held_out() -> None:
     assert [sum(1 for _ in figures.naming(split, 0)) for split in ("train", "val")] == [4096, 256]
 

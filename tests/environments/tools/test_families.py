@@ -432,6 +432,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_id_and_mask_of_three_turns(name: str, qwen25_folder: Path, tmp_path: Path) -> None:
     family = FAMILIES[name]

@@ -126,6 +126,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=300, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=10).map("".join))

@@ -101,6 +101,7 @@ def test_code_that_is_no_python_stays_as_it_is() -> None:
     assert with_last_value("1 +") == "1 +" and with_last_value("") == "" and with_last_value("x = 1") == "x = 1"
 
 
+@pytest.mark.slow
 def test_the_shipped_tools_in_an_episode(qwen25_folder: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": "Bern has bears."}) + "\n")

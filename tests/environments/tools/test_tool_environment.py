@@ -179,6 +179,7 @@ def counts(observation: Observation | Failure) -> dict[str, float]:
     return {name.removeprefix("tools/"): value for name, value in observation.fields.items() if value}
 
 
+@pytest.mark.slow
 def test_results_come_in_the_order_of_the_calls(opened: Any) -> None:
     host = opened("add", "slow")
     found = called(host, ("slow", {"seconds": 0.3}), ("add", {"a": 1, "b": 2}), ("add", {"a": "5"}))
@@ -191,6 +192,7 @@ def test_results_come_in_the_order_of_the_calls(opened: Any) -> None:
     assert counts(found) == {"calls": 3.0}
 
 
+@pytest.mark.slow
 def test_options_are_of_the_config_and_not_of_the_model(opened: Any, file: str) -> None:
     host = opened({"python": "add", "options": {"sign": -1}})
     assert texts(called(host, ("add", {"a": 1}), ("add", {"a": 1, "sign": 1}))) == [
@@ -214,6 +216,7 @@ def test_calls_of_a_turn_run_side_by_side_each_with_its_deadline(opened: Any) ->
     assert texts(called(host, ("slow", {"seconds": 0.0}))) == ["slept"]  # a thread that hangs holds nothing up
 
 
+@pytest.mark.slow
 def test_a_deadline_of_the_tool_itself_is_not_that_of_the_call(opened: Any) -> None:
     found = called(
         opened("times_out", "slow", tool_limits={"seconds": 5.0}), ("times_out", {}), ("slow", {"seconds": 0})
@@ -247,6 +250,7 @@ def test_a_result_after_the_deadline_is_ignored(raises: bool, monkeypatch: pytes
     assert uncaught == []
 
 
+@pytest.mark.slow
 def test_what_a_tool_may_do_is_answered(opened: Any) -> None:
     host = opened("do", "add", tool_limits={"characters": 120})
     found = called(
@@ -272,6 +276,7 @@ def test_what_a_tool_may_do_is_answered(opened: Any) -> None:
     assert lost == Failure("environment", "the environment's process died: exit code 4")
 
 
+@pytest.mark.slow
 def test_calls_beyond_the_limit_and_malformed_ones_are_answered(opened: Any) -> None:
     host = opened("add", tool_limits={"calls": 2})
     host.start("a", PROMPT, 0)
@@ -286,6 +291,7 @@ def test_calls_beyond_the_limit_and_malformed_ones_are_answered(opened: Any) -> 
     ]
 
 
+@pytest.mark.slow
 def test_a_class_has_an_object_for_each_episode(opened: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     host = opened({"python": "Counter", "options": {"start": 5, "log": str(log)}})
@@ -299,12 +305,14 @@ def test_a_class_has_an_object_for_each_episode(opened: Any, tmp_path: Path) -> 
     assert sorted(log.read_text().split()) == ["0:7=7", "0:7=8"]
 
 
+@pytest.mark.slow
 def test_a_session_that_cannot_be_made_fails_its_episode(opened: Any) -> None:
     found = called(opened("Unmade"), ("use", {}))
     assert isinstance(found, Failure) and found.source == "tool"
     assert "use: OSError: no such place (" in found.message
 
 
+@pytest.mark.slow
 def test_a_turn_without_calls_goes_to_the_environment(opened: Any, file: str) -> None:
     host = opened("add", environment=f"{file}:Refuses")
     assert texts(called(host, ("add", {"a": 1}))) == ["11"]
@@ -317,6 +325,7 @@ def test_a_turn_without_calls_goes_to_the_environment(opened: Any, file: str) ->
     assert isinstance(ended, Observation) and ended.done and ended.reward == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["tool", "environment", "environment with tools"])
 def test_a_sandbox_that_is_lost_fails_the_episode_and_is_no_result(opened: Any, file: str, where: str) -> None:
     host = opened(*([] if where == "environment" else ["add", "do"]), environment=f"{file}:Refuses")
@@ -344,6 +353,7 @@ def tokenizer(qwen25_folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(qwen25_folder)
 
 
+@pytest.mark.slow
 def test_the_result_of_a_call_belongs_to_the_player_that_called(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     config = EnvironmentConfig(name=f"{file}:Duel", tools=[f"{file}:add"])
@@ -361,6 +371,7 @@ def test_the_result_of_a_call_belongs_to_the_player_that_called(tokenizer: PreTr
     assert trajectory.fields["asked"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["I call it: {call}", "```json\n{call}\n```", "<think>\nHm.\n</think>\n\n{call}"])
 def test_json_of_a_call_without_its_tags_ends_no_episode(
     tokenizer: PreTrainedTokenizerBase, file: str, text: str
@@ -395,6 +406,7 @@ def test_a_parser_that_raises_fails_its_episode_alone(tokenizer: PreTrainedToken
     assert len(episode(tokenizer, config, ["good"]).turns) == 1
 
 
+@pytest.mark.slow
 def test_the_model_reads_its_tools_and_their_results(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     trajectory = episode(tokenizer, EnvironmentConfig(tools=[f"{file}:add"]), TURNS)
     [row] = rows_of(trajectory)

@@ -48,6 +48,7 @@ def test_attention(
     assert torch.equal(own[0], keys.permute(1, 0, 3, 2)) and torch.equal(own[1], values.transpose(0, 1))
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_context_is_not_read() -> None:
     keys, values = (torch.full((1, 3, 16, 16), float("nan")) for _ in range(2))
     one = torch.ones(1, 1, 16)
@@ -89,6 +90,7 @@ def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, ca
     assert all(torch.equal(a[:-1].nan_to_num(9.0), b[:-1].nan_to_num(9.0)) for a, b in zip(kept, written, strict=True))
 
 
+@pytest.mark.slow
 def test_the_choice_of_tokens() -> None:
     torch.manual_seed(0)
     rows, size = 48, 9001  # three tiles

@@ -47,6 +47,7 @@ def weights(folder: Path, factor: float = 1.0) -> list[tuple[str, torch.Tensor]]
     return [(name, weight.detach() * factor) for name, weight in load_policy(folder).named_parameters()]
 
 
+@pytest.mark.slow
 def test_requests_and_completions(start: Start) -> None:
     made = [request(fake.QUICK, tokens, uid=str(tokens)) for tokens in range(1, 21)]
     for each, completion in zip(made, generate(start(), made), strict=True):
@@ -113,6 +114,7 @@ def test_what_running_requests_do_when_weights_change(start: Start, model_folder
     assert found["waits"].versions[0][0] > 0
 
 
+@pytest.mark.slow
 def test_weights_through_a_folder(start: Start, model_folder: Path, tmp_path: Path) -> None:
     engine = start(weights_dir=str(tmp_path), restarts=0)
     engine.load(weights(model_folder), version=1)
@@ -136,6 +138,7 @@ def test_an_abort_ends_one_request(start: Start) -> None:
     assert {each.finish_reason for each in found.values()} == {"length"} and len(found) == 11
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_response_that_the_server_would_go_on_with(start: Start, model_folder: Path) -> None:
     """With the token that completes it, also where an earlier attempt sampled its beginning; a stop token comes first,
     and the last token may complete one."""
@@ -193,6 +196,7 @@ def test_what_changes_a_choice_is_sent_where_anything_does() -> None:
     assert sent(allowed_token_ids=(3, 4)) == {**plain, "allowed": [3, 4]}
 
 
+@pytest.mark.slow
 def test_failures(start: Start) -> None:
     engine = start()
     engine.submit(request(fake.REFUSED))
