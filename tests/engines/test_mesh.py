@@ -91,7 +91,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | others
 
 
-def with_config(folder: Path, name: str, **changes: int) -> Path:
+def with_config(folder: Path, name: str, **changes: Any) -> Path:
     """A model with random weights and other sizes than that in a folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -242,7 +242,7 @@ def test_a_state_goes_on_on_another_mesh(folders: dict[str, Path], tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_row_of_32k_tokens_over_more_ranks_than_heads(folders: dict[str, Path]) -> None:
-    model = with_config(folders["1 heads"], "one layer", num_hidden_layers=1)
+    model = with_config(folders["1 heads"], "one layer", num_hidden_layers=1, layer_types=["full_attention"])
     length, draw = 32_768, torch.Generator().manual_seed(0)
     mask = torch.ones(1, length, dtype=torch.long)
     batch = suite.batch_of(0, 1)

@@ -152,8 +152,9 @@ def test_a_dense_model_has_no_routing(model_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gap_of_log_probs_after_fifty_steps(mixture: Path, tmp_path: Path) -> None:
-    """The rollout samples in bfloat16, the trainer computes in float32. With 64 experts one token in seven has another
-    expert in some layer; replay makes the gap of these tokens smaller."""
+    """The rollout samples in bfloat16, the trainer computes in float32. With 64 experts most tokens have other
+    log-probs where the trainer's routers choose themselves, as one before them has other experts; replay makes the gap
+    smaller."""
     config = AutoConfig.from_pretrained(mixture)
     sizes = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "num_hidden_layers": 4}
     for name, value in {**sizes, "initializer_range": 0.1}.items():
