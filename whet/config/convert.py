@@ -172,7 +172,7 @@ class Conversion:
         self._unknown()
         for table in self.tables:
             for key, value in table.implied.items():
-                self.write(key, value, f"always in {table.system}", over=False)
+                self.write(key, value, table.origin.format(system=table.system), over=False)
         self._load()
         if self.schema is TrainConfig:
             self._drop_unread()

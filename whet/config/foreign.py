@@ -62,6 +62,7 @@ class Table:
     system: str
     rows: tuple[KeyRow, ...]
     implied: Mapping[str, object] = field(default_factory=dict)
+    origin: str = "always in {system}"  # of what is implied
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
     command: str = "train"  # of whet, which does what the trainer does
     trainers: tuple[Mapping[str, Any], ...] = ()  # the trainer by its program or by keys, or why it is refused

@@ -97,7 +97,7 @@ def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str])
     if len(source) > MAX_BYTES:
         raise TooMuch(f"it has more than {MAX_BYTES:,} bytes")
     suffix, text = ("", source) if path is None else (path.suffix, _text_of(path))
-    if path is not None and suffix in (".yaml", ".yml"):
+    if path is not None and suffix in (".yaml", ".yml", ".json"):
         written = replace(_of_yaml(path), program=path.name)
     elif suffix == ".py":
         written = _of_python(text, system, source)
