@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
 from whet.models.linear_attention import Flow
-from whet.models.packing import Bunch, Layout, Stretches
+from whet.models.packing import Bunch, Layout, Spread, Stretches
 from whet.models.sequence_parallel import TokenShare
 from whet.models.varlen import has_kernel, varlen_attention
 
@@ -111,21 +111,11 @@ def attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # once, instead of in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    if token_share is None:
-        return _packed(query, key, value, scores, packed), None
-    query, key, value = (token_share.to_heads(x) for x in (query, key, value))
-    scores = scores if s_aux is None else scores._replace(sinks=token_share.own_heads(s_aux))
-    if packed.ring_order is None:
-        out = _packed(query, key, value, scores, packed)
-    else:
-        out = _in_ring(query, key, value, scores, packed, token_share)
-    return token_share.to_tokens(out), None
-
-
-def _packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout
-) -> torch.Tensor:
-    """[1, H, T, D], [1, KV, T, D], [1, KV, T, V] -> [1, T, H, V]."""
+    if token_share is not None:
+        query, key, value = (token_share.to_heads(x) for x in (query, key, value))
+        scores = scores if s_aux is None else scores._replace(sinks=token_share.own_heads(s_aux))
+        if packed.ring_order is not None:
+            return token_share.to_tokens(_in_ring(query, key, value, scores, packed, token_share)), None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.stretches is None:
         real = len(packed.input_ids)
@@ -133,9 +123,9 @@ def _packed(
     else:
         real = packed.stretches.size
         out = _in_one_call(query[:real], key[:real], value[:real], scores, packed.stretches)
-    if real == len(query):
-        return out[None]
-    return torch.cat([out, out.new_zeros(len(query) - real, *out.shape[1:])])[None]
+    if real < len(query):
+        out = torch.cat([out, out.new_zeros(len(query) - real, *out.shape[1:])])
+    return out[None] if token_share is None else token_share.to_tokens(out[None]), None
 
 
 def _in_one_call(
@@ -151,7 +141,9 @@ def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
     """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
-    grids = zip(packed.bunches, packed.queries(queries), packed.keys(keys), packed.keys(values), strict=True)
+    parts = ((queries, False), (keys, True), (values, True))
+    spread = [Spread.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
+    grids = zip(packed.bunches, *spread, strict=True)
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)

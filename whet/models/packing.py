@@ -205,14 +205,6 @@ class Layout(Grid):
         """[N, ...] -> [B, R, ...], zero where nothing was sampled; differentiable."""
         return padded(sampled, self.places, self.shape[0] * self.shape[1]).view(*self.shape, *sampled.shape[1:])
 
-    def queries(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, ...] -> for each bunch [num_rows, width, ...]; differentiable."""
-        return Spread.apply(flat, self.bunches, False)
-
-    def keys(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, ...] -> for each bunch [num_rows, prefix_width + width, ...]; differentiable."""
-        return Spread.apply(flat, self.bunches, True)
-
 
 def layout(
     batch: Columns, share_prompts: bool = False, in_stretches: bool = False, tile: int = 0, ring: Ring | None = None
@@ -417,8 +409,8 @@ def _power_of_two(length: int) -> int:
 
 
 class Spread(torch.autograd.Function):
-    """Copies the tokens of each bunch into its grid, with or without shared prompts. One function handles all bunches,
-    so that the gradient is one tensor instead of a sum."""
+    """Copies the tokens of each bunch into its grid, with or without shared prompts: [T, ...] -> for each bunch
+    [num_rows, (prefix_width +) width, ...]. One function handles all, so that the gradient is one tensor, no sum."""
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
