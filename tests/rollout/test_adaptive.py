@@ -59,16 +59,13 @@ def test_an_adaptive_sampler_observes_each_group_once(tokenizer: PreTrainedToken
     seen, trained = list[Group](), list[Group]()
     saved: dict[str, Any] | None = None
     for steps in ((1, 2), (3, 4)):
-        loader = adaptive(tokenizer)
-        given: dict[str, Any] = {
-            "engine": ByRow(tokenizer, ""),
-            "loader": loader,
-            "state": saved,
-            "version": len(trained) // 2,
-        }
+        loader, engine = adaptive(tokenizer), ByRow(tokenizer, "")
+        engine.version = len(trained) // 2
+        given: dict[str, Any] = {"engine": engine, "loader": loader, "state": saved, "version": engine.version}
         with continuous(tokenizer, k=k, **given) as of:
             for step in steps:
                 trained += of.start(2, step=step).result().groups
+                engine.version = step
                 of.on_weights(step)
             saved = dict(of.state())
         assert isinstance(loader.sampler, Watched)
@@ -79,8 +76,11 @@ def test_an_adaptive_sampler_observes_each_group_once(tokenizer: PreTrainedToken
     assert [next(each for each in seen if each.prompt.uid == uid) for uid in uids(trained)] == trained
     assert set(uids(seen)) - set(uids(trained)) <= waiting
     if k == 0:
-        loader = adaptive(tokenizer)
-        plain = Collector(ByRow(tokenizer, ""), tokenizer, apply_chat_template=False, seed=1)
+        loader, engine = adaptive(tokenizer), ByRow(tokenizer, "")
+        plain, alone = Collector(engine, tokenizer, apply_chat_template=False, seed=1), list[Group]()
         synchronous = Rollouts(loader, plain, of.scorer, tokenizer, n=2, params=of.params)
-        assert trained == [group for step in (1, 2, 3, 4) for group in synchronous.take(2, step=step).groups]
+        for step in (1, 2, 3, 4):
+            engine.version = step - 1
+            alone += synchronous.take(2, step=step).groups
+        assert trained == alone
         assert loader.sampler.state() == saved["sampler"]

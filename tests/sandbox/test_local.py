@@ -262,7 +262,7 @@ def test_many_runs_leave_nothing(box: LocalSandbox) -> None:
     processes = len(psutil.Process().children(recursive=True))
     for _ in range(20):
         box.run_job(Job(code="open('x', 'w').write('y')", collect=["x"]))
-    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors and threading.active_count() == threads
+    assert len([*Path("/proc/self/fd").iterdir()]) <= descriptors and threading.active_count() <= threads
     until = time.monotonic() + 5
     while len(psutil.Process().children(recursive=True)) > processes:
         assert time.monotonic() < until
