@@ -106,7 +106,8 @@ def test_rollouts_conform(make: Callable[[], RolloutEngine], model: PreTrainedMo
     rollout_conformance.check_choices(engine, model, rollout_conformance.requests(seed=1, groups=2, top_k=5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_request_alone_and_among_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
     engine = NativeEngine(dtype=dtype)
     engine.adopt(model)

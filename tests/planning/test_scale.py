@@ -76,6 +76,7 @@ def recipe(name: str, folder: Path) -> tuple[TrainConfig, dict[str, float]]:
     return config, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_planned_is_a_config_that_runs(name: str, tmp_path: Path) -> None:
     config, shape = recipe(name, tmp_path)
