@@ -21,6 +21,7 @@ from whet.evaluation import evaluate as evaluation
 from whet.evaluation.answers import Record, by_prompt
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.evaluate import evaluate, summarise
+from whet.rollout.rollouts import Rollouts
 from whet.trainers.build import train
 
 MakeConfig = Callable[..., EvalConfig]
@@ -290,3 +291,16 @@ def test_pass_rates_go_back_into_the_rows(eval_config: MakeConfig, tmp_path: Pat
     assert [*by_index] == [0, 1, 2, 4, 5, 6]
     written = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert written == [{**row, "pass_rate": by_index[at]} for row, at in zip([*rows, *rows], by_index, strict=True)]
+
+
+def test_rows_of_a_function_get_no_pass_rates_and_nothing_is_sampled_first(
+    eval_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.py").write_text("def rows():\n    return [{'prompt': '1+1=', 'answer': '2'}]\n")
+    monkeypatch.setattr(Rollouts, "sample", lambda *given, **options: pytest.fail("it samples"))
+    source = f"{tmp_path / 'rows.py'}:rows"
+    config = eval_config(
+        **{"data.val_files": [source], "data.difficulty_key": "pass_rate", "output": str(tmp_path / "out")}
+    )
+    with raises(DataError, source):
+        evaluate(config, reward=by_length)

@@ -123,9 +123,9 @@ def test_a_model_is_tried_when_it_is_loaded(
     model.model = _Changed(model.model, change)
     if part:
         with raises(ModelError, "there", found=re.compile(part)):
-            general.tried(model, "there", "a part")
+            general.checked(model, "there", "a part")
     else:
-        assert general.tried(model, "there", "a part") == Support("a part", pads_left=False)
+        assert general.checked(model, "there", "a part") == Support("a part", pads_left=False)
 
 
 @pytest.mark.parametrize(

@@ -147,3 +147,10 @@ def test_numbers_that_cannot_be(gpus: str, device: float | None, tmp_path: Path)
         plan_for(config, gpus, device, None)
     with raises(ConfigError, "--gpus", found=13):
         scale(config, shape, [13], 78.0)
+
+
+@pytest.mark.parametrize("words", [["--ranks", "--json"], ["--gpus", "8", "--ranks"], ["--gpus", "8", "--json"]])
+def test_one_answer_at_a_time(words: list[str], tmp_path: Path) -> None:
+    recipe("qwen2_5_32b_math_dapo", tmp_path)
+    given = ["plan", "qwen2_5_32b_math_dapo", f"model.path={tmp_path}", "data.train_files=[]", *words]
+    assert CliRunner().invoke(app, given).exit_code != 0

@@ -145,7 +145,7 @@ def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], fo
 
 
 def _names(model: PreTrainedModel) -> list[str]:
-    """The names of what a checkpoint has of a model: tied weights once, and kept buffers."""
+    """Names of the tensors that a checkpoint has of a model: tied weights once, and kept buffers."""
     return [*(name for name, _ in model.named_parameters()), *kept_buffers(model)]
 
 

@@ -46,6 +46,9 @@ def plan(
 
     config = run_config_of(command, *split_recipe(words, config_name))
 
+    if as_json + ranks + (gpus is not None) > 1:
+        found = " ".join(["--json"] * as_json + ["--ranks"] * ranks + [f"--gpus {gpus}"] * (gpus is not None))
+        raise ConfigError("arguments", found, "one of --json, --ranks and --gpus", "run the command for each")
     if ranks:
         list_ranks(config)
         return

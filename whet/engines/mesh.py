@@ -59,6 +59,11 @@ class Mesh:
         return self.context * self.tensor
 
     @property
+    def shards(self) -> int:
+        """Parts of the weights of a copy, one on each of its ranks."""
+        return self.holders * self.tensor * self.pipeline
+
+    @property
     def stage_ranks(self) -> int:
         """Ranks of a stage."""
         return self.replicate * self.holders * self.tensor

@@ -19,9 +19,9 @@ from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.load import to_yaml
-from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
+from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
-from whet.data.sources import write_rows
+from whet.data.sources import DataRow, write_rows
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
@@ -113,7 +113,9 @@ def evaluate(
         started.callback(collector.close)
         rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
 
-        journal = None
+        journal, rows_of_files = None, list[tuple[int, DataRow]]()
+        if config.output is not None and config.data.difficulty_key is not None and data is None:
+            rows_of_files += numbered_rows(config.data, VAL)
         if config.output is not None:
             texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
             settings = f"# {_weights(config.model.path)}\n{to_yaml(config)}"
@@ -134,19 +136,18 @@ def evaluate(
     evaluation = summarise(answers, seed=config.seed)
     if journal is not None:
         journal.finish(evaluation.summary())
-        if config.data.difficulty_key is not None and data is None:
-            _write_pass_rates(config.data, journal.folder, answers)
+        if rows_of_files:
+            _write_pass_rates(str(config.data.difficulty_key), rows_of_files, journal.folder, answers)
     return evaluation
 
 
-def _write_pass_rates(data: DataConfig, folder: Path, answers: Sequence[Record]) -> None:
-    """Writes the rows of `data.val_files` to rows.jsonl, each with the mean accuracy of its responses in the field
-    `data.difficulty_key`; rows without responses are left out, and counted in the log."""
-    rates = {index: fmean(row["accuracy"] or 0.0 for row in rows) for index, rows in by_prompt(answers).items()}
-    rows = [*numbered_rows(data, VAL)]
-    rated = [{**row, str(data.difficulty_key): rates[index]} for index, row in rows if index in rates]
+def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Path, answers: Sequence[Record]) -> None:
+    """Writes numbered rows to rows.jsonl, each with the mean accuracy of its responses in the field `key`; rows without
+    responses are left out, and counted in the log."""
+    rates = {index: fmean(row["accuracy"] or 0.0 for row in found) for index, found in by_prompt(answers).items()}
+    rated = [{**row, key: rates[index]} for index, row in rows if index in rates]
     written = write_rows(folder / "rows.jsonl", rated)
-    log.info("%s has %d of %d rows with their %s", written, len(rated), len(rows), data.difficulty_key)
+    log.info("%s has %d of %d rows with their %s", written, len(rated), len(rows), key)
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:

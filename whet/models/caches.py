@@ -25,7 +25,7 @@ class Pages:
 
     @property
     def stored(self) -> tuple[int, int, int]:
-        """Heads of the cache, numbers of a key of it, and those of a value that is no part of the key."""
+        """Heads of the cache, numbers of a key, and numbers of a value beyond its key."""
         return (self.heads, self.key_size, self.value_size) if self.latent is None else (1, sum(self.latent), 0)
 
     @property

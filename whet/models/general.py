@@ -29,7 +29,7 @@ TOLERANCE = 1e-3  # of the largest state: more than rounding, less than a token 
 
 
 def forward(module: nn.Module, **arguments: Any) -> Any:
-    """Calls a module of transformers with those of the arguments that it takes."""
+    """Calls a module of transformers, without arguments that its forward does not take."""
     taken = _taken(type(module))
     return module(**(arguments if taken is None else {name: arguments[name] for name in arguments if name in taken}))
 
@@ -47,7 +47,7 @@ def _taken(kind: Any) -> frozenset[str] | None:
 
 
 def use_own_attention(model: Any) -> None:
-    """Gives a model made with whet's attention that of transformers."""
+    """Replaces whet's attention in a model by attention of transformers."""
     text = model.config.get_text_config()
     if text._attn_implementation not in (own := ("sdpa", "eager")):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -56,7 +56,7 @@ def use_own_attention(model: Any) -> None:
 
 
 @torch.no_grad()
-def tried(model: Any, path: str | Path, lacks: str) -> Support:
+def checked(model: Any, path: str | Path, lacks: str) -> Support:
     """The way of a model that `lacks` a part of the own one, after a few tokens through its forward.
 
     Raises: ModelError where padding or later tokens change a row, or where the logits are not those of the head."""

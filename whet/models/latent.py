@@ -50,7 +50,7 @@ def absorbed(
     module: Any, latents: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query and key [T, H, D], value [T, H, V] -> query [T, H, rank + rotary], key [T, 1, rank + rotary], value [T, 1,
-    rank], and the weight [H, V, rank] from the sum of such values to that of V numbers."""
+    rank], and the weight [H, V, rank] that takes a sum of these values to V numbers."""
     rank, plain = latents.shape[1], key.shape[2] - module.qk_rope_head_dim
     weight = _weight(module.kv_b_proj, latents).view(query.shape[1], -1, rank)
     to_key, to_value = weight.split([plain, value.shape[2]], 1)

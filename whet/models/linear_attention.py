@@ -53,7 +53,7 @@ def follow_rows(model: nn.Module) -> None:
 
 @cache
 def _following(kind: Any) -> Any:
-    """The class with the same forward pass, in which the two operations are those of this file."""
+    """Returns a subclass whose forward pass calls the two operations of this file."""
     plain: Any = inspect.unwrap(kind.forward)
     rule, steps = plain.__globals__[RULE], plain.__globals__[STEPS]
 
@@ -92,7 +92,7 @@ def weighted(inputs: Iterable[torch.Tensor], weight: torch.Tensor) -> torch.Tens
 
 
 def back(x: torch.Tensor, before: torch.Tensor, at: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields rows `at` of x [N, C], those before them, and so on; `before` [N] is the row before each."""
+    """Yields rows `at` of x [N, C], their predecessors, and so on; `before` [N] is the predecessor of each row."""
     while True:
         yield x.index_select(0, at)
         at = before[at]

@@ -306,14 +306,14 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _prepare(model: PreTrainedModel, path: str | Path) -> None:
-    """Chooses the way in which the model is computed, removes its dropout and noise, and fuses what it can."""
+    """Chooses the way in which the model is computed, removes dropout and noise, and fuses modules."""
     _remove_noise(model)
     own = model.config.get_text_config()._attn_implementation == attention.NAME
     lacks = lack_of(model, path) if own else "attention that transformers cannot replace"
     if lacks:
         general.use_own_attention(model)
     has_numbers = model.device.type != "meta"
-    set_support(model, general.tried(model, path, lacks) if lacks and has_numbers else Support(lacks))
+    set_support(model, general.checked(model, path, lacks) if lacks and has_numbers else Support(lacks))
     fuse(model)
     if not lacks:
         keep_latents(model)

@@ -26,11 +26,11 @@ from whet.models.routers import (
     LOADS,
     PROBS,
     ROUTER_OUTPUTS,
-    Heard,
-    heard,
+    Recorded,
     loads,
     mean_choices,
     mean_probs,
+    recorded,
 )
 from whet.models.routing import ARGUMENT
 from whet.models.sequence_parallel import TokenShare
@@ -97,7 +97,7 @@ def outputs_of(
     with (
         torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow),
         _wide_states(body),
-        heard(body, bool(routing)) as found,
+        recorded(body, bool(routing)) as found,
     ):
         hidden = hidden_states(body, where, settings).index_select(0, at.states)
         if isinstance(model, ValueModel):
@@ -141,7 +141,7 @@ def tokens_of(where: Layout, settings: ForwardSettings) -> int:
 
 
 def _of_routers(
-    found: Heard, at: _Sampled, names: frozenset[str], settings: ForwardSettings
+    found: Recorded, at: _Sampled, names: frozenset[str], settings: ForwardSettings
 ) -> dict[str, torch.Tensor]:
     """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], the sum over the tokens that this rank has."""
     tokens = at.states[: at.count]

@@ -292,7 +292,7 @@ def _in_ring(
     within: torch.Tensor,
     in_order: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Rows of attention whose own tokens are pieces of the rows, those among `tokens` [n]; all that is before a piece
+    """Rows of attention made of pieces of the rows, the ones with `tokens` [n]; all that is before a piece
     in its row is its prefix. Keys are the n tokens in the order that comes first, then the T in `places` [T].
 
     rows [T] and within [T]: each token's row, and its index there.  Returns: the order of the n tokens, by piece;

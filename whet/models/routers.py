@@ -19,7 +19,7 @@ from whet.models.encoders.base import body_of
 
 PROBS, CHOICES, LOADS = "router_probs", "router_choices", "router_loads"  # names of model outputs
 ROUTER_OUTPUTS = frozenset({PROBS, CHOICES, LOADS})
-Heard = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer with experts: logits [tokens, E], choices [tokens, k]
+Recorded = list[tuple[torch.Tensor, torch.Tensor]]  # by layer with experts: logits [tokens, E], choices [tokens, k]
 
 
 def auxiliary_coefficient(config: Any) -> float:
@@ -43,16 +43,16 @@ def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 @contextmanager
-def heard(model: nn.Module, is_wanted: bool) -> Iterator[Heard]:
-    """Gives what routers compute inside the block, in the order of layers; nothing where it is not wanted."""
-    found: Heard = []
+def recorded(model: nn.Module, is_wanted: bool) -> Iterator[Recorded]:
+    """Records the outputs of routers inside the block, in the order of layers; none unless `is_wanted`."""
+    found: Recorded = []
     with ExitStack() as hooks:
         for router, index in routers_of(model) if is_wanted else []:
             hooks.callback(router.register_forward_hook(_listener(found, index)).remove)
         yield found
 
 
-def _listener(found: Heard, index: int) -> Callable[[nn.Module, object, Any], None]:
+def _listener(found: Recorded, index: int) -> Callable[[nn.Module, object, Any], None]:
     def listen(router: nn.Module, inputs: object, output: Any) -> None:
         logits = output[index]
         chosen = [each for each in output if not each.is_floating_point()]  # Llama 4's gives none: it chooses the best
@@ -61,19 +61,19 @@ def _listener(found: Heard, index: int) -> Callable[[nn.Module, object, Any], No
     return listen
 
 
-def mean_probs(found: Heard, at: torch.Tensor) -> torch.Tensor:
+def mean_probs(found: Recorded, at: torch.Tensor) -> torch.Tensor:
     """The mean over layers of the probabilities of the experts, of the tokens `at` [N] that routers read.  [N, E]"""
     return torch.stack([_rows(logits, at).float().softmax(-1) for logits, _ in found]).mean(0)
 
 
 @torch.no_grad()
-def mean_choices(found: Heard, at: torch.Tensor) -> torch.Tensor:
+def mean_choices(found: Recorded, at: torch.Tensor) -> torch.Tensor:
     """The mean over layers of how often each expert is chosen.  [N, E]"""
     return torch.stack([_counts(logits, chosen, at) for logits, chosen in found]).mean(0)
 
 
 @torch.no_grad()
-def loads(found: Heard, at: torch.Tensor) -> torch.Tensor:
+def loads(found: Recorded, at: torch.Tensor) -> torch.Tensor:
     """Counts the choices of each expert by layer; behind them are the sum of the entropies of the probabilities, in
     nats, and the number of tokens.  [L, E + 2]"""
     by_layer = []

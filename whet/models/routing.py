@@ -39,15 +39,15 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def told(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """Returns the choices of `recording`, of each token or of those in `keep`: int16 k, then [layers, k] experts."""
+def as_bytes(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
+    """Returns the choices of `recording` by token (of `keep`, where given): int16 k, then [layers, k] experts."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]
 
 
 def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | None:
-    """[B, width, layers, k] of rows of `told`, -1 where a token has none; None where all have none."""
+    """[B, width, layers, k] from rows of `as_bytes`, -1 where a token has none; None where all have none."""
     some = next((np.frombuffer(each, np.int16) for row in rows for each in row if each), None)
     if some is None:
         return None
@@ -61,7 +61,7 @@ def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | Non
 
 
 class _Replayed(TorchFunctionMode):
-    """Lets `torch.topk` over the E experts choose what is given, with the values that it finds there."""
+    """Makes `torch.topk` over the E experts return the given choices, with their values."""
 
     def __init__(self, chosen: torch.Tensor, num_experts: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Replayed(TorchFunctionMode):
 
 
 def replay(layers: list[nn.Module]) -> None:
-    """Lets those of the `layers` that have experts read the argument `ARGUMENT`, with unmodified modules."""
+    """Makes layers with experts read the argument `ARGUMENT`, with unmodified modules."""
     mixtures = [(layer, next(expert_modules(layer), None)) for layer in layers]
     for number, (layer, experts) in enumerate((layer, found[1]) for layer, found in mixtures if found is not None):
         _hook(layer, number, experts.num_experts)

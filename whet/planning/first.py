@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from whet.compiled import instruction_set
 from whet.config.compose import put
 from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, ExamplesConfig, RunConfig, TrainConfig
+from whet.engines.mesh import Mesh
 from whet.planning.machine import free_memory
 from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ENGINES, ROLLOUT_ENGINES
@@ -106,24 +106,19 @@ def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
     own, _ = section_of(config, "actor")
     if not own.engine.options.get("cpu_offload"):
         return 0
-    processes, of_weight = config.cluster.processes_of("actor"), 4.0
+    mesh, of_weight = mesh_of(config, "actor"), 4.0
     if config.model.lora.rank is None:
         master = 2 if own.optim.weight_rounding == "stochastic" else 4
         of_weight = 4 + master + MOMENTS[own.optim.state_dtype]
-    shards = _shards(_mesh(own.engine.name, own.engine.options), processes)
-    return round(shape["weights"] * of_weight / shards * min(processes, config.cluster.devices_here))
+    ranks = min(config.cluster.processes_of("actor"), config.cluster.devices_here)
+    return round(shape["weights"] * of_weight / mesh.shards * ranks)
 
 
-def _mesh(engine: str, options: Mapping[str, Any]) -> Mapping[str, int]:
-    """The sizes that an engine's option `mesh` gives."""
-    return ENGINES[engine].resolve_options(options, "engine.options").get("mesh") or {}
-
-
-def _shards(sizes: Mapping[str, int], processes: int) -> int:
-    """Parts of the weights with an engine other than `single`."""
-    if "replicate" not in sizes and "shard" in sizes:
-        return prod(sizes.get(name, 1) for name in ("shard", "context", "tensor", "pipeline"))
-    return processes // sizes.get("replicate", 1)
+def mesh_of(config: RunConfig, role: str) -> Mesh:
+    """The grid of a role's processes; one of copies alone with the engine `single`."""
+    engine, processes = section_of(config, role)[0].engine, config.cluster.processes_of(role)
+    given = ENGINES[engine.name].resolve_options(engine.options, "engine.options").get("mesh")
+    return Mesh.of(processes, {"shard": 1} if engine.name == "single" else given)
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
@@ -138,10 +133,9 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
         own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
-        mesh = _mesh(own.engine.name, options)
-        shards = 1 if whole else _shards(mesh, config.cluster.processes_of(role))
-        layer = (weights - words - experts + experts / mesh.get("expert", 1)) / layers
-        gathered = 0 if shards == 1 else 2 * item * (layer + words) / mesh.get("tensor", 1)
+        mesh = mesh_of(config, role)
+        layer, shards = (weights - words - experts + experts / mesh.expert) / layers, mesh.shards
+        gathered = 0 if shards == 1 else 2 * item * (layer + words) / mesh.tensor
         on_host = on_device and bool(options.get("cpu_offload"))  # weights, gradients and moments
         if role == "ref":
             held, update = held + weights * item / shards * (not on_host), max(update, gathered)
@@ -167,7 +161,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
         if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
             stays = held + others + (0 if turns else copy + cache)
             width = tokens_within((gib - 1) * 2**30 / 1.1, stays, of_token)
-        width //= _mesh(own.engine.name, own.engine.options).get("context", 1)
+        width //= mesh_of(config, role).context
         update = max(update, others + of_token * min(width, _tokens(config, role)))
     if not samples:
         return round(2**30 + 1.1 * (held + update)) if on_device else round(1.05 * (held + update))

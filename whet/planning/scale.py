@@ -10,9 +10,9 @@ from itertools import product
 
 from whet.config.cluster import ClusterConfig, PoolConfig
 from whet.config.schema import RunConfig, TrainConfig
-from whet.engines.mesh import FORMER, Mesh
+from whet.engines.mesh import FORMER
 from whet.errors import ConfigError
-from whet.planning.first import bytes_of, changed, host_bytes, section_of
+from whet.planning.first import bytes_of, changed, host_bytes, mesh_of, section_of
 
 PARTS = (1, 2, 4, 8)  # sizes that a mesh is tried with, of ranks that compute a row together
 OF_A_NODE = 8  # accelerators, where the config has no number
@@ -80,7 +80,7 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
         needed = bytes_of(other, shape, True, gib)
         offloaded = host_bytes(other, shape)
         fits = needed <= gib * 2**30 and (host_gib is None or offloaded <= host_gib * 2**30)
-        found = Scaled(gpus, changes, needed, offloaded, fits, _mesh(other), _shown(other.cluster))
+        found = Scaled(gpus, changes, needed, offloaded, fits, _sizes(other), _shown(other.cluster))
         if found.fits:
             return found
         if best is None or needed < best.needed:
@@ -91,11 +91,9 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
     return best
 
 
-def _mesh(config: RunConfig) -> str:
+def _sizes(config: RunConfig) -> str:
     """The sizes of the actor's mesh, as text; empty for one process."""
-    sizes = section_of(config, "actor")[0].engine.options.get("mesh")
-    found = asdict(Mesh.of(config.cluster.processes_of("actor"), sizes))
-    return " ".join(f"{name}={size}" for name, size in found.items() if size > 1)
+    return " ".join(f"{name}={size}" for name, size in asdict(mesh_of(config, "actor")).items() if size > 1)
 
 
 def _shown(cluster: ClusterConfig) -> str:
@@ -104,7 +102,7 @@ def _shown(cluster: ClusterConfig) -> str:
 
 
 def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Iterator[dict[str, object]]:
-    """Changes of a config for a number of accelerators, those with the least communication first."""
+    """Yields changes of a config for a number of accelerators, the ones with least communication first."""
     role, prefix = section_of(config, "actor")
     here = min(gpus, config.cluster.n_gpus_per_node or OF_A_NODE)
     nodes: dict[str, object] = {"cluster.nnodes": gpus // here, "cluster.n_gpus_per_node": here}
@@ -157,19 +155,18 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
 
 
 def places(config: RunConfig) -> Iterator[Place]:
-    """Yields the place of every rank: nodes are filled one after the other, pool by pool, as a launch does."""
-    role, _ = section_of(config, "actor")
-    here, first = config.cluster.devices_here, 0
-    for name, pool in config.cluster.pools.items():
-        given = role.engine.options.get("mesh") or {}
-        mesh = Mesh.of(pool.processes, given)
-        hosted = tuple(pool.roles) or ("all roles",)
-        trains = config.cluster.pool_of("actor") == name and role.engine.name != "single"
-        for rank in range(pool.processes):
-            node, device = divmod(first + rank * pool.devices, here)
-            numbers = tuple(range(device, device + pool.devices))
-            yield Place(name, rank, node, numbers, hosted, mesh.at(rank) if trains else {})
-        first += pool.processes * pool.devices
+    """Yields the place of every rank, as a launch places it."""
+    from whet.controller.worker import ResourcePool, ranks_of  # loads torch
+
+    role, here = section_of(config, "actor")[0], config.cluster.devices_here
+    actors = None if role.engine.name == "single" else config.cluster.pool_of("actor")
+    pools = config.cluster.pools.items()
+    given = [ResourcePool(pool.processes, tuple(pool.roles), name, pool.devices) for name, pool in pools]
+    for pool, rank, first in ranks_of(given)[0]:
+        node, device = divmod(first, here)
+        at = mesh_of(config, "actor").at(rank) if pool.name == actors else {}
+        numbers = tuple(range(device, device + pool.devices))
+        yield Place(pool.name, rank, node, numbers, pool.roles or ("all roles",), at)
 
 
 def _word(value: object) -> str:

@@ -350,7 +350,7 @@ class Rollouts:
         self._idle_seconds = self.turns.idle_seconds
 
     def _report_filter(self, found: HandOut, metrics: Metrics) -> None:
-        """Measures what the filter dropped; warns of a step that trains on nothing."""
+        """Measures the dropped groups; warns of a step that trains on nothing."""
         measure_filter(found, metrics)
         failed = all(each.failure for group in found.dropped for each in group.trajectories)
         if not found.kept and self._kept_some and not failed:

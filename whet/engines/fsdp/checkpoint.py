@@ -91,7 +91,7 @@ def load(
 
 
 def _everyones(own: dict[str, T], group: dist.ProcessGroup) -> dict[str, T]:
-    """Joins what all ranks have: a stage of a pipeline has some of the weights."""
+    """Joins the mappings of all ranks: a stage of a pipeline has some of the weights."""
     everyone: list[Any] = [own] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     return {name: value for each in everyone for name, value in each.items()}

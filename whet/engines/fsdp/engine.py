@@ -109,8 +109,7 @@ class FSDPEngine(Engine):
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of everything in each process, on the host where it is offloaded."""
         mesh = Mesh.of(processes, options["mesh"])
-        shards = mesh.holders * mesh.tensor * mesh.pipeline
-        return Spread(shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
+        return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
 
     @property
     def dp_rank(self) -> int:

@@ -72,7 +72,7 @@ def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Modu
 
 
 def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
-    """A module with the same weights, but for those of its parts that the table replaces by id."""
+    """Returns the module with parts replaced by the table, which is keyed by their id; other weights are shared."""
     if id(module) in table:
         return table[id(module)]
     children = {name: replaced(child, table) for name, child in module.named_children()}

@@ -27,7 +27,7 @@ from whet.models.experts import expert_modules
 from whet.models.fixed import fix_tiles
 from whet.models.log_probs import LogitForm
 from whet.models.packing import tile_tokens, tiles_of
-from whet.models.routing import recording, told
+from whet.models.routing import as_bytes, recording
 from whet.options import Count
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LoadTokenizer
@@ -329,7 +329,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self.routed_experts:
             with recording(module) as chosen:
                 out = module.base_model(**given)
-            self._routed = told(chosen, keep)
+            self._routed = as_bytes(chosen, keep)
         else:
             out = module.base_model(**given)
         hidden = out.last_hidden_state[0]
