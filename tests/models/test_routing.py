@@ -25,7 +25,7 @@ from whet.errors import EngineError
 from whet.models.init import init_model
 from whet.models.load import layers, load_policy
 from whet.models.outputs import ForwardSettings, layout_of, model_outputs
-from whet.models.routing import as_column, recording, replay, told
+from whet.models.routing import as_bytes, as_column, recording, replay
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
@@ -52,7 +52,7 @@ def model(mixture: Path) -> PreTrainedModel:
 
 def test_rows_of_a_column() -> None:
     chosen = [torch.tensor([[1, 2], [3, 0], [5, 6]]), torch.tensor([[0, 7], [4, 2], [1, 1]])]
-    first, second = told(chosen, torch.tensor([0, 2]))
+    first, second = as_bytes(chosen, torch.tensor([0, 2]))
     assert np.frombuffer(first, np.int16).tolist() == [2, 1, 2, 0, 7]
     column = as_column([[b"", first], [second]], 3)
     assert column is not None and column.shape == (2, 3, 2, 2)
