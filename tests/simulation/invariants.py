@@ -67,7 +67,7 @@ def require(number: int, condition: object, message: str) -> None:
 def _places(world: World) -> list[str]:
     """The uids of all prompts that are somewhere."""
     stream = world.flow
-    handed_out = [each for each in stream.untrained if each.step > world.version]
+    handed_out = [stream.training] if stream.training and stream.training.step > world.version else []
     somewhere = [*stream.queue, *world.trained, *world.dropped]
     return somewhere + [group.prompt.uid for each in handed_out for group in (*each.kept, *each.dropped)]
 
@@ -95,7 +95,7 @@ def finished_untrained_groups_survive_a_restore(world: World, saved: Saved) -> N
     queue = world.flow.queue
     for uid, group in saved.complete.items():
         require(3, uid in queue and queue[uid].is_kept, f"group {uid} was complete, and is not behind a restore")
-        require(3, queue[uid].group.trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
+        require(3, queue[uid].group(queue[uid].scored).trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
 
 
 @holds(4, "trajectory")
@@ -210,7 +210,7 @@ def outstanding_groups_stay_within_the_bound(world: World) -> None:
     most = world.plan.batch_size + math.floor(world.plan.staleness * world.plan.batch_size)
     stream = world.flow
     live = sum(each.is_kept is not False for each in stream.queue.values())
-    found = live + sum(len(each.kept) for each in stream.untrained)
+    found = live + (len(stream.training.kept) if stream.training else 0)
     require(11, found <= most, f"{found} groups are outstanding, {most} allowed")
 
 

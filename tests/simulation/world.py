@@ -254,10 +254,11 @@ class World:
 
     def _snapshot(self) -> Saved:
         stream = self.flow
-        waiting = [group for each in stream.untrained if each.step > self.version for group in each.kept]
-        waiting += [each.group for each in stream.queue.values() if each.is_kept]
+        training = [stream.training] if stream.training and stream.training.step > self.version else []
+        waiting = [group for each in training for group in each.kept]
+        waiting += [each.group(each.scored) for each in stream.queue.values() if each.is_kept]
         dropped = {uid for uid, each in stream.queue.items() if each.is_kept is False}
-        dropped |= {g.prompt.uid for each in stream.untrained if each.step > self.version for g in each.dropped}
+        dropped |= {group.prompt.uid for each in training for group in each.dropped}
         return Saved(
             version=self.version,
             weights=dict(self.weights),

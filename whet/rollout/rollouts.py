@@ -157,7 +157,7 @@ class Rollouts:
             expected = f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
             raise DataError("groups of a step", n, expected)
         # without staleness a step ends where it is whole: what it sampled is in no checkpoint
-        between = self.may_stop if flow.room else None
+        between = self.may_stop if flow.is_ahead else None
         begun = self._begin(self._training, step, metrics, between)
         return Sampled(begun.groups, lambda: self._taken(begun.result(), metrics))
 
@@ -362,7 +362,7 @@ class Rollouts:
         self._kept_some = bool(found.kept)
 
     def _snapshot(self) -> Mapping[str, Any]:
-        if self.flow.room == 0:
+        if not self.flow.is_ahead:
             return self.flow.place()
         self.collector.driver.note_partials()
         return {**self.flow.place(), "stream": snapshot(self.flow, self.collector.driver.episodes)}
