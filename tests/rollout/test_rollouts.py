@@ -21,7 +21,7 @@ from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
 from whet.rollout.collect import Collector, Stage
-from whet.rollout.driver import Turns
+from whet.rollout.driver import Driver
 from whet.rollout.flow import Filter
 from whet.rollout.protocol import Event, Failed, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts, Taken
@@ -325,7 +325,7 @@ def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) 
 
 def test_lengths_come_in_stages() -> None:
     class Nothing:
-        tokenizer, turns = None, Turns(None, 1.0)  # type: ignore[arg-type]
+        tokenizer, driver = None, Driver(None, {}, {})  # type: ignore[arg-type]
 
     params = SamplingParams(max_new_tokens=16)
     rollouts = Rollouts(None, Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99})  # type: ignore[arg-type]

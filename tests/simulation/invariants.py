@@ -95,7 +95,8 @@ def finished_untrained_groups_survive_a_restore(world: World, saved: Saved) -> N
     queue = world.flow.queue
     for uid, group in saved.complete.items():
         require(3, uid in queue and queue[uid].is_kept, f"group {uid} was complete, and is not behind a restore")
-        require(3, queue[uid].group(queue[uid].scored).trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
+        found = queue[uid].group(queue[uid].scored)
+        require(3, found.trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
 
 
 @holds(4, "trajectory")

@@ -306,7 +306,7 @@ def a_lost_request_is_forgotten() -> list[Patch]:
 
     def on_lost(self: Router, rank: int, generation: Any) -> Any:
         told = plain(self, rank, generation)
-        self.waiting = {uid: None for uid in self.waiting if not getattr(self.flights[uid], "kept", 0)}
+        self.waiting = {uid: each for uid, each in self.waiting.items() if not getattr(each, "kept", 0)}
         return told
 
     return [(Router, "on_lost", on_lost)]

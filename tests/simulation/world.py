@@ -154,7 +154,7 @@ class World:
         }
         self.scoring, self.scored = dict[str, list[Trajectory]](), set[str]()  # by uid of the task
         self.engine, self.environments = RoutedEngine(self), Environments(self, own)
-        self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, lambda: self.now)  # type: ignore[arg-type]
+        self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, clock=lambda: self.now)  # type: ignore[arg-type]
         source, limits = ReturnedFirst(self.source), (plan.staleness, filter_of(plan))
         self.flow = Flow(plan.n, plan.batch_size, source, partial(episodes_of, plan), *limits, last_step=plan.steps)
         self.state = "training"

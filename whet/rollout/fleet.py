@@ -76,6 +76,11 @@ class Flight:
     most_retries: ClassVar[int] = sys.maxsize
 
     @property
+    def is_due(self) -> bool:
+        """Tells whether its rank may get the next part."""
+        return not self.is_awaited and self.num_given <= len(self.parts)
+
+    @property
     def attempt(self) -> int:
         """The number of the attempt, and of its part, among all of the task on any rank."""
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
@@ -109,8 +114,7 @@ class Rank:
     generation: Generation
     version: int | None = None  # of its weights
     loading: int | None = None  # the version that is on its way to it: it answers by `on_loaded` or is lost
-    given: dict[str, None] = field(default_factory=dict)  # uids of its unfinished tasks, in their order
-    unsent: dict[str, None] = field(default_factory=dict)  # of them, those with a part that it is to get
+    given: dict[str, Flight] = field(default_factory=dict)  # its unfinished tasks by uid, in their order
     ended: list[str] = field(default_factory=list)  # uids that it is to end
 
     @property
@@ -136,7 +140,7 @@ class Fleet:
     flight: Callable[[AnyTask], Flight] = Flight
     ranks: dict[int, Rank] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)  # by uid
-    waiting: dict[str, None] = field(default_factory=dict)  # uids that no rank has, in their order
+    waiting: dict[str, Flight] = field(default_factory=dict)  # of them, those that no rank has, in their order
     starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
     is_paused: bool = False  # no task leaves those that wait
     end: Exception | None = None  # the error that ended it
@@ -152,10 +156,9 @@ class Fleet:
         flight = self.flights.get(task.uid)
         if flight is None or flight.task.attempt < task.attempt:
             self.abort([task.uid], silently=True)
-            self.flights[task.uid], self.waiting[task.uid] = self.flight(task), None
+            self.flights[task.uid] = self.waiting[task.uid] = self.flight(task)
         elif self.has_parts:
             flight.parts.append(task)
-            self._go_on(flight)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
         """Ends tasks: one on a rank with the rank's event, or all at once and `silently`."""
@@ -178,19 +181,18 @@ class Fleet:
         for rank in [rank for rank in self.ranks if reachable is None or rank in reachable]:
             each = self.ranks[rank]
             for flight in shares.get(rank, ()):
-                flight.rank, each.given[flight.task.uid] = rank, None
-                each.unsent[flight.task.uid] = self.waiting.pop(flight.task.uid)
-            if each.unsent or each.ended:
-                tasks = tuple(self.flights[uid].given() for uid in each.unsent)
+                flight.rank, each.given[flight.task.uid] = rank, self.waiting.pop(flight.task.uid)
+            tasks = tuple(flight.given() for flight in each.given.values() if flight.is_due)
+            if tasks or each.ended:
                 gives.append(Give(rank, each.generation, tasks, tuple(each.ended)))
-                each.unsent, each.ended = {}, []
+                each.ended = []
         return gives
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
         """Chooses ranks for tasks that wait, for each in turn the one with the least."""
-        loads = {rank: sum(self.flights[uid].task.size for uid in self.ranks[rank].given) for rank in ready}
+        loads = {rank: sum(each.task.size for each in self.ranks[rank].given.values()) for rank in ready}
         found: dict[int, list[Flight]] = {rank: [] for rank in ready}
-        for flight in map(self.flights.__getitem__, self.waiting):
+        for flight in self.waiting.values():
             rank = min(ready, key=loads.__getitem__)
             loads[rank] += flight.task.size
             found[rank].append(flight)
@@ -203,15 +205,13 @@ class Fleet:
             flight = self.flights.get(event.uid)
             if flight is not None and flight.rank == rank and flight.attempt == event.attempt:
                 told += flight.hear(event)
-                if self.has_parts:
-                    self._go_on(flight)
-                elif not flight.is_awaited:
+                if not flight.is_awaited and not self.has_parts:
                     self._end(flight)
         return told
 
     def is_asked(self, rank: int) -> bool:
         """Tells whether events of a rank are awaited."""
-        return any(self.flights[uid].is_awaited for uid in self.ranks[rank].given)
+        return any(each.is_awaited for each in self.ranks[rank].given.values())
 
     # ---- ranks
 
@@ -230,7 +230,7 @@ class Fleet:
             return []
         lost, told = self.ranks.pop(rank), list[AnyEvent]()
         self.waiting = lost.given | self.waiting
-        for flight in [self.flights[uid] for uid in lost.given]:
+        for flight in lost.given.values():
             flight.retry()
             if flight.is_aborted or flight.retries > flight.most_retries:
                 told += flight.last()
@@ -270,19 +270,10 @@ class Fleet:
     def _is_current(self, rank: int, generation: Generation) -> bool:
         return rank in self.ranks and self.ranks[rank].generation == generation
 
-    def _go_on(self, flight: Flight) -> None:
-        """Has the next part of a task ready for its rank."""
-        if flight.rank is not None and not flight.is_awaited and flight.num_given <= len(flight.parts):
-            self.ranks[flight.rank].unsent[flight.task.uid] = None
-
     def _end(self, flight: Flight) -> None:
         uid = flight.task.uid
         del self.flights[uid]
-        if flight.rank is None:
-            del self.waiting[uid]
-        else:
-            del self.ranks[flight.rank].given[uid]
-            self.ranks[flight.rank].unsent.pop(uid, None)
+        del (self.waiting if flight.rank is None else self.ranks[flight.rank].given)[uid]
 
 
 @dataclass
@@ -357,7 +348,7 @@ class Router(Fleet):
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
         """Chooses ranks as `assign` does."""
-        requests: list[Request] = [self.flights[uid].task for uid in self.waiting]
+        requests: list[Request] = [each.task for each in self.waiting.values()]
         loads = {rank: len(self.ranks[rank].given) for rank in ready}
         if len(ready) == 1:  # others may come
             requests = requests[: max(0, self.most - loads[ready[0]])]
