@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.simulation.actors import (
+    CONNECTIONS,
     END,
     LENGTHS,
     Load,
@@ -177,7 +178,7 @@ def nothing_is_sampled_while_weights_are_replaced(world: World, replica: Replica
 @holds(9, "load")
 def a_replica_never_goes_back_a_version(world: World, replica: Replica, load: Load) -> None:
     """Within one trainer. A restored one begins with the version of its checkpoint."""
-    is_same = replica.version is not None and replica.version_incarnation == load.generation[0]
+    is_same = replica.version is not None and replica.version_incarnation == load.generation // CONNECTIONS
     went_back = is_same and load.version < (replica.version or 0)
     require(9, not went_back, f"replica {replica.number} goes from version {replica.version} back to {load.version}")
 
@@ -299,7 +300,7 @@ def the_version_of_a_cached_prefix_is_that_of_the_request(world: World, replica:
 def no_home_is_remembered_from_older_weights(world: World) -> None:
     """The router sends nobody to a replica for a prefix that it read under older weights."""
     version, homes = world.homes
-    now = set(world.router._homes)
+    now = {(each.generation, prefix) for each in world.router.ranks.values() for prefix in each.prefixes}
     require(17, world.router.version == version or not homes & now, "homes of older weights are remembered")
     world.homes = world.router.version, now
 

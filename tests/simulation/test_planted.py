@@ -355,9 +355,10 @@ def homes_survive_new_weights() -> list[Patch]:
     plain = Router.on_weights
 
     def on_weights(self: Router, version: int) -> None:
-        homes = dict(self._homes)
+        prefixes = {rank: each.prefixes for rank, each in self.ranks.items()}
         plain(self, version)
-        self._homes = homes
+        for rank, each in self.ranks.items():
+            each.prefixes = prefixes[rank]
 
     return [(Router, "on_weights", on_weights)]
 

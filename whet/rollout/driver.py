@@ -32,6 +32,7 @@ CLOSE_SECONDS = 10.0
 SHORT_SECONDS = 0.005  # for the results of one of several environments
 LOOKED_AT = 256  # trajectories or groups that are looked at for scores in a turn, those that wait for longest
 T = TypeVar("T")
+OnScored = Callable[[list[list[Outcome]]], None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Driver:
         self._unsent = deque[Sample]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
         self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
-        self._scoring = list[tuple[Sequence[Outcomes], Callable[[list[list[Outcome]]], None]]]()
+        self._to_score = list[tuple[Callable[[], Sequence[Outcomes]], OnScored]]()
+        self._scoring = list[tuple[Sequence[Outcomes], OnScored]]()
         self._num_tokens = 0  # of all completions so far
         self.does, self._num_waiting = "", 0  # part of the run that its loop is in; callers that wait
         self.limit_seconds = defaultdict[str | None, float](float)  # by the part that the others waited for
@@ -140,7 +142,7 @@ class Driver:
     def leave(self) -> None:
         """Ends everything without a word, after an error."""
         drop(self.engine, list(self._sampling))
-        self._sampling, self._scoring = {}, []
+        self._sampling, self._to_score, self._scoring = {}, [], []
         self._abandon(list(self._open))
 
     def close(self) -> None:
@@ -153,9 +155,9 @@ class Driver:
         for episode in episodes:
             self._begin(episode, on_done)
 
-    def score(self, outcomes: Sequence[Outcomes], on_scored: Callable[[list[list[Outcome]]], None]) -> None:
-        """Waits for the outcomes of some trajectories, by one or several functions; `on_scored` gets all together."""
-        self._scoring.append((outcomes, on_scored))
+    def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
+        """Submits trajectories to one or several functions in the next turn; `on_scored` gets all their outcomes."""
+        self._to_score.append((submit, on_scored))
 
     def note_partials(self) -> None:
         """Lets every episode note the tokens that its running request has so far, for a checkpoint."""
@@ -273,7 +275,9 @@ class Driver:
             self._carry_out(commands)
 
     def _take_scores(self, waits: bool) -> None:
-        """Tells outcomes that have come; where it `waits`, at least the first."""
+        """Submits what is to be scored, and tells outcomes that have come; where it `waits`, at least the first."""
+        self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
+        self._to_score.clear()
         looked_at = self._scoring[:LOOKED_AT]
         ready = [each for each in looked_at if all(of.done() for of in each[0])] or looked_at[: int(waits)]
         if taken := set(map(id, ready)):

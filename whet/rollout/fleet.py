@@ -24,8 +24,7 @@ from whet.types import Failure
 RETRIES = 1 << 16  # an attempt of the caller has so many attempts on ranks
 BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
 SHORTEST_PREFIX = 16  # tokens that requests must share for one replica to be better than another
-MAX_HOMES = 65536  # prefixes that are remembered
-Generation = tuple[int, int]  # incarnation of the trainer, and a number within it
+MAX_PREFIXES = 65536  # that are remembered of a rank
 AnyTask = Any  # Task or Request: with `uid` and `attempt`
 AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
 
@@ -35,7 +34,7 @@ class Give:
     """Tasks for one connection of a rank, behind the ends of others by their uids."""
 
     rank: int
-    generation: Generation
+    generation: int
     tasks: tuple[AnyTask, ...]
     ended: tuple[str, ...] = ()
 
@@ -111,11 +110,12 @@ class Flight:
 class Rank:
     """A rank that is connected."""
 
-    generation: Generation
+    generation: int  # grows from one connection to the next
     version: int | None = None  # of its weights
     loading: int | None = None  # the version that is on its way to it: it answers by `on_loaded` or is lost
     given: dict[str, Flight] = field(default_factory=dict)  # its unfinished tasks by uid, in their order
     ended: list[str] = field(default_factory=list)  # uids that it is to end
+    prefixes: set[int] = field(default_factory=set)  # that it read with the newest weights, by their hashes
 
     @property
     def is_ready(self) -> bool:
@@ -134,7 +134,6 @@ class Fleet:
 
     most: int = sys.maxsize  # unfinished tasks of a rank
     version: int = 0  # of the newest weights
-    incarnation: int = 0  # of the trainer: generations of an earlier one are not heard
     restarts: int | None = None  # of each rank's process; None: nothing replaces one, and the others go on
     has_parts: bool = False  # a task stays with its rank until it is aborted
     flight: Callable[[AnyTask], Flight] = Flight
@@ -144,7 +143,7 @@ class Fleet:
     starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
     is_paused: bool = False  # no task leaves those that wait
     end: Exception | None = None  # the error that ended it
-    _generations: int = 0
+    generations: int = 0  # connections so far; of a trainer that begins again, all that were ever
 
     # ---- tasks
 
@@ -198,7 +197,7 @@ class Fleet:
             found[rank].append(flight)
         return found
 
-    def on_events(self, rank: int, generation: Generation, events: Iterable[AnyEvent]) -> list[AnyEvent]:
+    def on_events(self, rank: int, generation: int, events: Iterable[AnyEvent]) -> list[AnyEvent]:
         """Notes events of a rank's tasks.  Returns the events for the caller."""
         told = list[AnyEvent]()
         for event in events if self._is_current(rank, generation) else ():
@@ -219,12 +218,12 @@ class Fleet:
         """Notes that a rank is connected, perhaps again, with weights of a `version`. It gets tasks once it has the
         newest."""
         told = self.on_lost(rank, self.ranks[rank].generation) if rank in self.ranks else []
-        self._generations += 1
+        self.generations += 1
         loading = None if version == self.version else self.version
-        self.ranks[rank] = Rank((self.incarnation, self._generations), version, loading)
+        self.ranks[rank] = Rank(self.generations, version, loading)
         return told
 
-    def on_lost(self, rank: int, generation: Generation) -> list[AnyEvent]:
+    def on_lost(self, rank: int, generation: int) -> list[AnyEvent]:
         """Notes that a rank is gone, or was given up."""
         if not self._is_current(rank, generation):
             return []
@@ -255,8 +254,9 @@ class Fleet:
         self.version = version
         for each in self.ranks.values():
             each.loading = version if each.loading is None else each.loading
+            each.prefixes = set()
 
-    def on_loaded(self, rank: int, generation: Generation, version: int) -> None:
+    def on_loaded(self, rank: int, generation: int, version: int) -> None:
         """Notes that a rank works with these weights."""
         if self._is_current(rank, generation) and self.ranks[rank].loading == version:
             self.ranks[rank].version = version
@@ -267,7 +267,7 @@ class Fleet:
         """Tells whether every rank that works has the newest weights."""
         return all(each.version in (None, self.version) for each in self.ranks.values())
 
-    def _is_current(self, rank: int, generation: Generation) -> bool:
+    def _is_current(self, rank: int, generation: int) -> bool:
         return rank in self.ranks and self.ranks[rank].generation == generation
 
     def _end(self, flight: Flight) -> None:
@@ -344,7 +344,6 @@ class Router(Fleet):
     """Requests for the ranks of a rollout."""
 
     flight: Callable[[AnyTask], Flight] = Sampled
-    _homes: dict[int, int] = field(default_factory=dict)  # rank that read a prefix last, by its hash
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
         """Chooses ranks as `assign` does."""
@@ -359,32 +358,18 @@ class Router(Fleet):
         """Notes also where prompts are read: equal ones follow each other."""
         gives = super().give(reachable)
         for each in gives if len(self.ranks) > 1 else ():
-            if len(self._homes) > MAX_HOMES:
-                self._homes.clear()
+            known = self.ranks[each.rank].prefixes
+            if len(known) > MAX_PREFIXES:
+                known.clear()
             for token_ids, _ in groupby(each.tasks, lambda request: request.prompt_ids):
-                self._homes |= dict.fromkeys(_prefixes(token_ids), each.rank)
+                known.update(_prefixes(token_ids))
         return gives
-
-    def on_lost(self, rank: int, generation: Generation) -> list[AnyEvent]:
-        """Forgets also which prompts it read."""
-        if self._is_current(rank, generation):
-            self._homes = {prefix: home for prefix, home in self._homes.items() if home != rank}
-        return super().on_lost(rank, generation)
-
-    def on_weights(self, version: int) -> None:
-        """Forgets also where prompts were read: keys and values of older weights are of no use."""
-        self._homes.clear()
-        super().on_weights(version)
-
-    def _end(self, flight: Flight) -> None:
-        super()._end(flight)
-        if not self.flights:
-            self._homes.clear()
 
     def _home(self, request: Request) -> int | None:
         """Returns the rank that read the longest prefix of a request."""
-        found = map(self._homes.get, _prefixes(request.prompt_ids)) if self._homes else ()
-        return next((rank for rank in found if rank is not None), None)
+        known = [(rank, each.prefixes) for rank, each in self.ranks.items() if each.prefixes]
+        prefixes = _prefixes(request.prompt_ids) if known else ()
+        return next((rank for prefix in prefixes for rank, read in known if prefix in read), None)
 
 
 def assign(

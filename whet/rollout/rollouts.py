@@ -234,8 +234,9 @@ class Rollouts:
                 case Run():
                     self.driver.add(command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each)))
                 case Score():
-                    outcomes = self._submit(command.trajectories, asked.purpose)
-                    self.driver.score(outcomes, partial(self._on_scored, asked, command.trajectories))
+                    ended = command.trajectories
+                    submit = partial(self._submit, ended, asked.purpose)
+                    self.driver.score(submit, partial(self._on_scored, asked, ended))
                 case Chosen():
                     asked.chosen.set_result(command.groups)
                 case HandOut():
