@@ -323,8 +323,8 @@ def test_the_next_step_is_sampled_while_one_trains(tokenizer: PreTrainedTokenize
         assert uids(taken.groups) == ["0:0", "0:1"]
         wait_for_all(of)
         assert of.flow.ready == 2 and of.flow.outstanding == 4
-        assert isinstance(of.collector.engine, Slow)
-        of.collector.engine.version = 1
+        assert isinstance(of.driver.engine, Slow)
+        of.driver.engine.version = 1
         of.on_weights(1)
         second = of.start(2, step=2).result()
         assert uids(second.groups) == ["0:2", "0:3"]

@@ -72,8 +72,8 @@ def rollouts(
 
 def asked(of: Rollouts) -> list[str]:
     """The texts of the prompts that were answered, without repeats."""
-    assert isinstance(of.collector.engine, Scripted)
-    texts = [of.tokenizer.decode(list(request.prompt_ids)) for request in of.collector.engine.requests]
+    assert isinstance(of.driver.engine, Scripted)
+    texts = [of.tokenizer.decode(list(request.prompt_ids)) for request in of.driver.engine.requests]
     return list(dict.fromkeys(str(text) for text in texts))
 
 
@@ -293,7 +293,7 @@ def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: Pr
     assert (
         [group.prompt.uid for group in got] == [group.prompt.uid for group in expected] == ["0:4", "0:5", "1:0", "1:1"]
     )
-    keys = [[request.key for request in of.collector.engine.requests[-8:]] for of in (straight, resumed)]  # type: ignore[attr-defined]
+    keys = [[request.key for request in of.driver.engine.requests[-8:]] for of in (straight, resumed)]  # type: ignore[attr-defined]
     assert keys[0] == keys[1]
 
 

@@ -94,11 +94,6 @@ class Collector:
         seconds = {name: each.episode_seconds for name, each in stages.items()}
         self.driver = driver(engine, self.environments, seconds, deadline_seconds)
 
-    @property
-    def engine(self) -> RolloutEngine:
-        """The engine that its episodes are sampled by."""
-        return self.driver.engine
-
     def episodes(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[Episode]:

@@ -153,7 +153,10 @@ class Driver:
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
         """Begins episodes; `on_done` gets the trajectory of each."""
         for episode in episodes:
-            self._begin(episode, on_done)
+            self._open[episode.id] = _Open(episode, on_done)
+            if episode.rules.is_silent:
+                self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
+            self._carry_out(episode.start())
 
     def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
         """Submits trajectories to one or several functions in the next turn; `on_scored` gets all their outcomes."""
@@ -189,12 +192,6 @@ class Driver:
             return "sampling"
         return "rewards" if self.is_idle else "environments"
 
-    def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
-        self._open[episode.id] = _Open(episode, on_done)
-        if episode.rules.is_silent:
-            self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
-        self._carry_out(episode.start())
-
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             opened = self._open[uid := command.episode]
@@ -211,7 +208,7 @@ class Driver:
                     self._let_go(opened.episode)
                 case Delegate():
                     opened.children.append(command.child.id)
-                    self._begin(command.child, partial(self._on_delegated, opened.episode))
+                    self.add([command.child], partial(self._on_delegated, opened.episode))
                 case Step():
                     self._stepping[uid] = agent
                     self.environments[agent].step(uid, command.answer)

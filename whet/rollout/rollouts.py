@@ -295,21 +295,10 @@ class Rollouts:
             metrics.seconds("time/rollout_idle", self.driver.idle_seconds - self._idle_seconds)
             self._idle_seconds = self.driver.idle_seconds
         if self.flow.group_filter is not None:
-            self._report_filter(found, metrics)
+            measure_filter(found, metrics, warns=self._kept_some)
+            self._kept_some = bool(found.kept)
         unused = found.dropped if found.kept else found.dropped[found.wanted :]
         return Taken(found.groups, metrics, is_dropped=not found.kept, dropped=unused)
-
-    def _report_filter(self, found: HandOut, metrics: Metrics) -> None:
-        """Measures the dropped groups; warns of a step that trains on nothing."""
-        measure_filter(found, metrics)
-        failed = all(each.failure for group in found.dropped for each in group.trajectories)
-        if not found.kept and self._kept_some and not failed:
-            log.warning(
-                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
-                "again only after a step that keeps some",
-                *(found.step, len(found.dropped)),
-            )
-        self._kept_some = bool(found.kept)
 
     def _snapshot(self) -> Mapping[str, Any]:
         if not self.flow.is_ahead:
