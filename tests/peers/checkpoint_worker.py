@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[:1] = sys.argv[6:]
 
@@ -34,7 +35,7 @@ def save(rank: int, model_path: str, out: str, processes: str, fsdp_size: str, k
     dist.init_process_group("gloo", init_method=f"file://{out}.rendezvous", rank=rank, world_size=int(processes))
     sizes = (int(processes),) if fsdp_size == processes else (int(processes) // int(fsdp_size), int(fsdp_size))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ddp", "fsdp")[-len(sizes) :])
-    module = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    module: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     if kind == "fsdp2":
         from verl.utils.fsdp_utils import apply_fsdp2
 

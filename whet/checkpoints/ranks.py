@@ -108,7 +108,7 @@ def _place(part: Any) -> tuple[Sequence[int], Sequence[int | None]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a rank saved: tensors, and parts of tensors as `_Inert`; their numbers stay on the disk."""
+    """The state of a rank: tensors, and parts of tensors as `_Inert`; their numbers stay on the disk."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_READING)
         for name, each in state.items():
