@@ -397,13 +397,18 @@ class SupervisedDataConfig(ExamplesDataConfig):
     unwritten: Literal["as_is", "split", "error"] = key("as_is", UNWRITTEN)
 
 
-class PreferenceDataConfig(ExamplesDataConfig):
-    """The pairs of `whet train-reward`. Chosen and rejected are texts or messages; without a prompt, whole ones."""
+class ResponsesDataConfig(ExamplesDataConfig):
+    """Examples with several responses to a prompt: texts or messages; without a prompt, whole conversations."""
 
     chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
     rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
+    overlong: Literal["drop", "error"] = key("drop", "what to do with rows of which one response is over max_length")
+
+
+class PreferenceDataConfig(ResponsesDataConfig):
+    """The pairs of `whet train-reward`."""
+
     margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
-    overlong: Literal["drop", "error"] = key("drop", "what to do with pairs of which one response is over max_length")
 
     builder: ClassVar[str] = "whet.data.supervised:build_pairs"
 
@@ -421,7 +426,10 @@ class ExamplesConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     extra: Values = key({}, "settings of your own code; whet does not read them")
 
-    rows_an_example: ClassVar[int] = 1
+    @property
+    def rows_an_example(self) -> int:
+        """The rows of a batch that an example becomes."""
+        return 1
 
 
 class SFTConfig(ExamplesConfig):
@@ -443,7 +451,10 @@ class RewardTrainingConfig(ExamplesConfig):
     )
 
     command: ClassVar[str] = "train-reward"
-    rows_an_example: ClassVar[int] = 2
+
+    @property
+    def rows_an_example(self) -> int:
+        return 2
 
     def problems(self, at: Place) -> Iterator[ConfigError]:
         if self.model.lora.path is not None:
