@@ -76,8 +76,10 @@ PAIRS: dict[str, tuple[dict[str, Any], Callable[[int, int], float]]] = {
     ),
     "exo": (
         {"beta": 0.3, "label_smoothing": 0.1},
-        lambda w, v: sigma(h := 0.3 * (S[w] - T[w] - S[v] + T[v])) * (log_sigma(h) - math.log(0.9))
-        + sigma(-h) * (log_sigma(-h) - math.log(0.1)),
+        lambda w, v: (
+            sigma(h := 0.3 * (S[w] - T[w] - S[v] + T[v])) * (log_sigma(h) - math.log(0.9))
+            + sigma(-h) * (log_sigma(-h) - math.log(0.1))
+        ),
     ),
     "wpo": (
         {"beta": 0.3},
@@ -114,7 +116,9 @@ def test_losses_of_labels_are_their_formula() -> None:
     columns = {"label": label, "reference_point": point, "mean_log_ratio": point}
     r, z = [0.3 * (s - t) for s, t in zip(S, T, strict=True)], 0.3 * 0.4
     losses, _ = compute("kto", columns, beta=0.3, good_weight=1.5, bad_weight=0.5)
-    expected = [1.5 * (1 - sigma(x - z)) if good else 0.5 * (1 - sigma(z - x)) for x, good in zip(r, label, strict=True)]
+    expected = [
+        1.5 * (1 - sigma(x - z)) if good else 0.5 * (1 - sigma(z - x)) for x, good in zip(r, label, strict=True)
+    ]
     assert losses.tolist() == pytest.approx(expected, rel=1e-6)
     losses, _ = compute("bco", columns, beta=0.3)
     expected = [-log_sigma(x - z) if good else -log_sigma(z - x) for x, good in zip(r, label, strict=True)]

@@ -73,6 +73,9 @@ class PreferenceConfig(ExamplesConfig):
         if self.of not in ("pair", "label", "list"):
             expected, change = "pair, label or list", "register it with of=..."
             yield ConfigError(f"loss {self.loss!r}: of", self.of, expected, change)
+        if self.reference.mode == "cached" and "reference_point" in self.entry.columns:
+            expected = f"frozen: loss={self.loss} reads responses with other prompts, which no file has"
+            yield ConfigError("reference.mode", "cached", expected, "set it to frozen")
         if self.reference.update_steps is None:
             return
         if self.reference.mode != "frozen":
