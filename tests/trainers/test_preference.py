@@ -71,8 +71,11 @@ def weights(folder: Path, step: int, role: str = "actor") -> torch.Tensor:
 
 
 def check_same(one: PreferenceRun, other: PreferenceRun, tolerance: float = 2e-5) -> None:
+    """Compares all numbers but accuracies, which rounding decides where policy and reference are still equal."""
     for mine, theirs in zip(one.history, other.history, strict=True):
-        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+        counted = {name: value for name, value in mine.items() if "accuracy" not in name}
+        assert counted.keys() <= theirs.keys()
+        assert counted == pytest.approx({name: theirs[name] for name in counted}, rel=tolerance, abs=tolerance)
 
 
 def test_a_batch_by_hand() -> None:

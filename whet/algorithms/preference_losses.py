@@ -25,7 +25,6 @@ from whet.options import NonNegative, Positive, Share
 from whet.registry import register_preference_loss
 
 Loss = tuple[Tensor, Tensor]
-Smoothing = Annotated[float, Gt(0), Lt(0.5)]
 
 
 def pair_differences(rewards: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ def robust_dpo(
     response_mask: Tensor,
     *,
     beta: Positive = 0.1,
-    label_smoothing: Smoothing = 0.1,
+    label_smoothing: Annotated[float, Gt(0), Lt(0.5)] = 0.1,
 ) -> Loss:
     """(-(1 - e) log sigma(h) + e log sigma(-h)) / (1 - 2e): unbiased where a share e of the pairs is swapped.
 
@@ -179,7 +178,7 @@ def exo(
     response_mask: Tensor,
     *,
     beta: Positive = 0.1,
-    label_smoothing: Smoothing = 1e-3,
+    label_smoothing: Annotated[float, Gt(0), Lt(0.5)] = 1e-3,
 ) -> Loss:
     """KL(p || q), p = (sigma(h), sigma(-h)), q = (1 - e, e): the reverse of the KL that `dpo` minimises.
 

@@ -1,22 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of `whet preference`."""
+"""The configs of `whet preference` and `whet train-reward`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
-from whet.config.schema import ExamplesConfig, ResponsesDataConfig, TrainerConfig
+from whet.config.schema import ExamplesConfig, ExamplesDataConfig, TrainerConfig
 from whet.config.section import Choice, Place, Section, Values, key
 from whet.errors import ConfigError
 from whet.registry import PREFERENCE_LOSSES, Entry
 
 
+class ResponsesDataConfig(ExamplesDataConfig):
+    """Examples with several responses to a prompt: texts or messages; without a prompt, whole conversations."""
+
+    chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
+    rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
+    overlong: Literal["drop", "error"] = key("drop", "what to do with rows of which one response is over max_length")
+
+
+class PreferenceDataConfig(ResponsesDataConfig):
+    """The pairs of `whet train-reward`."""
+
+    margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
+
+    builder: ClassVar[str] = "whet.data.supervised:build_pairs"
+
+
 class ComparisonDataConfig(ResponsesDataConfig):
-    """The rows of `whet preference`: chosen and rejected; a response and a label; or a list with scores, of which a
-    loss of pairs takes the best and the worst."""
+    """The rows: chosen and rejected, a response and a label, or a list with scores; pairs are its best and worst."""
 
     list_size: PositiveInt = key(
         4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
@@ -84,3 +99,25 @@ class PreferenceConfig(ExamplesConfig):
         if self.model.lora.rank is not None:
             expected = "unset, with an adapter: its reference is the model without it"
             yield ConfigError("reference.update_steps", self.reference.update_steps, expected, "unset one of both")
+
+
+class RewardTrainingConfig(ExamplesConfig):
+    """The config of `whet train-reward`."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    trainer: TrainerConfig = TrainerConfig(experiment_name="reward")
+    center_coef: NonNegativeFloat = key(
+        0.0, "weight of the squared sum of a pair's scores in the loss, which keeps scores near 0; 0: none"
+    )
+
+    command: ClassVar[str] = "train-reward"
+
+    @property
+    def rows_an_example(self) -> int:
+        return 2
+
+    def problems(self, at: Place) -> Iterator[ConfigError]:
+        if self.model.lora.path is not None:
+            found = f"{self.model.lora.path} is an adapter of a language model"
+            change = "export the merged model first (`whet export`), and name it as model.path"
+            yield ConfigError("model.lora.path", found, "a whole model for `whet train-reward`", change)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whet.config.schema import ResponsesDataConfig
+from whet.config.preference import ResponsesDataConfig
 from whet.data.chat import encode_texts
 from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
 from whet.data.supervised import COMMON, SupervisedExample, common_prefix, encode_conversation, encode_response

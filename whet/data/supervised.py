@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whet.config.schema import PreferenceDataConfig, SupervisedDataConfig
+from whet.config.preference import PreferenceDataConfig
+from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, encode_texts, render_chat, roles
 from whet.data.media import KINDS
 from whet.data.placeholders import expanded, num_whole

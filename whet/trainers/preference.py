@@ -313,8 +313,8 @@ def train_preference(
 
 
 def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
-    """Each prompt with a response to another one: a cycle through the responses in a random order that seed and step
-    determine."""
+    """Pairs each prompt with a response to another one: a cycle through the responses in a random order, by seed and
+    step."""
     rows = [(each, response) for each in examples for response in each.responses]
     order = list(range(len(rows)))
     Random(key(seed, "mismatched", step)).shuffle(order)
@@ -369,7 +369,7 @@ def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_si
 
 
 def picked(count: int, most: int) -> list[int]:
-    """At most `most` of `count` numbers, evenly spread, with the first and the last."""
+    """Numbers below `count`, at most `most` of them, evenly spread, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(number * (count - 1) / max(1, most - 1)) for number in range(most)]
