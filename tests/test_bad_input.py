@@ -33,7 +33,8 @@ from docs.generate.bad_input import COLLECT, fits, messages, with_messages
 from tests.data.seeing import encoded, picture, seeing
 from whet.config import load_config
 from whet.config.checks import check_context, problems
-from whet.config.schema import DataConfig, EnvironmentConfig, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
+from whet.config.preference import PreferenceDataConfig, RewardTrainingConfig
+from whet.config.schema import DataConfig, EnvironmentConfig, TrainConfig
 from whet.data.chat import encode_continuation
 from whet.data.load import Loaded, load_items
 from whet.data.loader import PromptLoader
