@@ -79,7 +79,10 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Hides what was imported from the garbage collector."""
+    """Keeps what libraries make anew at each call, and hides what was imported from the garbage collector."""
+    from tests.kept import keep
+
+    keep()
     gc.freeze()
     gc.enable()
 
