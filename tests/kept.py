@@ -7,8 +7,11 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -34,6 +37,11 @@ def keep() -> None:
     loader.compute_defaults_list = listed.second(loader.compute_defaults_list)
     catching, loggers = cast(Any, catching_logs), Loggers()
     catching.__enter__ = lambda own: loggers.enter(own)  # a bound method would not get the object
+    if planned := sys.modules.get("whet.planning.outline"):  # small runs estimate their checkpoints
+        estimate = vars(planned.Outline)["moment_bytes"]
+        estimate.func = kept(estimate.func, lambda own: (repr(replace(own.role, total_steps=1)), own.num_weights))
+    if built := sys.modules.get("whet.rollout.build"):
+        vars(built)["lack_at"] = kept(vars(built)["lack_at"], _model)
 
 
 def kept(make: Call, key: Callable[..., Hashable], handed_out: Call = lambda made: made) -> Call:
@@ -57,6 +65,12 @@ def _certificates(verify: Any = True, cert: Any = None, trust_env: bool = True) 
 def _commands(app: typer.Typer) -> Hashable:
     """An application reads the signatures of all of its commands; `whet` may add one."""
     return app, *(each.name for each in app.registered_commands), len(app.registered_groups)
+
+
+def _model(settings: Any) -> Hashable:
+    """A run makes its model without numbers, to look for parts that whet does not compute."""
+    config = Path(settings.path, "config.json")
+    return settings.path, settings.trust_remote_code, config.read_text() if config.is_file() else ""
 
 
 class Twice:

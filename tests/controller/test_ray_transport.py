@@ -14,7 +14,6 @@ from controller_workers import Actor, Rollout
 
 from tests.raising import raises
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
@@ -26,6 +25,7 @@ from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, WorkerError
 from whet.protocol import DataProto
 
+pytestmark = pytest.mark.slow
 Launch = Callable[..., dict[str, WorkerGroup]]
 
 
