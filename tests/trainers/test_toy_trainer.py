@@ -74,6 +74,7 @@ def test_help_config_and_page_come_from_its_registration(words: list[str], capsy
     assert page.startswith(reference().rstrip("\n"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command(TOY, *words, "--dry-run") == 0
     assert "dry run: 8 examples to train on, 0 to validate on, 4 steps" in capsys.readouterr().out
