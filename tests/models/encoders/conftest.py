@@ -89,7 +89,7 @@ def _intern(qwen: Path) -> tuple[Any, Any]:
 def _gemma(qwen: Path) -> tuple[Any, Any]:
     config = transformers.Gemma3Config(
         text_config={**OF_TEXT, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config={**OF_TOWER, "image_size": 32, "patch_size": 8},
+        vision_config={**OF_TOWER, "image_size": 32, "patch_size": 8, "vision_use_head": False},
         mm_tokens_per_image=4,
         image_token_id=515,
         boi_token_index=516,

@@ -19,39 +19,41 @@ from whet.registry import register_encoder
 from whet.types import Media, MediaTokens
 
 
-@register_encoder("llava_onevision/image")
+@register_encoder("llava_onevision/image", aliases=("llava_onevision/video",))
 class LlavaVision(ImageEncoder):
-    """Images, each with the tiles that transformers gives the only image of a prompt.
+    """An image has the tiles that transformers gives the only image of a prompt; a frame of a video is one tile, of
+    half the resolution, and a token ends the last.
 
     An image of more than `max_pixels` is reduced before it is cut; `min_pixels` has no effect.
     """
 
     towers = ("vision_tower", "multi_modal_projector", "image_newline")
     processor_name = "LlavaOnevisionImageProcessor"
-
-    @property
-    def across(self) -> int:
-        """Patches on a side of a tile."""
-        vision = self.config.vision_config
-        return int(vision.image_size // vision.patch_size)
+    patches_per_token = 1.0
 
     @property
     def side(self) -> int:
         """Pixels of a tile's side."""
         return int(self.config.vision_config.image_size)
 
-    patches_per_token = 1.0
+    @property
+    def across(self) -> int:
+        """Patches on a side of a tile."""
+        return self.side // int(self.config.vision_config.patch_size)
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        return (self.config.image_token_id,)
+        return self.config.image_token_id, self.config.video_token_id
 
     def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+        if kind == "video":
+            count, token_id = len(seconds) * ceil(self.across / 2) ** 2 + 1, self.config.video_token_id
+            return MediaTokens("<video>", (("<video>", count),), token_id, ((1, 1, count),), (self.side, self.side))
         scale = 1.0 if limits[1] is None else min(1.0, sqrt(limits[1] / (size[0] * size[1])))
         height, width = (max(1, int(length * scale)) for length in size)
         rows, columns = self._unpadded(height, width)
-        count = self.across**2 + rows * (columns + 1)
-        return MediaTokens("<image>", (("<image>", count),), self.config.image_token_id, ((1, 1, count),), (height, width))
+        count, token_id = self.across**2 + rows * (columns + 1), self.config.image_token_id
+        return MediaTokens("<image>", (("<image>", count),), token_id, ((1, 1, count),), (height, width))
 
     def _unpadded(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of an image's patches in its tiles, as `pack_image_features` of the model leaves them."""
@@ -67,49 +69,40 @@ class LlavaVision(ImageEncoder):
 
     def prepare(self, media: Media) -> Prepared:
         assert media.tokens is not None
-        [image], (height, width) = images(media), media.tokens.size
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
-        out = self.processor([image], return_tensors="pt")
+        height, width = media.tokens.size
+        shown = [
+            each if each.size == (width, height) else each.resize((width, height), Image.Resampling.BICUBIC)
+            for each in images(media)
+        ]
+        out = self.processor(shown, return_tensors="pt")
+        if media.kind == "video":  # of a square of a tile's size the first tile is the whole image
+            return {"pixel_values_videos": out["pixel_values"][:, 0]}
         return {"pixel_values": out["pixel_values"][0], "image_sizes": out["image_sizes"]}
 
     def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
-        joined = {name: torch.cat([each[name] for each in prepared]) for name in prepared[0]}
-        return [(each, ()) for each in body.get_image_features(**joined, return_dict=True).pooler_output]
+        """One pass of the tower over tiles and frames, of which the model's own functions make features."""
+        tiles = [next(value for name, value in each.items() if "pixel_values" in name) for each in prepared]
+        states = body.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True).hidden_states
+        layers = self.config.vision_feature_layer
+        chosen = torch.cat([states[each] for each in ([layers] if isinstance(layers, int) else layers)], -1)
+        if self.config.vision_feature_select_strategy == "default":
+            chosen = chosen[:, 1:]
+        found, newline = list[Hidden](), body.image_newline
+        parts = body.multi_modal_projector(chosen).split([len(each) for each in tiles])
+        for each, part in zip(prepared, parts, strict=True):
+            if "image_sizes" in each:
+                kind = {"image_newline": newline, "vision_aspect_ratio": self.config.vision_aspect_ratio}
+                [hidden], _ = body.pack_image_features([part], each["image_sizes"], **kind)
+            else:
+                hidden = torch.cat([body.apply_pooling(part).flatten(0, 1), newline[None].to(part)])
+            found.append((hidden, ()))
+        return found
 
     def output(self, features: Sequence[Features]) -> EncoderOutput:
-        return EncoderOutput([each.hidden for each in features])
+        hidden = [each.hidden for each in features]
+        return EncoderOutput(hidden if features[0].kind == "image" else torch.cat(hidden)[None])
 
     def smallest(self) -> Prepared:
         """An image of one tile, and as a whole."""
         pixels = torch.zeros(2, 3, self.side, self.side)
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[self.side, self.side]])}
-
-
-@register_encoder("llava_onevision/video")
-class LlavaVideo(LlavaVision):
-    """Videos: a frame is one tile, and a token ends the last."""
-
-    @property
-    def forbidden(self) -> tuple[int, ...]:
-        return (self.config.video_token_id,)
-
-    def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
-        count = len(seconds) * ceil(self.across / 2) ** 2 + 1
-        own = (self.side, self.side)
-        return MediaTokens("<video>", (("<video>", count),), self.config.video_token_id, ((1, 1, count),), own)
-
-    def prepare(self, media: Media) -> Prepared:
-        frames = [each.resize((self.side, self.side), self.processor.resample) for each in images(media)]
-        # Of a square of a tile's size the first tile is the whole image.
-        return {"pixel_values_videos": self.processor(frames, return_tensors="pt")["pixel_values"][:, 0]}
-
-    def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
-        videos = [each["pixel_values_videos"][None] for each in prepared]
-        return [(body.get_video_features(each, return_dict=True).pooler_output[0], ()) for each in videos]
-
-    def output(self, features: Sequence[Features]) -> EncoderOutput:
-        return EncoderOutput(torch.cat([each.hidden for each in features])[None])
-
-    def smallest(self) -> Prepared:
-        return {"pixel_values_videos": torch.zeros(1, 3, self.side, self.side)}
