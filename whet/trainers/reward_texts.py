@@ -67,14 +67,19 @@ def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextRea
     read = batch["response_mask"].bool().any(1).tolist()
     owners = [trajectories[number] for number in batch["trajectory_uid"].tolist()]
     encoded = iter(reader.encode([each for each, is_read in zip(owners, read, strict=True) if is_read]))
-    rows = [next(encoded) if is_read else [0, 0] for is_read in read]
+    return rows_of([next(encoded) if is_read else [] for is_read in read])
+
+
+def rows_of(texts: Sequence[Sequence[int]]) -> Batch:
+    """A batch of texts to be scored, each with its last token as the response; an empty one is not read."""
+    rows = [ids or [0, 0] for ids in texts]
     width = max(map(len, rows))
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return Batch.of(
         {
-            "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+            "input_ids": torch.tensor([[0] * (width - len(row)) + list(row) for row in rows]),
             "attention_mask": mask,
             "position_ids": position_ids(mask),
-            "response_mask": torch.tensor(read).long()[:, None],
+            "response_mask": torch.tensor([[int(bool(ids))] for ids in texts]),
         }
     )

@@ -295,7 +295,9 @@ def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
         with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
             if text_reader(path, config.model.trust_remote_code, tokenizer) is not None:
                 expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
-                change = "name one (the score of a whole text may come from another vocabulary: reward_model.model_path)"
+                change = (
+                    "name one (the score of a whole text may come from another vocabulary: reward_model.model_path)"
+                )
                 raise ConfigError(key, path, expected, change)
 
 

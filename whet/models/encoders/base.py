@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from whet.errors import DataError, ModelError
+from whet.errors import DataError
 from whet.metrics import Metrics
 from whet.models.encoders.cache import BoundedCache
 from whet.types import Media, MediaTokens
