@@ -58,7 +58,9 @@ class Engine(ABC):
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
         packing = role.forward.packing and support_of(model).is_own
-        self.forward_settings = replace(role.forward, packing=packing, in_stretches=in_stretches and packing)
+        both_ways = (encoders := encoders_of(model)) is not None and bool(encoders.both_ways)
+        chosen: dict[str, Any] = {"in_stretches": in_stretches and packing, "both_ways": both_ways}
+        self.forward_settings = replace(role.forward, packing=packing, **chosen)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps

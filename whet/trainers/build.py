@@ -221,7 +221,8 @@ def begin(
     sampled = {"rollout": config.rollout, "trainer.validation": config.trainer.validation}
     check_sampling(config.rollout, sampled)
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
+    tokenizer = workers.tokenizer_of(config, *read)
+    workers.check_vocabularies(config, tokenizer)
     workers.check_reward_model(config, tokenizer)
     check_stages(config, tokenizer)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
