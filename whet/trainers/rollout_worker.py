@@ -24,11 +24,23 @@ from whet.models.lora import adapted_layers
 from whet.phases import span
 from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.planned import CacheRoom
-from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
+from whet.rollout.protocol import (
+    Event,
+    LoadsAdapter,
+    Lost,
+    Request,
+    Restarts,
+    SharesModule,
+    Sleeps,
+    Status,
+    TakesDelta,
+    Weights,
+)
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive
+from whet.weight_sync.delta import Base
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
@@ -124,6 +136,7 @@ class RolloutWorker(MeasuredWorker):
         self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices, cache_room)
         self._owns_module = self.is_attached = False
         self._inlet: Inlet | None = None
+        self._base: Base | None = None  # of deltas
         self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
         self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
@@ -229,6 +242,11 @@ class RolloutWorker(MeasuredWorker):
         """Tells whether this rank samples with the trained adapter beside the first weights, and wants it alone."""
         return isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter
 
+    @register(Dispatch.ONE_TO_ALL)
+    def takes_delta(self) -> bool:
+        """Tells whether weights come to this rank as their changes."""
+        return isinstance(self.engine, TakesDelta) and self.engine.takes_delta
+
     def _fill(self, weights: Weights, version: int) -> None:
         with span("weight sync"):
             if isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter:
@@ -246,6 +264,7 @@ class RolloutWorker(MeasuredWorker):
         """Opens this rank's end of the link to the trainer, in the place of an earlier one."""
         self._close_link()
         self._inlet = open_inlet(route, deadline_seconds, self.device)
+        self._base = Base() if self.takes_delta() else None
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str | Broken:
@@ -257,7 +276,7 @@ class RolloutWorker(MeasuredWorker):
         assert self._inlet is not None
         digest = Digest()
         try:
-            weights = receive(self._inlet, version, digest)
+            weights = receive(self._inlet, version, digest, self._base)
             with self._turn:
                 status = self.engine.status()
                 is_sampling = bool(status.running or status.waiting)
@@ -265,9 +284,9 @@ class RolloutWorker(MeasuredWorker):
                     self._is_half_filled = True
                     self._fill(weights, version)
             if is_sampling:
-                gathered = [(name, weight.clone()) for name, weight in weights]
+                gathered = {name: weight.clone() for name, weight in weights if self._base is None}
                 with self._turn:
-                    self._fill(gathered, version)
+                    self._fill((gathered if self._base is None else self._base.weights).items(), version)
         except BaseException as error:
             self._close_link()  # the trainer, which waits for this rank, hears of it
             if isinstance(error, DeadlineError | LinkClosedError):

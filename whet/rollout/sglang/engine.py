@@ -68,6 +68,8 @@ class SGLangEngine(ServerEngine):
     weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
         accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     server: further arguments of SGLang's server by name, such as context_length.
     """
 
@@ -91,6 +93,7 @@ class SGLangEngine(ServerEngine):
         restarts: Number = 3,
         weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
+        weight_delta: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
@@ -101,6 +104,7 @@ class SGLangEngine(ServerEngine):
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
+            weight_delta=weight_delta,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,

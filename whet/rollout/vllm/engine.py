@@ -84,6 +84,8 @@ class VLLMEngine(ServerEngine):
     weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
         accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     plain: uses public flags and calls of vLLM alone, as with every version but that of `make vllm`. Draws are vLLM's;
         adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
     server: further engine arguments of vLLM by name, such as max_model_len.
@@ -113,6 +115,7 @@ class VLLMEngine(ServerEngine):
         restarts: Number = 3,
         weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
+        weight_delta: bool = False,
         plain: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
@@ -124,6 +127,7 @@ class VLLMEngine(ServerEngine):
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
+            weight_delta=weight_delta,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
