@@ -263,7 +263,7 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
     planned = rollout_bytes(config, model.config, setup.lengths)
-    devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
+    devices = config.cluster.replica_devices(config.rollout.engine.options)
     if not _samples_from_the_actor(setup):
         size = model.num_weights * ITEM_BYTES[config.rollout.dtype]
         kept.keep("rollout: weights", size // devices, ("rollout",))

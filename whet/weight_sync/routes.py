@@ -152,7 +152,7 @@ class BetweenPools:
         the ranks that are lost while others go on; without it that is an error.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
-        ranks = ranks or dict.fromkeys(range(self._rollout.world_size), 0)
+        ranks = ranks or dict.fromkeys(self._rollout.reporting, 0)
         losses = dict[int, Loss]()
         while True:
             left = {rank: number for rank, number in ranks.items() if rank not in losses}
