@@ -113,7 +113,7 @@ class TrainWorker(EngineWorker):
         found = hashlib.blake2b(digest_size=16)
         for name, weight in self.engine.named_weights():
             found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     @register(concurrent=True)
