@@ -294,7 +294,7 @@ class PreferenceRun(ExamplesRun):
             self.has_warned = True
             log.warning(
                 "step %d: the better responses have lost %.1f nats and the worse ones %.1f: both become less likely, "
-                "and others that no row has take their place; add an SFT term (loss=rpo), lower optim.lr, or raise beta",
+                "and others that no row has take their place; add an SFT term (loss=rpo), lower optim.lr or raise beta",
                 *(self.step, -last["preference/chosen_moved"], -last["preference/rejected_moved"]),
             )
 
