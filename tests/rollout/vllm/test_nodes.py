@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two parts of a vLLM server for two nodes, on one machine: they meet, sample, and read new weights."""
+"""vLLM on the devices of several ranks: of two training ranks, and of two nodes, whose parts meet on one machine; and
+weights that come to its rank as deltas."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rollout_conformance as suite
 import server_conformance as servers
+import server_episodes as episodes
+from test_training import APART, check_run
 
 from whet.config.schema import ModelConfig
 from whet.rollout.native.engine import NativeEngine
@@ -46,3 +51,19 @@ def test_two_parts_are_one_server(has_vllm: None, tmp_path: Path) -> None:
     finally:
         front.close()
         part.close()
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one server on two training ranks": (
+        {"cluster.processes": 2, "actor.engine.name": "fsdp"},
+        {"tensor_parallel_size": 2},
+    ),
+    "changes alone, to another pool": ({"rollout.dtype": "bfloat16", **APART}, {"weight_delta": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_the_native_engine(
+    has_vllm: None, train_config: episodes.MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, case: str
+) -> None:
+    check_run(train_config, additions, tmp_path, *CASES[case], case)
