@@ -48,7 +48,7 @@ from whet.rollout.build import (
     sampling_params,
     with_engine,
 )
-from whet.rollout.driver import Background, Turns
+from whet.rollout.driver import Background, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
@@ -221,7 +221,8 @@ def begin(
     sampled = {"rollout": config.rollout, "trainer.validation": config.trainer.validation}
     check_sampling(config.rollout, sampled)
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
+    tokenizer = workers.tokenizer_of(config, *read)
+    workers.check_vocabularies(config, tokenizer)
     workers.check_reward_model(config, tokenizer)
     check_stages(config, tokenizer)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
@@ -334,7 +335,7 @@ def _rollouts(
     made = Rollouts(
         begun.loader,
         build_collector(
-            config, tokenizer, engine, config.trainer.seed, Background if staleness else Turns, hosts, folder
+            config, tokenizer, engine, config.trainer.seed, Background if staleness else Driver, hosts, folder
         ),
         scorer,
         tokenizer,
