@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_two_parts_are_one_server(has_vllm: None, tmp_path: Path) -> None:
-    model = servers.random_model(tmp_path, "qwen3", hidden_size=192, num_layers=2)
+    model = servers.random_model(tmp_path, "qwen3", hidden_size=256, num_layers=2)
     port, given = free_port(None), ModelConfig(path=model.config._name_or_path)
     options = {**servers.SMALL, "weights_dir": str(tmp_path), "restarts": 0, "tensor_parallel_size": 2}
     front, part = (
