@@ -301,6 +301,24 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
             owners[role] = name
 
 
+def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+    """Requires whole replicas of the rollout on the ranks of its pool, each on one node."""
+    options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
+    if not isinstance(size := options.get("tensor_parallel_size"), int) or size < 1:
+        return
+    name, key = cluster.pool_of("rollout"), "rollout.engine.options.tensor_parallel_size"
+    pool, here, ranks = cluster.pools[name], cluster.devices_here, cluster.replica_ranks(options)
+    before = [each for each in cluster.pools if each != name][: [*cluster.pools].index(name)]
+    first = sum(cluster.pools[each].processes * cluster.pools[each].devices for each in before)
+    last = first + pool.processes * pool.devices
+    if size % pool.devices or pool.processes % ranks:
+        expected = f"a size that divides the {pool.processes * pool.devices} devices of the pool {name}"
+        yield ConfigError(key, size, f"{expected}, in whole ranks", "change it, or the processes of the pool")
+    elif any(start // here != (start + size - 1) // here for start in range(first, last, size)):
+        expected = f"all devices of a server on one node, which has {here}: weights lie in the memory of its machine"
+        yield ConfigError(key, size, expected, "lower it")
+
+
 def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
     """Requires at least one row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"

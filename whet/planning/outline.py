@@ -140,8 +140,8 @@ class Outline:
 
     @property
     def _towers(self) -> list[nn.Module]:
-        encoders = self.encoders
-        return [] if encoders is None else [vision_body(self.model).get_submodule(name) for name in encoders.towers]
+        modules = {} if self.encoders is None else dict(vision_body(self.model).named_modules())
+        return [] if self.encoders is None else [modules[name] for name in self.encoders.towers if name in modules]
 
     @property
     def vision_weights(self) -> int:

@@ -199,6 +199,7 @@ class RayTransport(RemoteTransport[_Actor]):
     def _rank_spec(self, peer: _Actor) -> RankSpec:
         first = self._first[peer.pool.name]
         assert peer.location is not None and first is not None and first.store_port is not None
+        ranks = [each.location for each in self.peers if each.pool.name == peer.pool.name and each.location is not None]
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
@@ -207,6 +208,7 @@ class RayTransport(RemoteTransport[_Actor]):
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
+            visible=tuple(each.visible for each in ranks) if self._reserved.gpus else (),
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
