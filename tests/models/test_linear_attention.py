@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention of packed rows through flash-linear-attention: a stand-in of its signature that loops over sequences.
+"""Linear attention of packed rows through flash-linear-attention: a stand-in of its signature that loops over rows.
 
 tests/rollout/native/test_layer_kinds.py compares the flow itself with plain transformers.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -44,7 +45,7 @@ def chunk_gated_delta_rule(
     assert initial_state is None or initial_state.shape == (len(cu_seqlens) - 1, HEADS, WIDTH, WIDTH)
     CALLS.append(cu_seqlens.diff().tolist())
     outs, ends = [], []
-    for number, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+    for number, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
         begin = None if initial_state is None else initial_state[number : number + 1]
         out, end = torch_recurrent_gated_delta_rule(
             *(each[:, start:stop] for each in (q, k, v)),

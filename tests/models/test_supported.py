@@ -43,7 +43,7 @@ def folder_of(path: Path, model_type: str, **changed: Any) -> Path:
     return path
 
 
-GENERAL = [
+GENERAL: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", {**EXPERTS, **LATENT, "num_key_value_heads": 4}, "indexed_attention"),
     ("llama4_text", {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 32}, "chunked_attention"),
     ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
@@ -65,8 +65,9 @@ GENERAL = [
 
 @pytest.mark.parametrize(("model_type", "changed", "part"), GENERAL)
 def test_a_model_of_another_kind_goes_the_general_way_for_its_part(
-    model_type: str, changed: dict[str, Any], part: str, tmp_path: Path
+    model_type: str, changed: dict[str, Any], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(general, "checked_small", lambda model, path, lacks: Support(lacks))  # some would be refused
     folder = folder_of(tmp_path / "model", model_type, **changed)
     with torch.device("meta"):
         support = support_of(outline(folder))
@@ -79,6 +80,14 @@ def test_an_encoder_is_refused(load: Callable[[Path], Any], tmp_path: Path) -> N
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     with raises(ModelError, f"{folder}", found=re.compile("both directions")), torch.device("cpu"):
         load(folder)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"])
+def test_linear_attention_alone_is_refused(model_type: str, tmp_path: Path) -> None:
+    """transformers' cache and whet's ask a layer with keys for the number of tokens."""
+    folder = folder_of(tmp_path, model_type, **EXPERTS, layer_types=["linear_attention"] * 4)
+    with raises(ModelError, f"{folder}", found=re.compile("linear attention in all")), torch.device("meta"):
+        outline(folder)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +135,44 @@ def test_a_model_is_tried_when_it_is_loaded(
             general.checked(model, "there", "a part")
     else:
         assert general.checked(model, "there", "a part") == Support("a part", pads_left=False)
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba", "mpt", "modernbert-decoder"])
+def test_on_meta_a_small_copy_decides_as_the_model_itself(model_type: str, tmp_path: Path) -> None:
+    changed = next(changed for name, changed, _ in GENERAL if name == model_type)
+    folder = folder_of(tmp_path, model_type, **changed)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    found = list[object]()
+    for load, device in ((outline, "meta"), (load_policy, "cpu")):
+        try:
+            with torch.device(device):
+                found.append(support_of(load(folder)))
+        except ModelError as error:
+            found.append((error.key, error.found))
+    assert found[0] == found[1]
+    assert isinstance(found[0], Support) == (model_type in ("lfm2", "mamba"))
+
+
+def test_the_copy_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {"num_hidden_layers": 12, "layer_types": ["conv", "full_attention"] * 6, "vocab_size": 50000}
+    folder, tried = folder_of(tmp_path, "lfm2", **layers, eos_token_id=49999), list[Any]()
+
+    def checked(model: Any, path: object, lacks: str) -> Support:
+        tried.append(model)
+        return Support(lacks, caches=False)
+
+    monkeypatch.setattr(general, "checked", checked)
+    monkeypatch.setattr(general, "_TRIED", {})
+    with torch.device("meta"):
+        assert not support_of(outline(folder)).caches
+        outline(folder)
+    [copy] = tried  # once
+    assert (len(copy.model.layers), copy.config.vocab_size, copy.config.eos_token_id) == (4, 64, 0)
+    assert copy.device.type == "cpu" and copy.dtype == torch.float32
+    monkeypatch.setattr(general, "_TRIED", {})
+    monkeypatch.setattr(general, "LARGEST", 100)
+    with torch.device("meta"):
+        assert support_of(outline(folder)).caches and len(tried) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ few tokens when it is loaded: each row must be as it is alone.
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import suppress
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ from whet.models.folder import reading
 from whet.models.log_probs import LogitForm
 from whet.models.supported import Support
 
+log = logging.getLogger(__name__)
+_TRIED: dict[tuple[type, str, str], Support] = {}  # of models that this process has tried by a small copy
 LOST = "packed rows, prompts that rows share, the native rollout, batch_invariant"
 TOKENS, PADDING, DECODED = 6, 3, 2  # of the rows on which a model is tried
+LAYERS, TOKEN_IDS, LARGEST = 4, 64, 10**9  # of a small copy: layers, rows of its embedding, and the most weights
 TOLERANCE = 1e-3  # of the largest state: more than rounding, less than a token that is seen where it must not be
 
 
@@ -53,6 +58,40 @@ def use_own_attention(model: Any) -> None:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     if text._attn_implementation not in own:  # a model with attention of its own, which asks only for masks by it
         text._attn_implementation = "eager"
+
+
+def checked_small(model: Any, path: str | Path, lacks: str) -> Support:
+    """The same of a model on meta, by a copy with numbers, few layers and few rows of the embedding; a copy that cannot
+    be made, or would be large, is not tried, as the log says."""
+    kind = type(model), model.config.to_json_string(), lacks
+    if kind not in _TRIED:
+        copy = None
+        with suppress(Exception), torch.random.fork_rng(devices=[]):  # transformers' own code, with a config of ours
+            torch.manual_seed(0)
+            config = _small(model.config)
+            with torch.device("meta"):
+                size = sum(weight.numel() for weight in type(model)._from_config(config).parameters())
+            with torch.device("cpu"):
+                copy = type(model)._from_config(config, dtype=torch.float32) if size <= LARGEST else None
+        if copy is None:
+            log.warning("%s: its forward is not tried before training, as no small copy of it can be made", path)
+        with torch.device("cpu"):
+            _TRIED[kind] = Support(lacks) if copy is None else checked(copy, path, lacks)
+    return _TRIED[kind]
+
+
+def _small(config: Any) -> Any:
+    """The config with few layers and tokens; lists with an entry for each layer become shorter too."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    layers, few = text.num_hidden_layers, min(LAYERS, text.num_hidden_layers)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == layers:
+            vars(text)[name] = value[:few]
+        if name.endswith("_token_id") and value is not None:
+            vars(text)[name] = 0
+    text.num_hidden_layers, text.vocab_size = few, min(TOKEN_IDS, text.vocab_size)
+    return config
 
 
 @torch.no_grad()

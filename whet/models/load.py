@@ -312,8 +312,8 @@ def _prepare(model: PreTrainedModel, path: str | Path) -> None:
     lacks = lack_of(model, path) if own else "attention that transformers cannot replace"
     if lacks:
         general.use_own_attention(model)
-    has_numbers = model.device.type != "meta"
-    set_support(model, general.checked(model, path, lacks) if lacks and has_numbers else Support(lacks))
+    check = general.checked_small if model.device.type == "meta" else general.checked
+    set_support(model, check(model, path, lacks) if lacks else Support())
     fuse(model)
     if not lacks:
         keep_latents(model)

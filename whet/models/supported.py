@@ -75,6 +75,10 @@ def lack_of(model: Any, path: str | Path) -> str:
     if config.model_type in ENCODERS:
         found = f"is a {type(model).__name__} with attention in both directions (it is an encoder)"
         raise ModelError(f"{path}", found, "a causal language model", "choose another model (docs/models.md)")
+    if {*(config.to_dict().get("layer_types") or ())} == {LINEAR}:
+        found = f"is a {type(model).__name__} with linear attention in all its layers"
+        expected = "a layer with keys and values among them, by which caches count tokens"
+        raise ModelError(f"{path}", found, expected, "choose another model (docs/models.md)")
     kind = (type(model), config.to_json_string())
     if kind not in _FOUND:
         _FOUND[kind] = next(_unsupported(model, config), "")

@@ -350,7 +350,7 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
     layers, states = int(model.num_hidden_layers), sequence_bytes(model)
-    decoding = Decoding(rows, config.rollout.n, lengths, of_token, layers, states)
+    decoding = Decoding(rows, config.rollout.n, lengths, of_token, layers, states, config.rollout.max_batch_size)
     engine = entry.load()
     if not isinstance(engine, PlansMemory):
         return RolloutBytes(0, 0, False, rows, 0)

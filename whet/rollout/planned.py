@@ -42,6 +42,7 @@ class Decoding:
     token_bytes: int  # keys and values of one token in all layers
     layers: int
     sequence_bytes: int = 0  # states of one sequence in all layers
+    most: int = 0  # `rollout.max_batch_size`
 
 
 @dataclass(frozen=True)

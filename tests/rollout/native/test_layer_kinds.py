@@ -22,6 +22,7 @@ from whet.models.load import load_policy
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.engine import NativeEngine
+from whet.rollout.planned import Decoding, Lengths
 from whet.rollout.protocol import Completion, Finished, Request, SamplingParams, generate
 
 ARCHS = ["gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5"]
@@ -77,6 +78,17 @@ def test_the_flow_of_a_pack_by_hand() -> None:
     assert first.tolist() == [[0, 1], [4, 8]] and start is None
     assert second.tolist() == [[2, 3], [5, 6]] and goes_on is not None and goes_on.tolist() == [0, 0]
     assert flow.places.tolist() == [0, 1, 4, 5, 2, 6, 7, 8]
+
+
+def test_the_plan_counts_the_states_that_are_held(model: PreTrainedModel) -> None:
+    config, lengths = model.config.get_text_config(), Lengths((8,), 8)
+    states = sequence_bytes(config)
+    plan = NativeEngine.planned_bytes(
+        Decoding(4, 1, lengths, token_bytes(config, 4), 2, states, 16), {"kv_cache_bytes": 2**20}
+    )
+    cache = BlockCache(config, dtype=torch.float32, device=HOST, budget_bytes=2**20, slots=16)
+    assert (cache.states is None) == (states == 0)
+    assert plan.cache == cache.nbytes
 
 
 def long_batch() -> dict[str, torch.Tensor]:

@@ -48,7 +48,7 @@ from whet.rollout.native.columns import (
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
-from whet.rollout.native.states import End, PrefillFlow
+from whet.rollout.native.states import End, PrefillFlow, held
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
 from whet.types import Media
@@ -117,7 +117,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         for prompt in prompts:
             own = blocks_for(prompt + lengths.response) - prompt // BLOCK_SIZE
             blocks += blocks_for(prompt) + min(n, rows) * own
-        states, written = rows * decoding.sequence_bytes, min(cache, blocks * per_block)
+        states, written = held(decoding.most) * decoding.sequence_bytes, min(cache, blocks * per_block)
         tokens = min(sum(prompts), max(PREFILL_TOKENS, *lengths.prompts))
         smaller = {"kv_cache_bytes": max(2**26, written // 2)}
         return RolloutBytes(cache + states, written + states, True, len(prompts), tokens, smaller)
@@ -356,7 +356,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             return KV_CACHE_BYTES
         config, room = module.config.get_text_config(), self._cache_room
         longest = self.max_batch_size * config.max_position_embeddings * token_bytes(config, module.dtype.itemsize)
-        sampling = self.max_batch_size * (config.vocab_size * LOGIT_BYTES + sequence_bytes(config))
+        sampling = self.max_batch_size * config.vocab_size * LOGIT_BYTES
+        sampling += held(self.max_batch_size) * sequence_bytes(config)
         room = replace(room, most=min(room.most, longest))
         return room.bytes(use.free + use.held, use.allocated + sampling)
 

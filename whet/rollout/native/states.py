@@ -25,6 +25,11 @@ End = dict[
 ]  # by layer: window [C, K - 1] and matrices [VH, K, V] after a sequence
 
 
+def held(slots: int) -> int:
+    """The number of sequences whose states are held for `slots` of them: one more, for padding."""
+    return slots + 1
+
+
 class States:
     """Windows [slots + 1, C, K - 1] and matrices [slots + 1, VH, K, V] of layers with a state; the last for padding."""
 
@@ -32,8 +37,8 @@ class States:
         self.spare = slots
         self.windows, self.matrices = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for layer, kind in kinds.items():
-            shape = slots + 1, kind.heads, kind.key_size, kind.value_size
-            self.windows[layer] = torch.zeros(slots + 1, kind.channels, kind.tokens, dtype=dtype, device=device)
+            shape = held(slots), kind.heads, kind.key_size, kind.value_size
+            self.windows[layer] = torch.zeros(held(slots), kind.channels, kind.tokens, dtype=dtype, device=device)
             self.matrices[layer] = torch.zeros(shape, device=device)
 
     @classmethod

@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -40,6 +41,7 @@ from whet.rollout.vllm.plain import (
     seed_of,
     without,
 )
+from whet.rollout.vllm.routed import check_routed, mixtures, routed_of
 from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
@@ -99,6 +101,8 @@ class VLLMEngine(ServerEngine):
         each end keeps a copy of the weights in the host's memory for it.
     plain: uses public flags and calls of vLLM alone, as with every version but that of `make vllm`. Draws are vLLM's;
         adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
+    routed_experts: tells the experts that computed each token of a mixture, which compute it in the trainer too; with
+        plain=true.
     server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
@@ -130,6 +134,7 @@ class VLLMEngine(ServerEngine):
         weights_dir: str | None = None,
         weight_delta: bool = False,
         plain: bool = False,
+        routed_experts: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
         given = dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span
@@ -143,6 +148,8 @@ class VLLMEngine(ServerEngine):
             restarts=restarts,
         )
         self.options = {"adapter": adapter, "on_new_weights": on_new_weights, "plain": plain, "python": python}
+        self.options = {**self.options, "routed_experts": routed_experts}
+        self.routed = mixtures(self._outline) if routed_experts else []
         self.plain = found = self._plain(self.options)
         path, tokenizer = where_found(self.base, model)
         arguments = {
@@ -162,10 +169,12 @@ class VLLMEngine(ServerEngine):
             **inside(found, self.encoders is not None),
             **config_overrides("hf_overrides", self._outline.config),
             **(_for_adapter(model) if adapter else {}),
+            **({"enable_return_routed_experts": True} if routed_experts else {}),
         }
         self.takes_adapter, self.takes_delta, self._lora = adapter, weight_delta, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
         own = environment(threads or torch.get_num_threads(), device, self.devices_here, found is not None)
+        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}  # the one that tells experts
         self.launch(partial(command, plain=found), arguments, own, python=python, port=port, server=server)
 
     @classmethod
@@ -180,7 +189,9 @@ class VLLMEngine(ServerEngine):
     def _plain(cls, options: Mapping[str, Any]) -> Environment | None:
         """The environment of an engine in plain mode; None for one that has the insides.  Raises: ConfigError."""
         found = cls.environment_of(options)
-        if options["plain"] or found.other is not None:
+        is_plain = options["plain"] or found.other is not None
+        check_routed(found, options, is_plain)
+        if is_plain:
             check_options(found, options)
             return found
         return None
@@ -200,13 +211,16 @@ class VLLMEngine(ServerEngine):
             opened = self._media.opened(request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if request.media else []
             body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, media)
+            if self.routed:  # of the pass that gives the first token, and of all behind it
+                body["sampling_params"]["routed_experts_prompt_start"] = len(body["token_ids"]) - 1
             if self.plain:
                 body["sampling_params"] |= {"extra_args": None, "seed": seed_of(request) if self.has_seeds else None}
             if request.streams:
                 answer = await self._streamed(live, body)
             else:
                 answer = await self.server.client.answer("POST", GENERATE, body, seconds=None)
-            return completion_of(answer, request, version if self.plain else None)
+            completion = completion_of(answer, request, version if self.plain else None)
+            return replace(completion, routed=routed_of(answer, completion, self.routed))
 
     async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
         """The same answer, whose tokens come as Partial meanwhile."""
@@ -220,7 +234,8 @@ class VLLMEngine(ServerEngine):
                 place = len(tokens)
                 versions = versions_at(live.known, self.version, place, place + len(new))
                 found, told = tuple(each["logprob"] for each in content), likeliest_of(content, live.request)
-                self.stream(live, place, Completion(tuple(new), found, "abort", versions, likeliest=told))
+                unknown = (b"",) * len(new) if self.routed else ()
+                self.stream(live, place, Completion(tuple(new), found, "abort", versions, None, told, unknown))
             tokens, log_probs = tokens + new, log_probs + content
         return {"choices": [{**choice, "token_ids": tokens, "logprobs": {"content": log_probs}}]}
 
