@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that a file takes from another one are there: mypy reads neither tests nor benchmarks nor examples, and an import
-inside a function is first read when it runs."""
+"""Names that a file takes from another one are there: mypy reads no tests, benchmarks and examples, and an import inside
+a function is first read when it runs."""
 
 from __future__ import annotations
 
