@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that a file takes from another one are there: mypy reads no tests, benchmarks and examples, and an import inside
+"""Names that a file takes from another one are there: mypy reads no tests, benchmarks and examples, and an import in
 a function is first read when it runs."""
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.parsed import tree
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("whet", "tests", "benchmarks", "docs", "examples")
@@ -44,7 +46,7 @@ def has(module: str, name: str) -> bool:
 @cache
 def defined(file: Path) -> set[str]:
     """Names that a file defines or imports outside of functions and classes."""
-    return set(_names(ast.parse(file.read_text(encoding="utf-8")).body))
+    return set(_names(tree(file).body))
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
