@@ -33,7 +33,7 @@ from whet.controller.ray.session import all_nodes, attempt, connected, head_addr
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec, ranks_of
+from whet.controller.worker import Host, Layout, ResourcePool, WorkerSpec, ranks_of
 from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -208,7 +208,7 @@ class RayTransport(RemoteTransport[_Actor]):
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
-            visible=tuple(each.visible for each in ranks) if self._reserved.gpus else (),
+            hosts=tuple(Host(each.node_id, each.address, each.visible) for each in ranks),
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
