@@ -68,7 +68,7 @@ quality: $(SERVICES) ## what a commit must pass
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_imports.py
 
 commit: quality ## what to run before a commit: quality, and the tests of the files that changed since the last one
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q $$($(BIN)/python tests/changed.py)

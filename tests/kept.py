@@ -25,9 +25,8 @@ Call = Callable[..., Any]
 
 def keep() -> None:
     """Replaces these functions of libraries, once all modules of the tests are loaded."""
-    for transport in (httpx.HTTPTransport, httpx.AsyncHTTPTransport):
-        names = transport.__init__.__globals__
-        names["create_ssl_context"] = kept(names["create_ssl_context"], _certificates)
+    names = vars(sys.modules[httpx.HTTPTransport.__init__.__module__])
+    names["create_ssl_context"] = kept(names["create_ssl_context"], _certificates)
     typer.main.get_command = kept(typer.main.get_command, _commands)
     source: Any = ImportlibResourcesConfigSource
     source.load_config = kept(source.load_config, lambda own, name: (own.path, name), copy.deepcopy)

@@ -16,6 +16,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from docs.generate.layers import layers, limit
+from tests.parsed import tree
 from whet.config.commands import commands, schema_of
 from whet.config.section import is_free, is_section
 
@@ -182,8 +183,8 @@ def test_one_client_speaks_http() -> None:
     clients = "httpx|httpx2|http.client|urllib.request|requests|aiohttp"
     places = {_shown(file) for file in FILES for _, module in _imports(file) if re.fullmatch(clients, module)}
     assert places == {"whet/http.py"}
-    tree = ast.parse((PACKAGE / "http.py").read_text(encoding="utf-8"))
-    assert not [node for node in tree.body if isinstance(node, ast.Import) and node.names[0].name == "httpx"]
+    body = tree(PACKAGE / "http.py").body
+    assert not [node for node in body if isinstance(node, ast.Import) and node.names[0].name == "httpx"]
 
 
 def test_files_functions_and_package_stay_small() -> None:
@@ -313,7 +314,7 @@ def _imports(file: Path) -> list[tuple[int, str]]:
     """Line and module of every import in a file, those inside functions too."""
     found = []
     package = ["whet", *file.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -330,12 +331,7 @@ def _is_module(name: str) -> bool:
 
 
 def _functions(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-@cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+    return [node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _lines(file: Path) -> int:

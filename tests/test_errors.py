@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import parsed
 from tests.test_distribution import installed_by_name
 from whet import errors
 from whet.errors import ConfigError, DataError, StorageError, pip_install
@@ -82,7 +83,7 @@ def test_every_error_says_what_was_found_and_what_to_do() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
         if file.name == "errors.py":
             continue
-        for call, _ in _calls(ast.parse(file.read_text(encoding="utf-8")), KINDS):
+        for call, _ in _calls(parsed.tree(file), KINDS):
             if len(call.args) + len(call.keywords) < 3 and not any(isinstance(each, ast.Starred) for each in call.args):
                 bare.append(f"{file.relative_to(PACKAGE)}:{call.lineno}")
     assert not bare

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.parsed import tree
+
 ROOT = Path(__file__).resolve().parents[1]
 # A first word that leaves open what the sentence is about.
 VAGUE = re.compile(
@@ -52,15 +54,15 @@ def first_word(docstring: str) -> str:
 def definitions() -> list[tuple[str, Definition | ast.Module, bool]]:
     """Place, node, and whether the name is public, of every module, class and function of whet."""
     found: list[tuple[str, Definition | ast.Module, bool]] = []
-    for file, tree in modules().items():
-        found += [(f"{file.relative_to(ROOT)}:1", tree, True), *_inside(tree, file, is_public=True)]
+    for file, module in modules().items():
+        found += [(f"{file.relative_to(ROOT)}:1", module, True), *_inside(module, file, is_public=True)]
     return found
 
 
 @cache
 def modules() -> dict[Path, ast.Module]:
     """The files of whet, parsed."""
-    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "whet").rglob("*.py"))}
+    return {file: tree(file) for file in sorted((ROOT / "whet").rglob("*.py"))}
 
 
 def _inside(parent: ast.AST, file: Path, *, is_public: bool) -> Iterator[tuple[str, Definition, bool]]:
@@ -109,8 +111,8 @@ def methods(node: ast.ClassDef) -> dict[str, bool]:
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes of whet by name."""
     found: dict[str, list[ast.ClassDef]] = {}
-    for tree in modules().values():
-        for node in ast.walk(tree):
+    for module in modules().values():
+        for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found

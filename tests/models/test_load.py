@@ -151,7 +151,8 @@ def test_a_models_own_code_is_refused_and_nobody_is_asked(folder: Path, monkeypa
 
 def test_every_call_of_a_transformers_loader_says_whether_it_runs_code() -> None:
     """One that says nothing would ask on standard input."""
-    for file in Path(whet.__file__).parent.rglob("*.py"):
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    texts = (file.read_text(encoding="utf-8") for file in Path(whet.__file__).parent.rglob("*.py"))
+    for text in (each for each in texts if "Auto" in each):
+        for call in ast.walk(ast.parse(text)):
             if isinstance(call, ast.Call) and re.match(r"(\w+\.)?Auto\w+\.from_", ast.unparse(call.func)):
                 assert "trust_remote_code" in [keyword.arg for keyword in call.keywords], ast.unparse(call)

@@ -105,6 +105,7 @@ def test_a_run_goes_on_with_the_same_bits(folder: Path, tmp_path: Path, changes:
     assert Path(media["source"]).stem == media["digest"]
 
 
+@pytest.mark.slow
 def test_an_export_is_a_model_that_sees(folder: Path, tmp_path: Path) -> None:
     run_of(folder, tmp_path / "run", **{"trainer.total_steps": 2, "model.freeze": ["vision"]})
     out = export(tmp_path / "run", tmp_path / "out")

@@ -91,6 +91,7 @@ def test_a_number_and_zero_keep_their_meaning(train_config: MakeConfig, addition
     assert saved(tmp_path / "b") == [4]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_first_step_and_saves_no_other_at_once(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_supervised_run_saves_so_too(model_folder: Path, tmp_path: Path) -> No
     assert saved(tmp_path / "sft") == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_says_what_it_found(
     train_config: MakeConfig,
     additions: Rows,

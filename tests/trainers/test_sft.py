@@ -79,12 +79,14 @@ def test_the_first_loss_is_transformers_own_on_the_answers(
     assert run.history[0]["sft/tokens"] == tokens
 
 
+@pytest.mark.slow
 def test_it_learns_the_answers(sft_config: MakeConfig, rows: list[dict[str, str]], tmp_path: Path) -> None:
     run = train_sft(sft_config(**{"trainer.total_steps": 60, "data.train_batch_size": 20}), data=rows)
     losses = [record["sft/loss"] for record in run.history]
     assert losses[0] > 3.5 and losses[-1] < 0.5, (losses[0], losses[-1])
 
 
+@pytest.mark.slow
 def test_packing_and_micro_batches_change_nothing(
     sft_config: MakeConfig, rows: list[dict[str, str]], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_signal_in_a_rollout_saves_the_step_before_at_once(
     assert_equal_runs(straight, resumed.run_dir)
 
 
+@pytest.mark.slow
 def test_a_signal_outside_of_a_rollout_waits_for_the_step(
     straight: Path, train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ def test_an_adapter_and_the_whole_head_are_trained(
     assert record["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_engines_train_the_same_adapter_and_head(
     reward_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -262,6 +263,7 @@ def test_engines_train_the_same_adapter_and_head(
         torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_an_adapter_goes_on_to_the_same_bits(
     reward_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
 ) -> None:
