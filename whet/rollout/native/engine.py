@@ -299,6 +299,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
                 stretch.prompt.routed = routed
         return zip(logits, repeat(None) if flow is None else flow.ends, strict=False)
 
+    def _readable(self, request: Request) -> Encoders:
+        encoders = super()._readable(request)
+        self.check_media(encoders, request.media, f"request {request.uid}")
+        return encoders
+
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
         if encoders is not None and encoders.both_ways:
@@ -316,7 +321,6 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         encoders = encoders_of(module)
         if encoders is None:
             return {}
-        self.check_media(encoders, [each for each, _ in parts], "a request")
         if self._tower is None or self._tower[0] != self.policy.version:
             self._tower = self.policy.version, encoders.fingerprint(module)
         features = encoders.features(module, [media for media, _ in parts], self._tower[1])
