@@ -306,6 +306,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
+        """Raises: EngineError for media that attend in both directions, whose caches are causal here."""
         if encoders is not None and encoders.both_ways:
             found = f"has {media[0].kind}s, whose tokens attend in both directions in {encoders.config.model_type}"
             change = "set rollout.engine.name=hf, or train on text alone"
