@@ -117,6 +117,11 @@ class Example(Protocol):
         """More that `whet data` shows."""
         return {}
 
+    @staticmethod
+    def notes(items: Sequence[Any]) -> list[str]:
+        """Facts of all examples together, for `whet data`."""
+        return []
+
 
 @dataclass(frozen=True)
 class Turn:

@@ -301,6 +301,32 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
             owners[role] = name
 
 
+def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+    """Requires whole replicas of the rollout on the ranks of its pool, each on one node or on whole ones."""
+    options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
+    size, where = options.get("tensor_parallel_size"), "rollout.engine.options"
+    if not isinstance(size, int) or size < 1:
+        return
+    name, key = cluster.pool_of("rollout"), f"{where}.tensor_parallel_size"
+    pool, here, ranks = cluster.pools[name], cluster.devices_here, cluster.replica_ranks(options)
+    before = [*cluster.pools.values()][: [*cluster.pools].index(name)]
+    first, devices = sum(each.processes * each.devices for each in before), cluster.replica_devices(options)
+    last = first + pool.processes * pool.devices
+    if size % pool.devices or pool.processes % ranks:
+        expected = f"a size that divides the {last - first} devices of the pool {name}, in whole ranks"
+        yield ConfigError(key, size, expected, "change it, or the processes of the pool")
+    elif devices > here and devices % here == first % here == 0:
+        needs = {"weights_dir": "a folder that all nodes share", "weight_transfer": "file", "restarts": "0"}
+        for option, wanted in needs.items():
+            found = options.get(option)
+            if found is None or (option != "weights_dir" and str(found) != wanted):
+                expected = f"{wanted}, as a server has devices of {devices // here} nodes"
+                yield ConfigError(f"{where}.{option}", found, expected, f"set it, or lower {key}")
+    elif any(start // here != (start + devices - 1) // here for start in range(first, last, devices)):
+        expected = f"all {devices} devices of a server on one node, which has {here}, or on whole nodes"
+        yield ConfigError(key, size, expected, "lower it")
+
+
 def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
     """Requires at least one row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"

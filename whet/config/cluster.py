@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -87,6 +89,19 @@ class ClusterConfig(Section):
     def processes_of(self, role: str) -> int:
         """The number of ranks of a role."""
         return self.pools[self.pool_of(role)].processes
+
+    def replica_ranks(self, options: Mapping[str, object]) -> int:
+        """Consecutive ranks of the rollout on whose devices an engine with these options computes; 1 where it has those
+        of its own rank alone."""
+        server, own = options.get("server"), self.pools[self.pool_of("rollout")].devices
+        names = ("pipeline_parallel_size", "pp_size")  # of vLLM's and SGLang's arguments
+        stages = [server.get(name) for name in names] if isinstance(server, Mapping) else []
+        sizes = [size for size in (options.get("tensor_parallel_size"), *stages) if isinstance(size, int)]
+        return max(1, prod(sizes) // own) if sizes else 1
+
+    def replica_devices(self, options: Mapping[str, object]) -> int:
+        """Devices of an engine of the rollout with these options."""
+        return self.replica_ranks(options) * self.pools[self.pool_of("rollout")].devices
 
     def processes_key(self, role: str) -> str:
         """The config key of the number of ranks of a role."""

@@ -253,6 +253,12 @@ class Engine(ABC):
         Raises: EngineError for the state of another model or engine.
         """
 
+    @torch.no_grad()
+    def copy_from(self, other: Engine) -> None:
+        """Takes over the weights of an engine of the same kind, with the same shards, in this process."""
+        for own, new in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            own.copy_(new)
+
     def offload(self, weights: bool = True) -> None:
         self._loss = None
         self._move(HOST, weights=weights)

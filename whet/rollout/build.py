@@ -38,11 +38,12 @@ from whet.models.load import cast_weights, load_policy, outline
 from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
-from whet.rollout.driver import Turns
+from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 from whet.rollout.sampling import bad_word_ids
+from whet.rollout.servers.process import Span
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,11 @@ def rollout_engine(
     model: ModelConfig,
     num_devices: int = 1,
     cache_room: CacheRoom | None = None,
+    span: Span | None = None,
 ) -> RolloutEngine:
     """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
     `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
-    `cache_room`: beside what is trained in the process."""
+    `cache_room`: beside what is trained in the process; `span`: of a server on several nodes."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_prepared(model.media_cache_gib)
     given = {
@@ -73,6 +75,7 @@ def rollout_engine(
         "num_devices": num_devices,
         "cache_room": cache_room,
         "model": model,
+        "span": span,
     }
     engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))
     return engine
@@ -137,6 +140,9 @@ def check_engine(config: TrainConfig) -> None:
         key, change = f"cluster.placement.{pool}.devices", "lower it, or choose an engine for several, such as vllm"
         expected = f"1, as the rollout engine {rollout.engine.name} samples on one device"
         raise ConfigError(key, cluster.pools[pool].devices, expected, change)
+    if rollout.engine.options.get("weight_delta") is True and pool == cluster.pool_of("actor"):
+        key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool"
+        raise ConfigError(key, True, f"false in the actor's pool ({pool}), where weights are copied", change)
     if isinstance(engine, ChecksAhead):
         longest = config.data.max_prompt_length + config.data.max_response_length
         engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
@@ -193,7 +199,7 @@ def build_collector(
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
     seed: int,
-    turns: type[Turns] = Turns,
+    driver: type[Driver] = Driver,
     hosts: Mapping[str, EnvironmentHost] | None = None,
     media_folder: Path | None = None,
 ) -> Collector:
@@ -212,7 +218,7 @@ def build_collector(
         deadline_seconds=config.rollout.deadline_seconds,
         hosts=hosts,
         reader=None if encoders is None else MediaReader(MediaLimits.of(config.data), encoders, media_folder),
-        turns=turns,
+        driver=driver,
     )
 
 

@@ -105,6 +105,8 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class HFEngine(InProcessEngine[LiveRequest]):
         load_tokenizer: LoadTokenizer | None = None,
         *,
         on_new_weights: Literal["recompute", "keep"] = "recompute",
+        weight_delta: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
+        self.takes_delta = weight_delta
         self._batch: Batch | None = None
 
     @classmethod

@@ -48,7 +48,7 @@ from whet.rollout.build import (
     sampling_params,
     with_engine,
 )
-from whet.rollout.driver import Background, Turns
+from whet.rollout.driver import Background, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
@@ -273,7 +273,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
     """Returns the workers of one process; a worker comes after those that it reads from, as `ref` may from `actor`."""
-    model, ref, critic = config.model, config.ref, config.critic
+    model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
         updates = steps * updates_per_step(role, config.data.train_batch_size)
@@ -298,8 +298,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         settings = workers.settings_of(model, config.reward_model, config.reward_model.model_path)
         specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
     tokenizer_path = model.tokenizer_path or workers.path_of(model)
-    num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
-    sampling = (config.rollout, tokenizer_path, model, num_devices)
+    ranks, devices = (of(config.rollout.engine.options) for of in (cluster.replica_ranks, cluster.replica_devices))
+    sampling = (config.rollout, tokenizer_path, model, devices, ranks)
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
 
@@ -335,7 +335,7 @@ def _rollouts(
     made = Rollouts(
         begun.loader,
         build_collector(
-            config, tokenizer, engine, config.trainer.seed, Background if staleness else Turns, hosts, folder
+            config, tokenizer, engine, config.trainer.seed, Background if staleness else Driver, hosts, folder
         ),
         scorer,
         tokenizer,

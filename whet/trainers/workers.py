@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,6 +44,7 @@ from whet.trainers.measured import MeasuredWorker
 from whet.trainers.reward_texts import text_reader
 from whet.types import Media
 from whet.weight_sync.buckets import Broken, LinkClosedError, Outlet, send
+from whet.weight_sync.delta import Base
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
@@ -79,6 +81,7 @@ class TrainWorker(EngineWorker):
         self.settings = settings
         self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
         self._outlets: dict[Way, Outlet] = {}
+        self._base = Base()
         self._flops = 0.0  # operations of updates since they were last asked for
         self._outline = Outline(settings) if profile.peak_flops() else None
         self.start: dict[str, Any] | None = None
@@ -103,6 +106,15 @@ class TrainWorker(EngineWorker):
     def step(self) -> Metrics:
         """Takes an optimizer step with the gradients that were added up. All ranks return the same metrics."""
         return self.engine.step()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def digest(self) -> str:
+        """Tells the model's weights, with an adapter added in, from others; on every rank."""
+        found = hashlib.blake2b(digest_size=16)
+        for name, weight in self.engine.named_weights():
+            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
@@ -157,17 +169,20 @@ class TrainWorker(EngineWorker):
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
         """Opens this rank's ends of links, in the place of earlier ones.  Returns their addresses."""
         self.close()
+        self._base = Base()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, dtype: str, only_adapter: bool) -> str | Broken | None:
-        """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype; every rank takes part,
-        as making them whole may need it.  Returns their digest; None on a rank that sends to nobody; Broken."""
+    def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
+        """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype, or their changes since
+        the last version of these links; every rank takes part, as making them whole may need it.  Returns their digest;
+        None on a rank that sends to nobody; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             with span("weight sync"):
-                return send(weights, version, list(self._outlets.values()), vars(torch)[dtype])
+                outlets, base = list(self._outlets.values()), self._base if as_delta else None
+                return send(weights, version, outlets, vars(torch)[dtype], base)
         except BaseException as error:
             self.close()  # whoever waits for this rank hears of it
             if isinstance(error, DeadlineError | LinkClosedError):

@@ -28,7 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two devices in a Ray actor": {"cluster.backend": "ray", "cluster.address": "local", "cluster.placement": SPLIT},
     "an adapter sent to another pool": {"model.lora.rank": 4, "model.lora.target_modules": ["q_proj"], **APART},
 }
-OPTIONS = {case: {"adapter": True} for case in ("an adapter beside the weights", "an adapter sent to another pool")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "an adapter beside the weights": {"adapter": True},
+    "an adapter sent to another pool": {"adapter": True},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -36,14 +39,26 @@ def test_a_run_is_that_of_the_native_engine(
     has_vllm: None, train_config: episodes.MakeConfig, additions: list[dict[str, Any]], tmp_path: Path, case: str
 ) -> None:
     """Every step samples with the weights that the last one trained: the log-probs of both sides agree."""
-    settings = {**ENGINE, **CASES[case]}
-    settings["rollout.engine.options"] = {**ENGINE["rollout.engine.options"], **OPTIONS.get(case, {})}
+    check_run(train_config, additions, tmp_path, CASES[case], OPTIONS.get(case, {}), case)
+
+
+def check_run(
+    train_config: episodes.MakeConfig,
+    additions: list[dict[str, Any]],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    case: str,
+) -> None:
+    """Compares a run with one whose responses the native engine samples."""
+    settings = {**ENGINE, **changes}
+    settings["rollout.engine.options"] = {**ENGINE["rollout.engine.options"], **options}
     run = episodes.metrics_of(train_config({**settings, "trainer.run_dir": tmp_path / "vllm"}), additions)
     steps = [line for line in run if "correction/abs_max" in line]
     worst = [line["correction/abs_max"] for line in steps]
     log.info("%s: largest gap of log-probs at each step: %s", case, ", ".join(f"{each:.1e}" for each in worst))
     assert len(steps) == 4
-    if case == "bfloat16":
+    if settings.get("rollout.dtype") == "bfloat16":
         assert max(worst) < 0.1 and max(line["correction/abs_mean"] for line in steps) < 0.01
         return
     assert max(worst) < 2e-5

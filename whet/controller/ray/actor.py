@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Location:
     address: str
     node_id: str
     store_port: int | None  # of the pool's store, where this actor opened it
+    visible: str = ""  # its GPUs
 
 
 CONCURRENT = "concurrent"  # concurrency group
@@ -63,7 +65,8 @@ class RankActor:
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
         code.install()
-        return Location(address, ray.get_runtime_context().get_node_id(), self._store.port if opens_store else None)
+        port, visible = self._store.port if opens_store else None, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Location(address, ray.get_runtime_context().get_node_id(), port, visible)
 
     def assign(self, spec: RankSpec) -> None:
         """Makes the actor a rank of its pool."""

@@ -33,7 +33,7 @@ from whet.controller.ray.session import all_nodes, attempt, connected, head_addr
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec, ranks_of
+from whet.controller.worker import Host, Layout, ResourcePool, WorkerSpec, ranks_of
 from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -199,6 +199,7 @@ class RayTransport(RemoteTransport[_Actor]):
     def _rank_spec(self, peer: _Actor) -> RankSpec:
         first = self._first[peer.pool.name]
         assert peer.location is not None and first is not None and first.store_port is not None
+        ranks = [each.location for each in self.peers if each.pool.name == peer.pool.name and each.location is not None]
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
@@ -207,6 +208,7 @@ class RayTransport(RemoteTransport[_Actor]):
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
+            hosts=tuple(Host(each.node_id, each.address, each.visible) for each in ranks),
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:

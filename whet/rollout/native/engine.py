@@ -70,6 +70,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         CPU.
     batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
         same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         on_new_weights: Literal["recompute", "keep"] = "recompute",
         batch_invariant: bool = False,
         routed_experts: bool = False,
+        weight_delta: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         if compile and batch_invariant:
@@ -91,7 +94,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             raise EngineError("rollout.engine.options.compile", compile, expected, "unset one of them")
         self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
-        self.routed_experts = routed_experts
+        self.routed_experts, self.takes_delta = routed_experts, weight_delta
         self._routed: list[bytes] = []  # of the rows of the last pass
         self._form = LogitForm()
         self._columns: Columns = HostColumns()

@@ -31,7 +31,7 @@ from whet.rollout.sampling import LastStops, StopStrings
 from whet.rollout.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.media import Shown, positions_of
-from whet.rollout.servers.process import HOST as ADDRESS, variables
+from whet.rollout.servers.process import HOST as ADDRESS, Span, variables
 from whet.rollout.servers.weights import Part
 from whet.rollout.servers.words import Live
 from whet.types import FinishReason, Versions, last_versions
@@ -63,11 +63,15 @@ class SGLangEngine(ServerEngine):
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
+        the devices of the next ranks, which train there and take turns with it.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
     weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
         accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     server: further arguments of SGLang's server by name, such as context_length.
     """
 
@@ -80,6 +84,7 @@ class SGLangEngine(ServerEngine):
         device: torch.device,
         model: ModelConfig,
         num_devices: int = 1,
+        span: Span | None = None,
         *,
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
@@ -88,16 +93,16 @@ class SGLangEngine(ServerEngine):
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
+        tensor_parallel_size: Count | None = None,
         restarts: Number = 3,
         weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
+        weight_delta: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
+        given = dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span
         super().__init__(
-            dtype,
-            max_batch_size,
-            num_devices,
-            model,
+            *given,
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
@@ -114,7 +119,7 @@ class SGLangEngine(ServerEngine):
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "max_running_requests": max_batch_size,
-            "tp_size": num_devices,
+            "tp_size": tensor_parallel_size or num_devices,
             "max_total_tokens": max(1, kv_cache_bytes // of_token),
             "trust_remote_code": model.trust_remote_code,
             "weight_version": str(FIRST_VERSION),
@@ -129,10 +134,14 @@ class SGLangEngine(ServerEngine):
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
-        self._load_tokenizer, self._stops = cache(load), LastStops()
+        self._load_tokenizer, self._stops, self.takes_delta = cache(load), LastStops(), weight_delta
         self._never = () if self.encoders is None else self.encoders.forbidden
-        given = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
-        self.launch(command, arguments, given, python=python, port=port, server=server)
+        own = environment(threads or torch.get_num_threads(), device, self.devices_here, self._never)
+        self.launch(command, arguments, own, python=python, port=port, server=server)
+
+    @classmethod
+    def spanning(cls, span: Span) -> dict[str, Any]:
+        return {"nnodes": span.nodes, "node_rank": span.number, "dist_init_addr": f"{span.address}:{span.port}"}
 
     def prepare(self) -> None:
         self._is_updating = False
