@@ -45,7 +45,9 @@ def score(judge: Judge, *items: RewardItem, **kwargs: Any) -> list[Outcome]:
 
 
 ITEM = RewardItem("test", "4", None, prompt_str="2 + 2?")
-CHAT = RewardItem("test", "4", None, prompt_str="2 + 2?", messages=(Message("system", "Add."), Message("user", "2 + 2?")))
+CHAT = RewardItem(
+    "test", "4", None, prompt_str="2 + 2?", messages=(Message("system", "Add."), Message("user", "2 + 2?"))
+)
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
@@ -63,7 +65,9 @@ def test_each_form_of_a_server(api: str, path: str, answer: Any, monkeypatch: py
     with judging([reply(answer)]) as judge:
         [found] = score(judge, ITEM, api=api, model="rm", key_variable="MY_KEY")
     assert isinstance(found, RewardResult) and found.reward == 1.5
-    asked = {"text_1": "2 + 2?", "text_2": "4"} if api == "score" else {"messages": TALK, "add_generation_prompt": False}
+    asked = (
+        {"text_1": "2 + 2?", "text_2": "4"} if api == "score" else {"messages": TALK, "add_generation_prompt": False}
+    )
     assert judge.bodies == [{"model": "rm", **asked, "use_activation": False}]
     assert judge.keys == ["Bearer secret"] and judge.paths == [path]
 
@@ -113,7 +117,9 @@ def test_the_score_of_a_reply() -> None:
 
 def test_options_are_checked_at_the_start() -> None:
     with raises(RewardError, re.compile("endpoint$"), found="localhost"):
-        RewardPool("reward_server", num_workers=1, timeout_seconds=5, correct_threshold=1.0, kwargs={"endpoint": "localhost"})
+        RewardPool(
+            "reward_server", num_workers=1, timeout_seconds=5, correct_threshold=1.0, kwargs={"endpoint": "localhost"}
+        )
     kwargs = {"endpoint": "http://127.0.0.1:1", "api": "sglang"}
     with raises(RewardError, re.compile("template$"), expected=re.compile("chat template")):
         RewardPool("reward_server", num_workers=1, timeout_seconds=5, correct_threshold=1.0, kwargs=kwargs)

@@ -119,7 +119,7 @@ def test_a_run_trains_on_its_scores(
         changes |= {"trainer.total_steps": 2, "trainer.run_dir": str(tmp_path / name), "actor.optim.lr": 1e-3}
         runs.append(train(train_config(changes), data=additions))
     for one, other in zip(*(run.history for run in runs), strict=True):
-        assert one["critic/rewards/mean"] == pytest.approx(other["critic/rewards/mean"], abs=1e-4)
+        assert one["critic/score/mean"] == pytest.approx(other["reward/reward_model"], abs=1e-4)
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
 
 

@@ -317,7 +317,7 @@ def scores_by_hand(folder: Path, batch: DataProto, run: Run, rows: Rows) -> torc
 def test_a_vocabulary_of_its_own_reads_texts(
     changes: dict[str, Any], train_config: MakeConfig, foreign: Path, additions: Rows
 ) -> None:
-    run, batch, metrics = shaped(train_config({"reward_model.model_path": str(foreign), **changes}), additions)
+    run, batch, _ = shaped(train_config({"reward_model.model_path": str(foreign), **changes}), additions)
     expected = scores_by_hand(foreign, batch, run, additions)
     assert 0 < (expected == 0.0).sum() < len(expected)  # some failed
     torch.testing.assert_close(batch["rm_scores"], expected, atol=1e-5, rtol=0)

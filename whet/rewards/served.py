@@ -109,10 +109,10 @@ def client() -> Http:
 
 @cache
 def tokenizer_at(path: str) -> Any:
-    """The tokenizer of a folder or hub name.  Raises: RewardError where it has no chat template."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a folder or hub name.  Raises: ModelError; RewardError where it has no chat template."""
+    from whet.models.load import load_tokenizer  # and torch, for servers that read no messages
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     if not tokenizer.chat_template:
         raise RewardError("template", path, "a tokenizer with a chat template", "name another")
     return tokenizer

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from whet.limits import read_json
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.registry import ENGINES
 from whet.serving.app import Settings
-from whet.serving.bodies import ApiError, Raw
+from whet.serving.bodies import ApiError
 from whet.trainers.reward_texts import rows_of
 from whet.types import Message
 
@@ -92,13 +90,13 @@ class ScoreApp:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         rows = await asyncio.to_thread(self._rows, body)
         scores = await self._scored(rows)
-        key, kind = ("data", {"object": "pooling"}) if path == "/pooling" else ("probs", {"label": "score"})
-        more: Raw = {} if path == "/pooling" else {"num_classes": 1}
-        data = [{"index": index, **kind, key: [score], **more} for index, score in enumerate(scores)]
-        tokens = sum(map(len, rows))
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-        named = {"id": f"{path[1:]}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-        return JSONResponse({**named, "model": self.name, "data": data, "usage": usage})
+        kind: dict[str, object]
+        key, kind = "data", {"object": "pooling"}
+        if path == "/classify":
+            key, kind = "probs", {"label": "score", "num_classes": 1}
+        data = [{"index": index, **kind, key: [score]} for index, score in enumerate(scores)]
+        usage = {"prompt_tokens": sum(map(len, rows))}
+        return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
 
     def _rows(self, body: Any) -> list[list[int]]:
         """The token ids of `messages`, or of `input`: a text or several, or their ids.  Raises: ApiError, DataError."""

@@ -80,7 +80,7 @@ class LlavaVision(ImageEncoder):
         return {"pixel_values": out["pixel_values"][0], "image_sizes": out["image_sizes"]}
 
     def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
-        """One pass of the tower over tiles and frames, of which the model's own functions make features."""
+        """Features in one pass of the tower over all tiles and frames, by the model's own functions."""
         tiles = [next(value for name, value in each.items() if "pixel_values" in name) for each in prepared]
         states = body.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True).hidden_states
         layers = self.config.vision_feature_layer

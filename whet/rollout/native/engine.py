@@ -302,8 +302,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
                 stretch.prompt.routed = routed
         return zip(logits, repeat(None) if flow is None else flow.ends, strict=False)
 
+    def _readable(self, request: Request) -> Encoders:
+        encoders = super()._readable(request)
+        self.check_media(encoders, request.media, f"request {request.uid}")
+        return encoders
+
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
+        """Raises: EngineError for media that attend in both directions, whose caches are causal here."""
         if encoders is not None and encoders.both_ways:
             found = f"has {media[0].kind}s, whose tokens attend in both directions in {encoders.config.model_type}"
             change = "set rollout.engine.name=hf, or train on text alone"
@@ -319,7 +325,6 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         encoders = encoders_of(module)
         if encoders is None:
             return {}
-        self.check_media(encoders, [each for each, _ in parts], "a request")
         if self._tower is None or self._tower[0] != self.policy.version:
             self._tower = self.policy.version, encoders.fingerprint(module)
         features = encoders.features(module, [media for media, _ in parts], self._tower[1])
