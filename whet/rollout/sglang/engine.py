@@ -100,9 +100,8 @@ class SGLangEngine(ServerEngine):
         weight_delta: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
-        given = dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span
         super().__init__(
-            *given,
+            *(dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span),
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,

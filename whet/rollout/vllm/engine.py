@@ -137,9 +137,8 @@ class VLLMEngine(ServerEngine):
         routed_experts: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
-        given = dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span
         super().__init__(
-            *given,
+            *(dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span),
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
