@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of Megatron-Core that the engine uses, and Megatron-Core on a machine without an accelerator.
+
+It writes out CUDA's functions and devices in many places. `on_device` puts others in their place for as long as a block
+lasts, and for tensors on the host alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from whet.devices import HOST
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of TransformerEngine and Apex, which are not needed
+    from megatron.core import dist_checkpointing as dist_checkpointing, parallel_state as parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException as CheckpointingException
+    from megatron.core.distributed import (
+        DistributedDataParallel as DistributedDataParallel,
+        DistributedDataParallelConfig as DistributedDataParallelConfig,
+        finalize_model_grads as finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel as GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec as get_gpt_layer_local_spec
+    from megatron.core.optimizer import (
+        OptimizerConfig as OptimizerConfig,
+        get_megatron_optimizer as get_megatron_optimizer,
+    )
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip_grad_by_total_norm_fp32
+    from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func as get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+        model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
+        random,
+        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+    )
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules as TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # 0.16.1 reads the name even where TransformerEngine is absent
+
+
+class _Nothing:
+    """Takes the place of streams and events."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: None
+
+
+class _OnHost(TorchFunctionMode):
+    """Puts what is meant for CUDA on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = HOST
+        if func is torch.Tensor.to and len(args) > 1 and "cuda" in str(args[1]):
+            args = (args[0], HOST, *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # gradients are asserted to be CUDA's by name
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def _same(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _as_numbers(value: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+
+REPLACED: list[tuple[Any, str, Any]] = [
+    (torch.cuda, "current_device", lambda: HOST),
+    *((torch.cuda, name, _nothing) for name in ("synchronize", "set_device", "empty_cache", "_lazy_init", "manual_seed")),
+    (torch.cuda, "_lazy_call", lambda call, **_: call()),
+    *((torch.cuda, name, _Nothing) for name in ("Stream", "Event", "current_stream", "default_stream")),
+    (torch.cuda, "stream", lambda _: nullcontext()),
+    (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+    (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    *((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
+    (torch.Tensor, "cuda", _same),
+    (torch.nn.Module, "cuda", _same),
+    (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+    (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers),
+]
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Around calls of Megatron-Core for tensors on this device."""
+    if device != HOST:
+        yield
+        return
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in REPLACED]
+    try:
+        for owner, name, value in REPLACED:
+            setattr(owner, name, value)
+        with _OnHost():
+            yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
