@@ -57,7 +57,7 @@ class _Nothing:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *_, **__: None
+        return lambda *_, **__: self
 
 
 class _OnHost(TorchFunctionMode):
@@ -112,7 +112,7 @@ def on_device(device: torch.device) -> Iterator[None]:
     try:
         for owner, name, value in REPLACED:
             setattr(owner, name, value)
-        with _OnHost():
+        with torch.compiler.set_stance("force_eager"), _OnHost():  # Megatron-Core compiles small functions
             yield
     finally:
         for owner, name, value in before:

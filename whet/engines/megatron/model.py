@@ -72,7 +72,8 @@ class Norm(nn.RMSNorm):
 class Stage(GPTModel):  # type: ignore[misc]
     """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
 
-    head: nn.Linear | None = None
+    head: nn.Linear | None
+    pad_token_id: int | None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
@@ -176,8 +177,9 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
         position_embedding_type="none",  # attention turns queries and keys
         vp_stage=part if virtual else None,
     )
-    if is_last and head is not None:
-        made.output_layer, made.head = None, head
+    made.head, made.pad_token_id = head if is_last else None, model.pad_token_id
+    if made.head is not None:
+        made.output_layer = None
     return made
 
 
@@ -204,6 +206,7 @@ def outputs_of(
     if stage.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=stage.head is None)
     if stage.head is not None:
+        where = where.at_ends(stage.pad_token_id) if "scores" in needs else where
         values = stage.head(hidden[:, 0].index_select(0, where.states)).squeeze(-1).float()
         return {name: where.to_columns(values) for name in needs}
     tied = stage.share_embeddings_and_output_weights

@@ -106,8 +106,8 @@ def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int 
 
 def in_memory(rule: Rule) -> str:
     """The name in Hugging Face's modules of the weight [E, ...] that an expert's is in."""
-    owner = rule.names[0].partition(f".{rule.expert}.")[0]
-    return f"{owner}.{'gate_up_proj' if len(rule.names) > 1 else 'down_proj'}"
+    owner = rule.names[0].partition(".experts.")[0]
+    return f"{owner}.experts.{'gate_up_proj' if len(rule.names) > 1 else 'down_proj'}"
 
 
 def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
