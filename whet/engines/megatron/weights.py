@@ -50,6 +50,9 @@ def read(
         names = {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
         if rule.names[0] in names:
             rule = Rule((names[rule.names[0]],), rule.cut)
+        # The norm of the gradient counts what ranks share out on each of them; initialisation, which is left out, would
+        # say it.
+        weight.tensor_model_parallel, weight.partition_dim = rule.cut is not None, rule.cut or 0  # type: ignore[attr-defined]
         whole = whole_weight(rule, files, prefix, path)
         weight.copy_(rule.share(whole, group.size(), dist.get_rank(group)))
 
