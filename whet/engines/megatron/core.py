@@ -7,6 +7,7 @@ lasts, and for tensors on the host alone.
 
 from __future__ import annotations
 
+import queue
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of TransformerEngine and Apex, which are not needed
     from megatron.core import dist_checkpointing as dist_checkpointing, parallel_state as parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingException as CheckpointingException
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import (
         DistributedDataParallel as DistributedDataParallel,
         DistributedDataParallelConfig as DistributedDataParallelConfig,
@@ -49,6 +51,27 @@ with warnings.catch_warnings():
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name even where TransformerEngine is absent
+
+
+def _write_here(transforms: Any, _: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
+    """Writes the files of a checkpoint in this process. Megatron-Core starts processes for it, and a killed rank leaves
+    one of them behind."""
+    found: dict[int, Any] | Exception = {}
+    for number, bucket in enumerate(buckets):
+        written: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[Any] = queue.Queue()
+        count.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, count, True)
+        _, each = written.get()
+        if isinstance(each, Exception):
+            found = each
+            break
+        found[number] = each
+    results.put(found)
+
+
+filesystem_async._results_queue = queue.Queue()
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
 
 
 class _Nothing:

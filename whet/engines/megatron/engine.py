@@ -310,6 +310,15 @@ class Steps:
                 clip_grad_by_total_norm_fp32(weights, largest, norm)
         return norm
 
+    def allocate(self) -> None:
+        """Makes the state before the first step, which a checkpoint is read into."""
+        for each in self.inner.chained_optimizers:
+            own = each.optimizer
+            for weight in (weight for group in own.param_groups for weight in group["params"]):
+                if isinstance(own, torch.optim.AdamW) and not own.state[weight]:
+                    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                    own.state[weight] = {"step": torch.zeros(()), **moments}
+
     def step(self) -> None:
         """Changes the weights."""
         self.inner.step_with_ready_grads()
