@@ -74,7 +74,7 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     for number, stage in enumerate(stages):
         stage.load_state_dict(state[_key(number, stages)])
     if optimizer is not None:
-        optimizer.inner.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
     return progress
 
 

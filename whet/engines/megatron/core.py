@@ -35,6 +35,7 @@ with warnings.catch_warnings():
         get_megatron_optimizer as get_megatron_optimizer,
     )
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func as get_forward_backward_func
     from megatron.core.tensor_parallel import (
@@ -72,6 +73,18 @@ def _write_here(transforms: Any, _: bool, rank: int, buckets: Any, results: queu
 
 filesystem_async._results_queue = queue.Queue()
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+
+_set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    """Adds the step that torch's AdamW counts for each weight, which 0.16.1 asks for and does not save there."""
+    group, order = self.model_param_group_index_map[model_param]
+    own = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    _set_state(self, model_param, {**({"step": own["step"]} if "step" in own else {}), **tensors})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_all
 
 
 class _Nothing:

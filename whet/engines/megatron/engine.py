@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,10 @@ from whet.engines.megatron.core import (
     get_megatron_optimizer,
 )
 from whet.engines.megatron.model import Stage, config_of, outputs_of, pack, stage_of
+from whet.engines.megatron.names import check_family
 from whet.engines.megatron.ranks import arrange, join
 from whet.engines.megatron.sizes import Sizes
 from whet.engines.megatron.weights import fill, named
-from whet.engines.megatron.names import check_family
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import EngineError
@@ -44,7 +43,12 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine("megatron", refuses="whet.engines.megatron.sizes:refuses")
+@register_engine(
+    "megatron",
+    refuses="whet.engines.megatron.sizes:refuses",
+    writes="whet.engines.megatron.folders:write",
+    reads="whet.engines.megatron.folders:read",
+)
 class MegatronEngine(Engine):
     """Megatron-Core's GPTModel of its local layers, for Llama, Qwen 2.5 and 3, Qwen3-MoE and Mixtral.
 
@@ -89,7 +93,7 @@ class MegatronEngine(Engine):
             self.stages = [
                 stage_of(own, self.config, part, self._head(dtype)).to(device) for part in range(self.sizes.virtual)
             ]
-            fill(self.stages, self.config, self.ranks, role, self._prefix)
+            self._fill()
             self.wrapped: list[Any] = list(self.stages)
             self.optimizer = None
             if role.optim is not None:
@@ -168,6 +172,10 @@ class MegatronEngine(Engine):
             move = self.optimizer.inner.offload_to_cpu if device == HOST else self.optimizer.inner.restore_from_cpu
             with self.ranks.used():
                 move()
+
+    def _fill(self) -> None:
+        """Reads the weights."""
+        fill(self.stages, self.config, self.ranks, self.role)
 
     def _head(self, dtype: torch.dtype) -> nn.Linear | None:
         """A new head of a value or reward model, as the whole model has one."""
@@ -254,9 +262,6 @@ class MegatronEngine(Engine):
                 return outputs_of(stage, hidden, where, needs, self.forward_settings, temperature)
         return {name: torch.zeros(where.shape) for name in needs}
 
-    def _weights_read(self) -> AbstractContextManager[None]:
-        return ExitStack()
-
     def _sum_gradients(self) -> None:
         finalize_model_grads(self.wrapped)
 
@@ -318,6 +323,13 @@ class Steps:
                 if isinstance(own, torch.optim.AdamW) and not own.state[weight]:
                     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
                     own.state[weight] = {"step": torch.zeros(()), **moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back a state. All weights then have one tensor that counts their steps: each gets its own."""
+        self.inner.load_state_dict(state)
+        for each in self.inner.chained_optimizers:
+            for own in each.optimizer.state.values():
+                own.update({name: value.clone() for name, value in own.items() if name == "step"})
 
     def step(self) -> None:
         """Changes the weights."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Ranks:
         before = {name: getattr(parallel_state, name) for name in self.state}
         vars(parallel_state).update(self.state)
         try:
-            with on_device(self.device):
+            with on_device(self.device), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Megatron-Core warns of its own defaults
                 yield
         finally:
             vars(parallel_state).update(before)

@@ -22,7 +22,7 @@ from whet.models.sharded import read_slices
 
 
 @torch.no_grad()
-def fill(stages: Sequence[Stage], config: Any, ranks: Ranks, role: RoleSettings, prefix: str) -> None:
+def fill(stages: Sequence[Stage], config: Any, ranks: Ranks, role: RoleSettings) -> None:
     """Reads this rank's shares of the weights.  A new head is that of any engine.  Raises: ModelError."""
     path, _ = split_adapters(role.model_path)
     kinds = ["*.safetensors*", *(["*.bin*"] if role.allow_pickle else [])]
@@ -31,18 +31,15 @@ def fill(stages: Sequence[Stage], config: Any, ranks: Ranks, role: RoleSettings,
     with ExitStack() as opened:
         files = dict(read_slices(folder, opened, role.allow_pickle))
         for stage in stages:
-            read(stage, config, ranks, files, str(role.model_path), role)
+            read(stage, config, ranks, files, role)
             check_finite(stage, role.model_path)
 
 
-def read(
-    stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], path: str, role: RoleSettings | None = None
-) -> None:
+def read(stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], role: RoleSettings) -> None:
     """Copies this rank's shares of the weights in `files`, by name."""
     prefix = "model." if "model.embed_tokens.weight" in files else ""
     for name, weight in stage.named_parameters():
         if name.startswith("head."):
-            assert role is not None
             weight.copy_(_head(name, weight, files, role))
             continue
         rule = _rule(stage, name, config, ranks)
@@ -52,8 +49,8 @@ def read(
             rule = Rule((names[rule.names[0]],), rule.cut)
         # The norm of the gradient counts what ranks share out on each of them; initialisation, which is left out, would
         # say it.
-        weight.tensor_model_parallel, weight.partition_dim = rule.cut is not None, rule.cut or 0  # type: ignore[attr-defined]
-        whole = whole_weight(rule, files, prefix, path)
+        vars(weight).update(tensor_model_parallel=rule.cut is not None, partition_dim=rule.cut or 0)
+        whole = whole_weight(rule, files, prefix, role.model_path)
         weight.copy_(rule.share(whole, group.size(), dist.get_rank(group)))
 
 
