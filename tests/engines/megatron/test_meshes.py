@@ -28,7 +28,7 @@ pytestmark = [
 Options = dict[str, Any]
 SHARDED = {"distributed_optimizer": True}
 MESHES: dict[tuple[str, int], list[Options]] = {
-    ("qwen2", 2): [{}, SHARDED, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual": 2}],
+    ("qwen2", 2): [{}, SHARDED, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual": 2}, {"context": 2}],
     ("qwen2", 4): [
         {"tensor": 2},
         {"tensor": 2, "pipeline": 2},
@@ -36,10 +36,12 @@ MESHES: dict[tuple[str, int], list[Options]] = {
         {"pipeline": 2, **SHARDED},
         {"pipeline": 4},
         {"tensor": 2, **SHARDED},
+        {"tensor": 2, "context": 2},
+        {"context": 2, "pipeline": 2, **SHARDED},
     ],
     ("qwen3", 2): [{"tensor": 2}],
     ("llama", 2): [{"tensor": 2}, {"pipeline": 2, "virtual": 2}],
-    ("qwen3_moe", 2): [{}, {"expert": 2}, {"tensor": 2}, {"pipeline": 2}],
+    ("qwen3_moe", 2): [{}, {"context": 2, "expert": 2}, {"expert": 2}, {"tensor": 2}, {"pipeline": 2}],
     ("qwen3_moe", 4): [
         {"expert": 2},
         {"expert": 4, **SHARDED},

@@ -34,11 +34,12 @@ from whet.engines.megatron.sizes import Sizes
 from whet.engines.megatron.weights import fill, named
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.load import ValueModel, body_of
 from whet.models.outputs import layout_of
 from whet.models.packing import ROUTED, Layout
+from whet.models.sequence_parallel import heads_ranks
 from whet.options import Count
 from whet.registry import register_engine
 
@@ -56,7 +57,7 @@ class MegatronEngine(Engine):
     pipeline: parts of the layers, one after another.
     virtual: parts of a rank's layers, interleaved with those of the others: less waiting, more messages.
     expert: parts of the experts, over the ranks of a stage.
-    context: parts of a row's tokens; needs TransformerEngine.
+    context: parts of a row's tokens, which ranks exchange for heads in attention.
     distributed_optimizer: the optimizer's state in shards over the ranks that read different rows.
     hugging_face: checkpoints have the weights in Hugging Face's form too, which `whet export` reads.
     """
@@ -87,6 +88,11 @@ class MegatronEngine(Engine):
         check_family(self.config, "engine.name")
         self.rows_group = self.ranks.rows
         self.forward_settings = replace(self.forward_settings, packing=True)
+        if context > 1:
+            if (heads := heads_ranks(self.config, context, tensor)) < context:
+                expected = f"at most {heads}, as ranks share out heads"
+                raise ConfigError("engine.options.context", context, expected, f"set it to {heads}")
+            self.forward_settings = replace(self.forward_settings, token_share=self.ranks.token_share)
         dtype, recomputes = self.forward_settings.dtype, role.gradient_checkpointing
         with self.ranks.used():
             own = config_of(self.config, self.sizes, device, dtype, recomputes)
@@ -207,7 +213,7 @@ class MegatronEngine(Engine):
             return total
         parts = [rows_of(columns, rows) for rows in passes]
         layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
-        width = max(self._width(where) for where in layouts)
+        width, share = max(self._width(where) for where in layouts), self.forward_settings.token_share
 
         def loss_of(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             found = outputs_of(
@@ -224,7 +230,7 @@ class MegatronEngine(Engine):
         def forward(numbers: Iterator[int], stage: Any) -> tuple[torch.Tensor, Any]:
             number = next(numbers)
             size = width if self.sizes.pipeline > 1 else self._width(layouts[number])
-            ids, packed = pack(body_of(self.model), layouts[number], size)
+            ids, packed = pack(body_of(self.model), layouts[number], size, share)
             return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number)
 
         numbers = [iter(range(len(passes))) for _ in self.wrapped]
@@ -246,8 +252,8 @@ class MegatronEngine(Engine):
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         group, width, size = self.ranks.pipeline, self.sizes.pipeline, self._width(where)
-        ids, packed = pack(body_of(self.model), where, size)
-        shape, rank = (size // self.sizes.tensor, 1, self.config.hidden_size), dist.get_rank(group)
+        ids, packed = pack(body_of(self.model), where, size, self.forward_settings.token_share)
+        shape, rank = (size // self.sizes.tensor // self.sizes.context, 1, self.config.hidden_size), dist.get_rank(group)
         last = width * self.sizes.virtual - 1
         for part, stage in enumerate(self.stages):
             index = part * width + rank

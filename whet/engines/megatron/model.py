@@ -35,6 +35,7 @@ from whet.errors import ConfigError
 from whet.models.attention import attention
 from whet.models.outputs import ForwardSettings
 from whet.models.packing import Layout
+from whet.models.sequence_parallel import TokenShare
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     where: Layout | None = None
     turns: tuple[torch.Tensor, torch.Tensor] | None = None  # [1, T, D] cosines and sines of rotary positions
+    share: TokenShare | None = None  # splits the tokens over ranks
 
 
 class PackedAttention(nn.Module):
@@ -58,7 +60,8 @@ class PackedAttention(nn.Module):
         assert packed_seq_params.turns is not None
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         query, key = apply_rotary_pos_emb(query, key, *(turn.to(query.dtype) for turn in packed_seq_params.turns))
-        return attention(self, query, key, value, None, packed=packed_seq_params.where)[0][0].flatten(1)
+        packed, share = packed_seq_params.where, packed_seq_params.share
+        return attention(self, query, key, value, None, packed=packed, token_share=share)[0][0].flatten(1)
 
 
 class Norm(nn.RMSNorm):
@@ -159,7 +162,7 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
     spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
-    own.self_attention.submodules.core_attention = _attention(config)
+    own.self_attention.submodules.core_attention = PackedAttention
     if config.qk_layernorm:
         own.self_attention.submodules.q_layernorm = own.self_attention.submodules.k_layernorm = Norm
     virtual = config.virtual_pipeline_model_parallel_size
@@ -183,20 +186,16 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
     return made
 
 
-def _attention(config: Any) -> Any:
-    if config.context_parallel_size == 1:
-        return PackedAttention
-    from whet.engines.megatron.context import ContextAttention
-
-    return ContextAttention
-
-
-def pack(body: PreTrainedModel, where: Layout, size: int) -> tuple[torch.Tensor, Packed]:
-    """The token ids [1, T] of `size` tokens with padding, and what layers read beside hidden states."""
+def pack(
+    body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None
+) -> tuple[torch.Tensor, Packed]:
+    """This rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
     ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
+    if share is not None:
+        ids, positions = share.own(ids), share.own(positions)
     like = torch.empty((), dtype=torch.float32, device=ids.device)
     turns = body.base_model.get_submodule("rotary_emb")(like, positions)
-    return ids, Packed(qkv_format="thd", where=where, turns=turns)
+    return ids, Packed(qkv_format="thd", where=where, turns=turns, share=share)
 
 
 def outputs_of(
@@ -205,20 +204,27 @@ def outputs_of(
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
     if stage.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=stage.head is None)
-    if stage.head is not None:
-        where = where.at_ends(stage.pad_token_id) if "scores" in needs else where
-        values = stage.head(hidden[:, 0].index_select(0, where.states)).squeeze(-1).float()
-        return {name: where.to_columns(values) for name in needs}
-    tied = stage.share_embeddings_and_output_weights
-    weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
-    states = hidden[:, 0].index_select(0, where.states)
+    if "scores" in needs:
+        where = where.at_ends(stage.pad_token_id)
+    states, targets, owner, share = where.states, where.targets, where.states // len(hidden), settings.token_share
+    if share is not None:
+        is_own = owner == share.rank
+        states, targets = states[is_own] - share.rank * len(hidden), targets[is_own]
+    wide = hidden[:, 0].index_select(0, states)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in needs}
-    step = settings.chunk_tokens
-    for part, targets in zip(states.split(step), where.targets.split(step), strict=True):
-        statistics = checkpoint(_statistics, part, weight, targets, needs, heat or 1.0, use_reentrant=False)
-        for name, values in statistics.items():
-            found[name].append(values)
-    return {name: where.to_columns(torch.cat(values)) for name, values in found.items()}
+    if stage.head is not None:
+        found = {name: [stage.head(wide).squeeze(-1).float()] for name in needs}
+    else:
+        tied, step = stage.share_embeddings_and_output_weights, settings.chunk_tokens
+        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        for part, target in zip(wide.split(step), targets.split(step), strict=True):
+            statistics = checkpoint(_statistics, part, weight, target, needs, heat or 1.0, use_reentrant=False)
+            for name, values in statistics.items():
+                found[name].append(values)
+    whole = {name: torch.cat(values) for name, values in found.items()}
+    if share is not None:
+        whole = {name: share.gather(values, owner) for name, values in whole.items()}
+    return {name: where.to_columns(values) for name, values in whole.items()}
 
 
 def _statistics(

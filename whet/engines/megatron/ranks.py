@@ -17,6 +17,7 @@ from whet.devices import backends
 from whet.engines.megatron.core import model_parallel_cuda_manual_seed, on_device, parallel_state
 from whet.engines.megatron.sizes import Sizes
 from whet.errors import EngineError
+from whet.models.sequence_parallel import TokenShare
 
 BLANK = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
@@ -28,6 +29,7 @@ class Ranks:
     sizes: Sizes
     device: torch.device
     state: Mapping[str, Any]  # globals of Megatron-Core's parallel_state
+    alone: dist.ProcessGroup | None  # of this rank, where tokens are split
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -61,6 +63,12 @@ class Ranks:
     def context(self) -> dist.ProcessGroup:
         """Ranks with different tokens of the same rows."""
         return self._group("_CONTEXT_PARALLEL_GROUP")
+
+    @property
+    def token_share(self) -> TokenShare:
+        """The split of tokens over the context ranks, which share out all heads."""
+        assert self.alone is not None
+        return TokenShare(self.context, self.context, self.alone)
 
     @property
     def rows(self) -> dist.ProcessGroup:
@@ -99,7 +107,10 @@ def arrange(sizes: Sizes, device: torch.device) -> Ranks:
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(1)  # nothing draws from it
-            return Ranks(sizes, device, {name: getattr(parallel_state, name) for name in BLANK})
+            alone = None
+            if sizes.context > 1:
+                alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            return Ranks(sizes, device, {name: getattr(parallel_state, name) for name in BLANK}, alone)
     finally:
         vars(parallel_state).update(before)
 

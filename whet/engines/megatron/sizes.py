@@ -92,6 +92,3 @@ def _sizes(use: EngineUse, sizes: Sizes) -> Iterator[ConfigError]:
         yield ConfigError(f"{key}.expert", sizes.expert, expected, f"try {near}")
     if sizes.virtual > 1 and sizes.pipeline == 1:
         yield ConfigError(f"{key}.virtual", sizes.virtual, f"1 with {key}.pipeline=1", "raise pipeline, or unset it")
-    if sizes.context > 1 and _lacks("transformer_engine"):
-        expected = "1 without TransformerEngine, whose attention it needs"
-        yield ConfigError(f"{key}.context", sizes.context, expected, "install transformer-engine, or unset it")
