@@ -58,7 +58,12 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run (its newest)")],
     out: Annotated[Path, typer.Argument(help="the folder to write")],
     adapter: Annotated[bool, typer.Option("--adapter", help="write only the adapter, in peft's format")] = False,
-    base: Annotated[str | None, typer.Option(help="path of the adapter's base model, if it has moved; with --from, of the model's config and tokenizer")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="path of the adapter's base model, if it has moved; with --from, of the model's config and tokenizer"
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="dtype of the weights; default: that of the run's rollout, without a rollout float32"),

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from tests.raising import raises
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import engine_conformance as suite
 from tiny import KINDS, folder_of
 from typer.testing import CliRunner

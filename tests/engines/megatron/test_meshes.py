@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import engine_conformance as suite
 from tiny import KINDS, folder_of
 
 from whet.config.schema import EngineConfig
 from whet.controller.worker_group import WorkerGroup
-from whet.trainers.objectives import ValueObjective
 
 pytestmark = [
     pytest.mark.slow,

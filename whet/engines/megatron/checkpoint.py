@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state in a folder, which any mesh of the engine reads.
 
-    engine.json            steps
-    megatron/              weights and the optimizer's state in Megatron-Core's distributed form (`torch_dist`)
-    model-00001.safetensors ...    weights by their names in Hugging Face's modules, as other engines write them
+engine.json            steps
+megatron/              weights and the optimizer's state in Megatron-Core's distributed form (`torch_dist`)
+model-00001.safetensors ...    weights by their names in Hugging Face's modules, as other engines write them
 """
 
 from __future__ import annotations

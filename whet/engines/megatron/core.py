@@ -5,6 +5,7 @@ It writes out CUDA's functions and devices in many places. `on_device` puts othe
 lasts, and for tensors on the host alone.
 """
 
+# ruff: noqa: F401  # names for the other files
 from __future__ import annotations
 
 import queue
@@ -20,35 +21,35 @@ from whet.devices import HOST
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of TransformerEngine and Apex, which are not needed
-    from megatron.core import dist_checkpointing as dist_checkpointing, parallel_state as parallel_state
-    from megatron.core.dist_checkpointing.core import CheckpointingException as CheckpointingException
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import (
-        DistributedDataParallel as DistributedDataParallel,
-        DistributedDataParallelConfig as DistributedDataParallelConfig,
-        finalize_model_grads as finalize_model_grads,
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
     )
-    from megatron.core.models.gpt import GPTModel as GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec as get_gpt_layer_local_spec
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import (
-        OptimizerConfig as OptimizerConfig,
-        get_megatron_optimizer as get_megatron_optimizer,
+        OptimizerConfig,
+        get_megatron_optimizer,
     )
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32 as clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func as get_forward_backward_func
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import (
-        copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
-        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
-        model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        model_parallel_cuda_manual_seed,
         random,
-        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules as TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name even where TransformerEngine is absent
@@ -123,7 +124,10 @@ def _as_numbers(value: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 REPLACED: list[tuple[Any, str, Any]] = [
     (torch.cuda, "current_device", lambda: HOST),
-    *((torch.cuda, name, _nothing) for name in ("synchronize", "set_device", "empty_cache", "_lazy_init", "manual_seed")),
+    *(
+        (torch.cuda, name, _nothing)
+        for name in ("synchronize", "set_device", "empty_cache", "_lazy_init", "manual_seed")
+    ),
     (torch.cuda, "_lazy_call", lambda call, **_: call()),
     *((torch.cuda, name, _Nothing) for name in ("Stream", "Event", "current_stream", "default_stream")),
     (torch.cuda, "stream", lambda _: nullcontext()),

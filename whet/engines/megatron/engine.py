@@ -27,7 +27,7 @@ from whet.engines.megatron.core import (
     get_forward_backward_func,
     get_megatron_optimizer,
 )
-from whet.engines.megatron.model import Stage, config_of, outputs_of, pack, stage_of
+from whet.engines.megatron.model import config_of, outputs_of, pack, stage_of
 from whet.engines.megatron.names import check_family
 from whet.engines.megatron.ranks import arrange, join
 from whet.engines.megatron.sizes import Sizes
@@ -36,7 +36,7 @@ from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
-from whet.models.load import ValueModel, body_of
+from whet.models.load import body_of
 from whet.models.outputs import layout_of
 from whet.models.packing import ROUTED, Layout
 from whet.models.sequence_parallel import heads_ranks
@@ -253,7 +253,10 @@ class MegatronEngine(Engine):
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         group, width, size = self.ranks.pipeline, self.sizes.pipeline, self._width(where)
         ids, packed = pack(body_of(self.model), where, size, self.forward_settings.token_share)
-        shape, rank = (size // self.sizes.tensor // self.sizes.context, 1, self.config.hidden_size), dist.get_rank(group)
+        shape, rank = (
+            (size // self.sizes.tensor // self.sizes.context, 1, self.config.hidden_size),
+            dist.get_rank(group),
+        )
         last = width * self.sizes.virtual - 1
         for part, stage in enumerate(self.stages):
             index = part * width + rank

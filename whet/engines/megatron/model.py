@@ -37,6 +37,23 @@ from whet.models.outputs import ForwardSettings
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FIXED: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "perform_initialization": False,  # weights are read
+    "calculate_per_token_loss": True,  # losses are divided by counts of all ranks, and gradients summed
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    # Kernels of Apex and TransformerEngine.
+    **dict.fromkeys(("gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion"), False),
+    **dict.fromkeys(("masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm"), False),
+    "deallocate_pipeline_outputs": False,
+}
+
 
 @dataclass
 class Packed(PackedSeqParams):  # type: ignore[misc]
@@ -102,17 +119,18 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     ):
         for what, count in counts.items():
             if count % size:
-                raise ConfigError(f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it")
-    mixture = dict(
-        num_moe_experts=experts,
-        moe_router_topk=model.num_experts_per_tok,
-        moe_ffn_hidden_size=width,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        moe_router_pre_softmax=not getattr(model, "norm_topk_prob", True),
-        moe_router_dtype="fp32" if dtype != torch.float32 else None,
-    ) if experts else {}
-    again = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1) if recomputes else {}
+                raise ConfigError(
+                    f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it"
+                )
+    mixture: dict[str, Any] = {}
+    if experts:
+        mixture = {
+            "num_moe_experts": experts,
+            "moe_router_topk": model.num_experts_per_tok,
+            "moe_ffn_hidden_size": width,
+            "moe_router_pre_softmax": not getattr(model, "norm_topk_prob", True),
+            "moe_router_dtype": "fp32" if dtype != torch.float32 else None,
+        }
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
@@ -120,17 +138,10 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         num_query_groups=groups,
         kv_channels=getattr(model, "head_dim", None) or model.hidden_size // heads,
         ffn_hidden_size=width,
-        normalization="RMSNorm",
         layernorm_epsilon=model.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         add_qkv_bias=model.model_type == "qwen2",
         qk_layernorm=model.model_type.startswith("qwen3"),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         use_cpu_initialization=device == HOST,
-        perform_initialization=False,  # weights are read
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -144,16 +155,9 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         # With both, interleaved stages get gradients of other micro-batches, without an error.
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
-        calculate_per_token_loss=True,  # losses are divided by counts of all ranks, and gradients summed
-        gradient_accumulation_fusion=False,  # needs Apex
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        deallocate_pipeline_outputs=False,
+        **FIXED,
         **mixture,
-        **again,
+        **(RECOMPUTED if recomputes else {}),
     )
 
 
@@ -186,9 +190,7 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
     return made
 
 
-def pack(
-    body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None
-) -> tuple[torch.Tensor, Packed]:
+def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
     """This rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
     ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
     if share is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of Megatron-Core's GPTModel and of Hugging Face's models, by name, in both directions.
 
-Megatron-Core keeps queries, keys and values in one weight, group after group of heads, and gate and up of an MLP in one.
-A rank has a share of a weight: some of its rows, or columns. Experts are modules of their own. In Hugging Face's
-modules they lie in one weight [E, ...], in most files one by one.
+Megatron-Core keeps queries, keys and values in one weight, group after group of heads, and gate and up in one. A rank
+has a share of a weight: some of its rows, or columns. Experts are modules of their own there. In Hugging Face's modules
+they lie in one weight [E, ...], in most files one by one.
 """
 
 from __future__ import annotations

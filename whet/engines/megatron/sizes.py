@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh of a role's processes in Megatron-Core's order, and settings that it refuses; without torch.
 
-    pipeline x rows x context x tensor = processes        the first is the outermost
+pipeline x rows x context x tensor = processes        the first is the outermost
 """
 
 from __future__ import annotations
