@@ -36,8 +36,9 @@ pytestmark = [
 SHARDED = {"distributed_optimizer": True}
 # A run goes on with other processes and another mesh each time.
 CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "plain": [(2, {"tensor": 2}), (2, {"pipeline": 2, "virtual": 2}), (1, {}), (2, {"expert": 2})],
-    "sharded": [(2, SHARDED), (2, {"expert": 2, **SHARDED}), (2, {"pipeline": 2, **SHARDED})],
+    "plain": [(2, {"tensor": 2}), (2, {"pipeline": 2, "virtual": 2}), (1, {})],
+    "experts": [(2, {"expert": 2}), (2, {"expert": 2, "tensor": 2})],
+    "sharded": [(2, SHARDED), (2, {"pipeline": 2, **SHARDED})],
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from whet.engines.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
 from whet.engines.megatron.model import Stage
@@ -69,8 +70,9 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     try:
         state = dist_checkpointing.load(wanted, str(path / FOLDER))
         progress: dict[str, Any] = json.loads((path / STATE).read_text())
-    except (OSError, ValueError, CheckpointingException) as error:
-        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0], "a state of this model") from error
+    except (OSError, ValueError, KeyError, CheckpointException, CheckpointingException) as error:
+        expected = "a state of this model, with the same distributed_optimizer, and with expert > 1 or not as here"
+        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0][:200], expected) from error
     for number, stage in enumerate(stages):
         stage.load_state_dict(state[_key(number, stages)])
     if optimizer is not None:
@@ -83,7 +85,7 @@ def read_weights(path: Path, stages: Sequence[Stage]) -> None:
     wanted = _state(stages, None, is_loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(path))
-    except (OSError, CheckpointingException) as error:
+    except (OSError, KeyError, CheckpointException, CheckpointingException) as error:
         change = "name the folder with metadata.json"
         raise CheckpointError(f"{path}", f"{error}".partition("\n")[0], "weights of this model", change) from error
     for number, stage in enumerate(stages):
