@@ -12,6 +12,7 @@ TRACKIO := .venv-trackio/.ready
 ADAPTERS := .venv-adapters/.ready
 VERIFIERS := .venv-verifiers/.ready
 VLLM := .venv-vllm/.ready
+MEGATRON := .venv-megatron/.ready
 SGLANG := .venv-sglang/.ready
 
 # Where it is set, each of the many processes of the tests compiles all of whet and of the tests again.
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers adapters verifiers vllm sglang bubblewrap chromium slurm debootstrap dockerfile-check quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters verifiers megatron vllm sglang bubblewrap chromium slurm debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
 quickstart: $(INSTALLED) ## a small model learns arithmetic, in one to six minutes
 	$(BIN)/whet quickstart
@@ -44,6 +45,8 @@ peers: $(SERVICES) $(PEERS) $(TRL) $(TRACKIO) ## what only the slow tests need: 
 adapters: $(ADAPTERS) ## environments of other people, laid over .venv, for the part of the same name
 
 verifiers: $(VERIFIERS) ## verifiers, laid over .venv, for the part of the same name
+
+megatron: $(MEGATRON) ## Megatron-Core for engine.name=megatron, laid over .venv
 
 vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
 
@@ -149,6 +152,13 @@ $(VERIFIERS): tests/environments/constraints-verifiers.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-verifiers
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
 	.venv-verifiers/bin/pip install --quiet -c $< 'verifiers[openenv,ta]'
+	@touch $@
+
+# Of what it asks for, .venv has all; TransformerEngine and Apex are not needed.
+$(MEGATRON): $(SERVICES)
+	$(PYTHON) -m venv .venv-megatron
+	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	.venv-megatron/bin/pip install --quiet --no-deps megatron-core==0.16.1
 	@touch $@
 
 # The wheel of a machine without a GPU asks for three packages whose builds do not go with torch's for the CPU; vLLM imports

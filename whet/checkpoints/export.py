@@ -68,8 +68,7 @@ def export(
     Raises: CheckpointError.
     """
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
-        if out.exists() and any(out.iterdir()):
-            raise CheckpointError(f"{out}", "is not empty", "", "name a new folder, so that nothing is overwritten")
+        check_new(out)
         ranks = find_ranks(source)
         folder = ranks or find_checkpoint(source)
         try:
@@ -83,6 +82,31 @@ def export(
                 change = "choose another checkpoint"
                 raise CheckpointError(f"{folder}", f"cannot be read ({error!r})", "", change) from error
             raise
+
+
+def check_new(out: Path) -> None:
+    """Raises: CheckpointError for a folder with something in it."""
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out}", "is not empty", "", "name a new folder, so that nothing is overwritten")
+
+
+def from_weights(
+    out: Path, model: Path, weights: Iterator[Named], *, dtype: str = "float32", trust_remote_code: bool = False
+) -> Path:
+    """Writes `weights`, named as in the model whose config is in the folder `model`, as `export` does.  Returns `out`.
+
+    Raises: CheckpointError."""
+    with disk_errors(out, "folder to write"):
+        with torch.device("meta"):
+            shapes = body_of(outline(model, trust_remote_code=trust_remote_code))
+        write_weights(out, weights, shapes, torch_dtype(dtype), {})
+        for each in model.iterdir():
+            is_text = each.suffix in (".json", ".jinja", ".model", ".txt")
+            if is_text and each.name != "metadata.json" and not each.name.endswith(".index.json"):
+                shutil.copy(each, out)
+        text = (out / "config.json").read_text()
+        (out / "config.json").write_text(re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{dtype}"', text))
+    return out
 
 
 def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str | None, is_trusted: bool) -> Path:

@@ -70,7 +70,7 @@ def fill(
     check_weights(folder, allow_pickle=allow_pickle)
     layers = adapted_layers(body)
     with ExitStack() as files, without_weight_bars():
-        slices = {_name_with_adapter(name, layers): part for name, part in _slices(folder, files, allow_pickle)}
+        slices = {_name_with_adapter(name, layers): part for name, part in read_slices(folder, files, allow_pickle)}
         conversions: Any = get_model_conversion_mapping(body)
         settings = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, dtype=None)
         report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
@@ -121,7 +121,7 @@ def like(weight: DTensor, own: torch.Tensor, shape: torch.Size) -> DTensor:
     return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
+def read_slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
     """Yields the weights of the folder by name; a weight is read from disk when it is indexed."""
     for path in weight_files(folder, allow_pickle=allow_pickle):
         if path.suffix != ".safetensors":

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by Megatron-Core. Optional: nothing outside this folder imports it."""

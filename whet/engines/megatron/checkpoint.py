@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state in a folder, which any mesh of the engine reads.
+
+engine.json            steps
+megatron/              weights and the optimizer's state in Megatron-Core's distributed form (`torch_dist`)
+model-00001.safetensors ...    weights by their names in Hugging Face's modules, as other engines write them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from whet.engines.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
+from whet.engines.megatron.model import Stage
+from whet.errors import CheckpointError, EngineError
+
+STATE, FOLDER, FORM = "engine.json", "megatron", ("torch_dist", 1)
+FILE_BYTES = 2**30
+# Each weight's state is one tensor under the weight's name, whatever the mesh.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": False}
+
+
+def save(path: Path, stages: Sequence[Stage], optimizer: Any, progress: dict[str, Any]) -> None:
+    """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
+    if dist.get_rank() == 0:
+        (path / FOLDER).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _state(stages, optimizer, is_loading=False)
+    try:
+        dist_checkpointing.save(state, str(path / FOLDER), FORM, content_metadata=METADATA)
+    except CheckpointingException as error:
+        raise CheckpointError(f"{path}", str(error), "a writable folder") from error
+    if dist.get_rank() == 0:
+        (path / STATE).write_text(json.dumps(progress))
+
+
+def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Writes whole weights on the first rank; all take part."""
+    kept: dict[str, torch.Tensor] = {}
+    files = 0
+    is_first = dist.get_rank() == 0
+    for name, weight in weights:
+        if is_first:
+            if sum(each.nbytes for each in kept.values()) > FILE_BYTES:
+                files += 1
+                save_file(kept, path / f"model-{files:05}.safetensors")
+                kept = {}
+            kept[f"model.{name}"] = weight.to("cpu", copy=True)
+    if is_first:
+        save_file(kept, path / f"model-{files + 1:05}.safetensors")
+    dist.barrier()
+
+
+def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
+    """Fills stages and optimizer.  Returns the `progress`; on every rank.
+
+    Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read."""
+    if not (path / FOLDER).is_dir():
+        change = "set engine.name to that of the run that wrote it"
+        raise EngineError(f"{path}", f"has no folder {FOLDER}", "a folder that this engine writes", change)
+    wanted = _state(stages, optimizer, is_loading=True)
+    try:
+        state = dist_checkpointing.load(wanted, str(path / FOLDER))
+        progress: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError, KeyError, CheckpointException, CheckpointingException) as error:
+        expected = "a state of this model, with the same distributed_optimizer, and with expert > 1 or not as here"
+        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0][:200], expected) from error
+    for number, stage in enumerate(stages):
+        stage.load_state_dict(state[_key(number, stages)])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    return progress
+
+
+def read_weights(path: Path, stages: Sequence[Stage]) -> None:
+    """Fills stages from a folder of the distributed form alone, whoever wrote it.  Raises: CheckpointError."""
+    wanted = _state(stages, None, is_loading=True)
+    try:
+        state = dist_checkpointing.load(wanted, str(path))
+    except (OSError, KeyError, CheckpointException, CheckpointingException) as error:
+        change = "name the folder with metadata.json"
+        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0], "weights of this model", change) from error
+    for number, stage in enumerate(stages):
+        stage.load_state_dict(state[_key(number, stages)])
+
+
+def write_weights(path: Path, stages: Sequence[Stage]) -> None:
+    """Writes stages in the distributed form alone."""
+    path.mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save(_state(stages, None, is_loading=False), str(path), FORM)
+
+
+def _state(stages: Sequence[Stage], optimizer: Any, is_loading: bool) -> dict[str, Any]:
+    """The parts of this rank, with their places in the whole."""
+    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {
+        _key(number, stages): stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)
+    }
+    if optimizer is not None:
+        optimizer.allocate()
+        own = state if len(stages) > 1 else state["model"]
+        state["optimizer"] = optimizer.inner.sharded_state_dict(own, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _key(number: int, stages: Sequence[Stage]) -> str:
+    return "model" if len(stages) == 1 else f"model{number}"

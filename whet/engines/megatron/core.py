@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of Megatron-Core that the engine uses, and Megatron-Core on a machine without an accelerator.
+
+It writes out CUDA's functions and devices in many places. `on_device` puts others in their place for as long as a block
+lasts, and for tensors on the host alone.
+"""
+
+# ruff: noqa: F401  # names for the other files
+from __future__ import annotations
+
+import queue
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from whet.devices import HOST
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of TransformerEngine and Apex, which are not needed
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        get_megatron_optimizer,
+    )
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        model_parallel_cuda_manual_seed,
+        random,
+        reduce_from_tensor_model_parallel_region,
+    )
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # 0.16.1 reads the name even where TransformerEngine is absent
+
+
+def _write_here(transforms: Any, _: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
+    """Writes the files of a checkpoint in this process. Megatron-Core starts processes for it, and a killed rank leaves
+    one of them behind."""
+    found: dict[int, Any] | Exception = {}
+    for number, bucket in enumerate(buckets):
+        written: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[Any] = queue.Queue()
+        count.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, count, True)
+        _, each = written.get()
+        if isinstance(each, Exception):
+            found = each
+            break
+        found[number] = each
+    results.put(found)
+
+
+filesystem_async._results_queue = queue.Queue()
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+
+_set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    """Adds the step that torch's AdamW counts for each weight, which 0.16.1 asks for and does not save there."""
+    group, order = self.model_param_group_index_map[model_param]
+    own = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    _set_state(self, model_param, {**({"step": own["step"]} if "step" in own else {}), **tensors})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_all
+
+
+class _Nothing:
+    """Takes the place of streams and events."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: self
+
+
+class _OnHost(TorchFunctionMode):
+    """Puts what is meant for CUDA on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = HOST
+        if func is torch.Tensor.to and len(args) > 1 and "cuda" in str(args[1]):
+            args = (args[0], HOST, *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # gradients are asserted to be CUDA's by name
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def _same(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _as_numbers(value: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+
+REPLACED: list[tuple[Any, str, Any]] = [
+    (torch.cuda, "current_device", lambda: HOST),
+    *(
+        (torch.cuda, name, _nothing)
+        for name in ("synchronize", "set_device", "empty_cache", "_lazy_init", "manual_seed")
+    ),
+    (torch.cuda, "_lazy_call", lambda call, **_: call()),
+    *((torch.cuda, name, _Nothing) for name in ("Stream", "Event", "current_stream", "default_stream")),
+    (torch.cuda, "stream", lambda _: nullcontext()),
+    (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+    (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    *((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
+    (torch.Tensor, "cuda", _same),
+    (torch.nn.Module, "cuda", _same),
+    (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+    (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers),
+]
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Around calls of Megatron-Core for tensors on this device."""
+    if device != HOST:
+        yield
+        return
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in REPLACED]
+    try:
+        for owner, name, value in REPLACED:
+            setattr(owner, name, value)
+        with torch.compiler.set_stance("force_eager"), _OnHost():  # Megatron-Core compiles small functions
+            yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

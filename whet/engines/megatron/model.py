@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage of Megatron-Core's GPTModel from a transformers config, and its outputs for the sampled tokens of a batch.
+
+Its layers are Megatron-Core's local ones, with whet's attention over packed rows in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from whet.devices import HOST
+from whet.engines.megatron.core import (
+    GPTModel,
+    PackedSeqParams,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    get_gpt_layer_local_spec,
+    parallel_state,
+    reduce_from_tensor_model_parallel_region,
+)
+from whet.engines.megatron.sizes import Sizes
+from whet.errors import ConfigError
+from whet.models.attention import attention
+from whet.models.outputs import ForwardSettings
+from whet.models.packing import Layout
+from whet.models.sequence_parallel import TokenShare
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FIXED: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "perform_initialization": False,  # weights are read
+    "calculate_per_token_loss": True,  # losses are divided by counts of all ranks, and gradients summed
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    # Kernels of Apex and TransformerEngine.
+    **dict.fromkeys(("gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion"), False),
+    **dict.fromkeys(("masked_softmax_fusion", "apply_rope_fusion", "persist_layer_norm"), False),
+    "deallocate_pipeline_outputs": False,
+}
+
+
+@dataclass
+class Packed(PackedSeqParams):  # type: ignore[misc]
+    """Rows end to end, as layers read them."""
+
+    where: Layout | None = None
+    turns: tuple[torch.Tensor, torch.Tensor] | None = None  # [1, T, D] cosines and sines of rotary positions
+    share: TokenShare | None = None  # splits the tokens over ranks
+
+
+class PackedAttention(nn.Module):
+    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Packed, **__: Any
+    ) -> torch.Tensor:
+        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
+        assert packed_seq_params.turns is not None
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        query, key = apply_rotary_pos_emb(query, key, *(turn.to(query.dtype) for turn in packed_seq_params.turns))
+        packed, share = packed_seq_params.where, packed_seq_params.share
+        return attention(self, query, key, value, None, packed=packed, token_share=share)[0][0].flatten(1)
+
+
+class Norm(nn.RMSNorm):
+    """torch's norm. Megatron-Core's refuses to stand where ranks share out tokens; its gradient is summed there."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class Stage(GPTModel):  # type: ignore[misc]
+    """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
+
+    head: nn.Linear | None
+    pad_token_id: int | None
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+    @property
+    def layers_before(self) -> int:
+        """Layers of earlier stages."""
+        first: int = self.decoder.layers[0].layer_number
+        return first - 1
+
+
+def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype, recomputes: bool) -> Any:
+    """The config of Megatron-Core for that of transformers.  Raises: ConfigError for sizes that do not divide it."""
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    experts = getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None)
+    width = getattr(model, "moe_intermediate_size", model.intermediate_size) if experts else model.intermediate_size
+    stages = sizes.pipeline * sizes.virtual
+    for name, size, counts in (
+        ("tensor", sizes.tensor, {"key-value heads": groups, "rows of the vocabulary": model.vocab_size}),
+        ("tensor", sizes.tensor, {"inner numbers of an MLP": width}),
+        ("expert", sizes.expert, {"experts": experts or 1}),
+        ("pipeline", stages, {"layers, with virtual": model.num_hidden_layers}),
+    ):
+        for what, count in counts.items():
+            if count % size:
+                raise ConfigError(
+                    f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it"
+                )
+    mixture: dict[str, Any] = {}
+    if experts:
+        mixture = {
+            "num_moe_experts": experts,
+            "moe_router_topk": model.num_experts_per_tok,
+            "moe_ffn_hidden_size": width,
+            "moe_router_pre_softmax": not getattr(model, "norm_topk_prob", True),
+            "moe_router_dtype": "fp32" if dtype != torch.float32 else None,
+        }
+    return TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=getattr(model, "head_dim", None) or model.hidden_size // heads,
+        ffn_hidden_size=width,
+        layernorm_epsilon=model.rms_norm_eps,
+        add_qkv_bias=model.model_type == "qwen2",
+        qk_layernorm=model.model_type.startswith("qwen3"),
+        use_cpu_initialization=device == HOST,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        sequence_parallel=sizes.tensor > 1,
+        # With both, interleaved stages get gradients of other micro-batches, without an error.
+        batch_p2p_comm=sizes.virtual == 1,
+        overlap_p2p_comm=sizes.virtual > 1,
+        **FIXED,
+        **mixture,
+        **(RECOMPUTED if recomputes else {}),
+    )
+
+
+def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stage:
+    """Makes the `part`-th stage of this rank, without numbers, for a config of both; `head` is that of values."""
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
+    own = spec.submodules
+    own.input_layernorm = own.pre_mlp_layernorm = Norm
+    own.self_attention.submodules.core_attention = PackedAttention
+    if config.qk_layernorm:
+        own.self_attention.submodules.q_layernorm = own.self_attention.submodules.k_layernorm = Norm
+    virtual = config.virtual_pipeline_model_parallel_size
+    ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
+    is_last = parallel_state.is_pipeline_last_stage(**ends)
+    layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
+    made = Stage(
+        config,
+        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=is_last,
+        share_embeddings_and_output_weights=model.tie_word_embeddings and head is None,
+        position_embedding_type="none",  # attention turns queries and keys
+        vp_stage=part if virtual else None,
+    )
+    made.head, made.pad_token_id = head if is_last else None, model.pad_token_id
+    if made.head is not None:
+        made.output_layer = None
+    return made
+
+
+def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
+    """This rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
+    ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
+    if share is not None:
+        ids, positions = share.own(ids), share.own(positions)
+    like = torch.empty((), dtype=torch.float32, device=ids.device)
+    turns = body.base_model.get_submodule("rotary_emb")(like, positions)
+    return ids, Packed(qkv_format="thd", where=where, turns=turns, share=share)
+
+
+def outputs_of(
+    stage: Stage, hidden: torch.Tensor, where: Layout, needs: frozenset[str], settings: ForwardSettings, heat: float
+) -> dict[str, torch.Tensor]:
+    """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
+    if stage.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=stage.head is None)
+    if "scores" in needs:
+        where = where.at_ends(stage.pad_token_id)
+    states, targets, owner, share = where.states, where.targets, where.states // len(hidden), settings.token_share
+    if share is not None:
+        is_own = owner == share.rank
+        states, targets = states[is_own] - share.rank * len(hidden), targets[is_own]
+    wide = hidden[:, 0].index_select(0, states)
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in needs}
+    if stage.head is not None:
+        found = {name: [stage.head(wide).squeeze(-1).float()] for name in needs}
+    else:
+        tied, step = stage.share_embeddings_and_output_weights, settings.chunk_tokens
+        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        for part, target in zip(wide.split(step), targets.split(step), strict=True):
+            statistics = checkpoint(_statistics, part, weight, target, needs, heat or 1.0, use_reentrant=False)
+            for name, values in statistics.items():
+                found[name].append(values)
+    whole = {name: torch.cat(values) for name, values in found.items()}
+    if share is not None:
+        whole = {name: share.gather(values, owner) for name, values in whole.items()}
+    return {name: where.to_columns(values) for name, values in whole.items()}
+
+
+def _statistics(
+    states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, needs: frozenset[str], heat: float
+) -> Mapping[str, torch.Tensor]:
+    """Statistics of softmax(states weight^T / heat), of which each rank has columns [V / ranks]: as
+    `models.log_probs.token_statistics`."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits = (states @ weight.T).float() / heat
+    largest = logits.detach().amax(-1)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    logits = logits - largest[:, None]
+    powers, own = logits.exp(), targets - group.rank() * logits.shape[-1]
+    total = reduce_from_tensor_model_parallel_region(powers.sum(-1))
+    log_sum, is_own = total.log(), (own >= 0) & (own < logits.shape[-1])
+    chosen = logits.gather(-1, own.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0] * is_own
+    found = {"log_probs": reduce_from_tensor_model_parallel_region(chosen) - log_sum}
+    if "entropy" in needs:
+        found["entropy"] = log_sum - reduce_from_tensor_model_parallel_region((powers * logits).sum(-1)) / total
+    if "sum_pi_squared" in needs:
+        squares = reduce_from_tensor_model_parallel_region(powers.detach().square().sum(-1))
+        found["sum_pi_squared"] = squares / total.detach().square()
+    if "vocab_log_probs" in needs:
+        everywhere = copy_to_tensor_model_parallel_region(log_sum)  # its gradient comes from all columns
+        found["vocab_log_probs"] = gather_from_tensor_model_parallel_region(logits - everywhere[:, None])
+    return {name: value for name, value in found.items() if name in needs}
