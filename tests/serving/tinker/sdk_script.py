@@ -14,6 +14,7 @@ from tinker import types
 
 warnings.simplefilter("ignore")
 ROWS = json.loads(sys.argv[2])  # token ids, and a mask of the targets
+POLICY_LOSSES = ("importance_sampling", "ppo")  # -(sum of advantages) where the ratio is 1, which is 0 here
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
 
 
@@ -34,6 +35,21 @@ def datum(ids: list[int], weights: list[float]) -> types.Datum:
 def rows() -> list[types.Datum]:
     total = sum(sum(mask) for _, mask in ROWS)
     return [datum(ids, [each / total for each in mask]) for ids, mask in ROWS]
+
+
+def policy_step(loss: str, model: Any, sequences: Any) -> float:
+    """The loss of the sampled tokens, whose log-probs are the model's own: the ratio is 1."""
+    data = []
+    for number, each in enumerate(sequences):
+        tokens, pad = list(each.tokens), [0.0, 0.0]  # behind a prompt of three tokens
+        inputs = {
+            "target_tokens": tensor([0, 0, *tokens], "int64"),
+            "logprobs": tensor([*pad, *each.logprobs], "float32"),
+            "advantages": tensor([*pad, *[number - 1.0] * len(tokens)], "float32"),
+        }
+        ids = types.ModelInput.from_ints([1, 2, 3, *tokens[:-1]])
+        data.append(types.Datum(model_input=ids, loss_fn_inputs=inputs))
+    return float(model.forward(data, loss).result().metrics["loss:sum"])
 
 
 def errors(call: Any) -> str:
@@ -67,6 +83,7 @@ def main(url: str) -> dict[str, Any]:
     sampled = sampler.sample(prompt, 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
     told["samples"] = [[each.tokens, each.logprobs, each.stop_reason] for each in sampled.sequences]
     told["prompt"] = [sampled.prompt_logprobs, sampled.topk_prompt_logprobs]
+    told["policy"] = [policy_step(other_losses, model, sampled.sequences) for other_losses in POLICY_LOSSES]
     told["again"] = [each.tokens for each in sampler.sample(prompt, 3, params).result().sequences]
     told["computed"] = sampler.compute_logprobs(prompt).result()
     other = now(service.create_training_client_from_state_with_optimizer(told["state"]))

@@ -96,6 +96,7 @@ def test_the_sdk_trains_samples_and_resumes(server: Server, nano: Path, python: 
     # samples
     assert [len(tokens) for tokens, *_ in told["samples"]] == [6, 6, 6]
     assert told["again"] == [tokens for tokens, *_ in told["samples"]]
+    assert told["policy"] == pytest.approx([0.0, 0.0], abs=1e-3)
     first_likely = told["prompt"][1][1]
     assert told["prompt"][0][0] is None and told["prompt"][0][1:] == pytest.approx(told["computed"][1:], abs=1e-5)
     assert (
