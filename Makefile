@@ -11,6 +11,7 @@ TRL := .venv-trl/.ready
 TRACKIO := .venv-trackio/.ready
 ADAPTERS := .venv-adapters/.ready
 VERIFIERS := .venv-verifiers/.ready
+TINKER := .venv-tinker/.ready
 VLLM := .venv-vllm/.ready
 MEGATRON := .venv-megatron/.ready
 SGLANG := .venv-sglang/.ready
@@ -22,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
 
-.PHONY: quickstart test test-all test-long peers adapters verifiers megatron vllm sglang bubblewrap chromium slurm debootstrap dockerfile-check quality commit license style bench gpu pages docs
+.PHONY: quickstart test test-all test-long peers adapters verifiers tinker megatron vllm sglang bubblewrap chromium slurm debootstrap dockerfile-check quality commit license style bench gpu pages docs
 
 quickstart: $(INSTALLED) ## a small model learns arithmetic, in one to six minutes
 	$(BIN)/whet quickstart
@@ -47,6 +48,8 @@ adapters: $(ADAPTERS) ## environments of other people, laid over .venv, for the 
 verifiers: $(VERIFIERS) ## verifiers, laid over .venv, for the part of the same name
 
 megatron: $(MEGATRON) ## Megatron-Core for engine.name=megatron, laid over .venv
+
+tinker: $(TINKER) ## the tinker SDK, its newest and oldest version that whet serves, and tinker-cookbook, laid over .venv
 
 vllm: $(VLLM) ## vLLM for rollout.engine.name=vllm, in an environment of its own
 
@@ -159,6 +162,15 @@ $(MEGATRON): $(SERVICES)
 	$(PYTHON) -m venv .venv-megatron
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
 	.venv-megatron/bin/pip install --quiet --no-deps megatron-core==0.16.1
+	@touch $@
+
+$(TINKER): tests/serving/tinker/constraints-tinker.txt $(SERVICES)
+	$(PYTHON) -m venv .venv-tinker
+	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-tinker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	.venv-tinker/bin/pip install --quiet -c $< tinker chz termcolor tiktoken blobfile pyrage pylatexenc tml-renderers
+	.venv-tinker/bin/pip install --quiet -c $< --no-deps tinker-cookbook
+	$(PYTHON) -m venv .venv-tinker/oldest
+	.venv-tinker/oldest/bin/pip install --quiet tinker==0.25.0
 	@touch $@
 
 # The wheel of a machine without a GPU asks for three packages whose builds do not go with torch's for the CPU; vLLM imports

@@ -53,12 +53,18 @@ def check_client(headers: Mapping[str, str], own: str, api_key: str | None) -> N
             raise RefusedError(403, FOREIGN.format(f"{name}: {host[:80]}"))
 
 
-async def read_body(headers: Mapping[str, str], parts: AsyncIterator[bytes], most: int, seconds: float) -> bytes:
-    """The body of a request.  Raises: RefusedError for one that is too large, too slow, or not JSON by its type, which
-    no page in a browser sends to another origin unasked."""
+async def read_body(
+    headers: Mapping[str, str],
+    parts: AsyncIterator[bytes],
+    most: int,
+    seconds: float,
+    expected: str = "application/json",
+) -> bytes:
+    """The body of a request.  Raises: RefusedError for one that is too large, too slow, or not of the `expected` type,
+    JSON or another that no page in a browser sends to another origin unasked."""
     kind, body = headers.get("content-type", "").partition(";")[0].strip().lower(), bytearray()
-    if kind != "application/json":
-        raise RefusedError(415, f"the content type is {kind or 'missing'}; send Content-Type: application/json")
+    if kind != expected:
+        raise RefusedError(415, f"the content type is {kind or 'missing'}; send Content-Type: {expected}")
     try:
         async with asyncio.timeout(seconds):
             async for part in parts:

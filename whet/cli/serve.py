@@ -35,16 +35,28 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a response that names no limit")] = 2048,
     max_running: Annotated[int, typer.Option(min=1, help="most samples that are decoded together")] = 256,
     max_waiting: Annotated[int, typer.Option(min=0, help="most samples that wait; more get status 429")] = 1024,
-    max_body_mib: Annotated[float, typer.Option(min=0.001, help="largest body of a request, in MiB")] = 4.0,
+    max_body_mib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="largest body of a request, in MiB; unset: 4, with --tinker 16", show_default=False
+        ),
+    ] = None,
     deadline_seconds: Annotated[float, typer.Option(min=0.1, help="longest time of a request, in seconds")] = 600.0,
     stop_seconds: Annotated[float, typer.Option(min=1.0, help="seconds for running requests after Ctrl-C")] = 30.0,
     trust_remote_code: TrustRemoteCode = False,
+    tinker: Annotated[bool, typer.Option("--tinker", help="train and sample for clients of the tinker SDK")] = False,
+    folder: Annotated[
+        str, typer.Option(help="folder of checkpoints, with --tinker", metavar="FOLDER")
+    ] = "tinker-checkpoints",
 ) -> None:
-    """Serve a model or a run to OpenAI clients.
+    """Serve a model or a run to OpenAI clients, or with --tinker to the tinker SDK.
 
     It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
     from whet.registry import ROLLOUT_ENGINES, TOOL_PARSERS
 
+    if tinker and (follow or best):
+        found = "set beside --tinker, which trains models of its own"
+        raise ConfigError("--follow" if follow else "--best", found, change="leave one of the two out")
     options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     if tool_parser is not None:
@@ -52,8 +64,10 @@ def serve(
     with _of_servers():
         from whet.serving.app import Settings
         from whet.serving.server import serve as run
+        from whet.serving.tinker.server import serve as run_tinker
+    most = max_body_mib or (16.0 if tinker else 4.0)
     # The fields of the settings have the names of the parameters.
-    run(Settings(**{**context.params, "option": options}))
+    (run_tinker if tinker else run)(Settings(**{**context.params, "option": options, "max_body_mib": most}))
 
 
 def serve_sandbox(

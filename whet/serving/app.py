@@ -100,6 +100,8 @@ class Settings:
     deadline_seconds: float  # of a request
     stop_seconds: float  # for running requests to end, once the server is to stop
     trust_remote_code: bool
+    tinker: bool = False  # serve the tinker SDK
+    folder: str = "tinker-checkpoints"  # of its checkpoints
 
 
 class App:

@@ -46,7 +46,7 @@ END_SECONDS = 5.0  # for clients to read an error
 def serve(settings: Settings) -> None:
     """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
     with ExitStack() as stack:
-        bound = stack.enter_context(_bound(settings.host, settings.port))
+        bound = stack.enter_context(bound_to(settings.host, settings.port))
         with long_phase("loading the model"):
             source = _source(settings)
             trusted = settings.trust_remote_code
@@ -104,13 +104,13 @@ class _Server:
         http = with_deadline(AutoHTTPProtocol)
         config = uvicorn.Config(app.asgi, http=http, log_level="warning", access_log=False, server_header=False)
         config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
-        self._http = _HttpServer(config, self._engine, settings.stop_seconds)
+        self._http = HttpServer(config, self._engine, settings.stop_seconds)
 
     def run(self, bound: socket.socket) -> None:
         """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
         try:
             self._announce(*bound.getsockname()[:2])
-            with _signals_end_quietly():
+            with signals_end_quietly():
                 self._http.run(sockets=[bound])
             death = self._engine.death
         finally:
@@ -164,7 +164,7 @@ class _Server:
         self._engine.call(lambda: self._engine.engine.load(weights, step)).result()
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, which ends requests with an error where they take too long after a signal."""
 
     def __init__(self, config: uvicorn.Config, engine: EngineThread, stop_seconds: float) -> None:
@@ -213,7 +213,7 @@ def _step(source: str) -> int | None:
 
 
 @contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def bound_to(host: str, port: int) -> Iterator[socket.socket]:
     """A socket with the address, before the model is loaded.  Raises: ConfigError."""
     try:
         # Without the protocol asyncio would leave Nagle's algorithm on, which delays replies by 40 ms.
@@ -230,7 +230,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _signals_end_quietly() -> Iterator[None]:
+def signals_end_quietly() -> Iterator[None]:
     """Marks a block whose server handles SIGINT and SIGTERM: it raises them again at its end, for nobody here."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP side of the server for the tinker SDK: JSON calls, promises, and results by long poll."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from whet.errors import WhetError
+from whet.guard import RefusedError, check_client, read_body
+from whet.serving.app import BODY_SECONDS, Settings
+from whet.serving.engine_thread import EngineThread
+from whet.serving.tinker.desk import SAMPLER as SAMPLES, Bounds, Desk, Failure, Request, Result, Session
+from whet.serving.tinker.models import Models, saved_now, size_of
+from whet.serving.tinker.samplers import Samplers
+from whet.serving.tinker.sampling import Sampling, digest, failure_of
+from whet.serving.tinker.store import SAMPLER, SCHEME, WEIGHTS, ModelKind, Saved
+from whet.serving.tinker.wire import LossRequest, unpacked
+
+log = logging.getLogger(__name__)
+Raw = dict[str, Any]
+Work = Callable[[], Result]
+PROTO, JSON = "application/x-protobuf", "application/json"
+POLL_SECONDS = 25.0  # of a call that waits for a result; the SDK gives up after 45
+SWEEP_SECONDS = 5.0
+SNAPSHOT = "_"  # begins the name of a checkpoint that ends with its session
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that clients name, and what they need to know of it."""
+
+    name: str
+    aliases: frozenset[str]
+    tokenizer: str  # a folder, or a name on the hub
+    arch: str
+    stop_ids: tuple[int, ...]
+
+
+class TinkerApp:
+    """The application; `asgi` is what a server runs. All methods but work run in the loop of the server."""
+
+    def __init__(
+        self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: Settings
+    ) -> None:
+        self._served, self._models, self._thread, self._settings = served, models, thread, settings
+        self._samplers = samplers
+        self._desk: Desk[Work] = Desk(Bounds(), self._wake)
+        self._events: dict[str, asyncio.Event] = {}
+        self._sampling = Sampling(models, thread, settings, self._desk, served.stop_ids)
+        self._is_busy = False
+        self._keys = [each.strip() for each in (settings.api_key or "").split(",") if each.strip()]
+        self._most = round(settings.max_body_mib * MIB)
+        posts: dict[str, Callable[[str, Raw], Awaitable[Raw | Response]]] = {
+            "client/config": self._config, "client/dynamic_config": self._dynamic, "telemetry": self._telemetry,
+            "create_session": self._open, "session_heartbeat": self._heartbeat,
+            "sessions/{session}/finish": self._finish, "create_model": self._create, "get_info": self._info,
+            "optim_step": self._step, "retrieve_future": self._retrieve,
+            "save_weights": self._save, "load_weights": self._load, "save_weights_for_sampler": self._snapshot,
+            "weights_info": self._weights_info, "create_sampling_session": self._sampler,
+            "asample": self._sampling.sample, "cancel_future": self._sampling.cancel,
+        }  # fmt: skip
+        gets: dict[str, Callable[[str, Raw], Awaitable[Raw | Response]]] = {
+            "get_server_capabilities": self._capabilities, "samplers/{sampler}": self._sampler_info,
+            "training_runs/{model}/checkpoints": self._checkpoints, "checkpoints": self._checkpoints,
+        }  # fmt: skip
+        routes = [self._route(path, act, "POST") for path, act in posts.items()]
+        routes += [self._route(path, act, "GET") for path, act in gets.items()]
+        routes.append(self._route("training_runs/{model}/checkpoints/{checkpoint:path}", self._delete, "DELETE"))
+        routes.append(Route("/api/v1/forward_backward", self._guarded(self._loss), methods=["POST"]))
+        routes.append(Route("/api/v1/healthz", self._health, methods=["GET"]))
+        self.asgi = Starlette(routes=routes)
+
+    def _route(self, path: str, act: Callable[[str, Raw], Awaitable[Raw | Response]], method: str) -> Route:
+        async def read(owner: str, request: HttpRequest) -> Raw | Response:
+            body = await self._body(request, JSON) if method == "POST" else b"{}"
+            try:
+                raw = json.loads(body)
+            except (ValueError, RecursionError) as error:
+                raise RefusedError(400, f"the body is not JSON: {error}") from error
+            if not isinstance(raw, dict):
+                raise RefusedError(400, "the body is not a JSON object")
+            return await act(owner, {**raw, **request.path_params})
+
+        return Route(f"/api/v1/{path}", self._guarded(read), methods=[method])
+
+    def _guarded(
+        self, act: Callable[[str, HttpRequest], Awaitable[Raw | Response]]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """The call of a client with a key; errors become responses."""
+
+        async def answer(request: HttpRequest) -> Response:
+            try:
+                if self._thread.death is not None:
+                    raise RefusedError(503, str(self._thread.death))
+                found = await act(self._owner(request.headers), request)
+                return found if isinstance(found, Response) else JSONResponse(found)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except RefusedError as error:
+                return JSONResponse({"error": str(error), "detail": str(error)}, error.status)
+            except (WhetError, KeyError, TypeError, ValueError) as error:
+                words = str(error) if isinstance(error, WhetError) else f"the request cannot be read: {error!r}"
+                return JSONResponse({"error": words, "detail": words}, 400)
+
+        return answer
+
+    def _owner(self, headers: Mapping[str, str]) -> str:
+        """The digest of a client's key.  Raises: RefusedError."""
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if not self._keys:
+            check_client(headers, self._settings.host, None)
+        elif not any(hmac.compare_digest(given.encode(), each.encode()) for each in self._keys):
+            raise RefusedError(401, "the request has no API key of this server; set TINKER_API_KEY")
+        return hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
+
+    async def _body(self, request: HttpRequest, kind: str) -> bytes:
+        body = await read_body(request.headers, request.stream(), self._most, BODY_SECONDS, kind)
+        if request.headers.get("content-encoding") == "zstd":
+            body = await asyncio.to_thread(unpacked, body, self._most)
+        return body
+
+    # Sessions.
+
+    async def _health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"} if self._thread.death is None else {"status": "failed"})
+
+    async def _telemetry(self, owner: str, raw: Raw) -> Raw:
+        return {"status": "accepted"}  # and not kept
+
+    async def _config(self, owner: str, raw: Raw) -> Raw:
+        chunk = min(5_000_000, self._most // 2)
+        return {
+            "pjwt_auth_enabled": False, "proto_compress_fwdbwd": True, "create_model_via_load_weights": True,
+            "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024, "fwdbwd_max_chunk_bytes_count": chunk,
+            "sample_max_concurrent_requests": self._settings.max_running + self._settings.max_waiting,
+        }  # fmt: skip
+
+    async def _dynamic(self, owner: str, raw: Raw) -> Raw:
+        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
+
+    async def _capabilities(self, owner: str, raw: Raw) -> Raw:
+        own = {"model_name": self._served.name, "max_context_length": self._models.context}
+        return {"supported_models": [{**own, "trainable": True, "sampleable": True}]}
+
+    async def _open(self, owner: str, raw: Raw) -> Raw:
+        name = str(uuid.uuid4())
+        self._desk.open(owner, name, time.monotonic())
+        return {"type": "create_session", "session_id": name}
+
+    async def _heartbeat(self, owner: str, raw: Raw) -> Raw:
+        self._desk.session(owner, raw["session_id"], time.monotonic())
+        return {"type": "session_heartbeat"}
+
+    async def _finish(self, owner: str, raw: Raw) -> Raw:
+        self._desk.session(owner, raw["session"])
+        self._clear(self._desk.end(raw["session"]))
+        return {}
+
+    def _clear(self, session: Session) -> None:
+        """Frees what an ended session had."""
+        for model in session.models:
+            self._thread.call(lambda model=model: self._models.drop(model))  # type: ignore[misc]
+            for path, _, _ in list(self._models.store.listed(session.owner, model)):
+                if path.rpartition("/")[2].startswith(SNAPSHOT):
+                    self._models.store.remove(session.owner, path)
+        self._sampling.clear(session)
+
+    async def sweep(self) -> None:
+        """Ends sessions without a heartbeat, for as long as the server runs."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for name, session in self._desk.sweep(time.monotonic()):
+                log.info("session %s ended: no heartbeat for %g s", name, self._desk.bounds.session_seconds)
+                self._clear(session)
+
+    # Models.
+
+    def _check_base(self, name: str | None) -> None:
+        if name is not None and name not in {self._served.name, *self._served.aliases}:
+            raise RefusedError(400, f"this server has the model {self._served.name!r}, not {name!r}")
+
+    async def _create(self, owner: str, raw: Raw) -> Raw:
+        self._check_base(raw["base_model"])
+        lora, optimizer = (
+            raw.get("lora_config") or {"rank": 0},
+            (raw.get("optimizer_config") or {}).get("type", "adamw"),
+        )
+        if optimizer != "adamw":
+            raise RefusedError(400, f"models are trained by adamw, not {optimizer!r}")
+        if not 0 <= int(lora["rank"]) <= 1024:
+            raise RefusedError(400, f"rank={lora['rank']} is not from 1 to 1024, or 0 to train all weights")
+        parts = {name: bool(lora.get(name, True)) for name in ("train_attn", "train_mlp")}
+        kind = ModelKind(self._served.name, int(lora["rank"]), int(lora.get("seed") or 0), **parts)
+        model = self._desk.add_model(owner, raw["session_id"], int(raw["model_seq_id"]), time.monotonic())
+
+        def work() -> Result:
+            self._models.create(model, kind)
+            return {"type": "create_model", "model_id": model}
+
+        return self._enter(owner, model, 0, raw, work)
+
+    async def _info(self, owner: str, raw: Raw) -> Raw:
+        self._desk.owned(owner, model := raw["model_id"])
+        kind, served = self._models.kind_of(model), self._served
+        data = {"arch": served.arch, "model_name": served.name, "tokenizer_id": served.tokenizer}
+        told = {"model_data": data, "model_name": served.name, "is_lora": kind.rank > 0, "lora_rank": kind.rank}
+        return {"type": "get_info", "model_id": model, **told}
+
+    async def _loss(self, owner: str, http: HttpRequest) -> Raw | Response:
+        body = await self._body(http, PROTO)
+        request = LossRequest.read(body)
+        self._desk.owned(owner, request.model_id)
+        work = lambda: self._models.loss(request)  # noqa: E731
+        return self._enter(owner, request.model_id, request.seq_id, body, work)
+
+    async def _step(self, owner: str, raw: Raw) -> Raw:
+        model, params = raw["model_id"], raw.get("adam_params")
+
+        def work() -> Result:
+            if not isinstance(params, dict):
+                return Failure("models are trained by adamw; send AdamParams", "user")
+            return {"type": "optim_step", "metrics": self._models.step(model, params)}
+
+        return self._enter(owner, model, raw["seq_id"], raw, work)
+
+    async def _save(self, owner: str, raw: Raw) -> Raw:
+        name = raw.get("path") or f"{raw['seq_id']:06d}"
+        return self._enter(owner, raw["model_id"], raw["seq_id"], raw, self._saving(owner, raw, WEIGHTS, name))
+
+    async def _snapshot(self, owner: str, raw: Raw) -> Raw:
+        """Saves weights to sample from: under a name, or for a sampler of this session alone."""
+        model, number = raw["model_id"], raw.get("sampling_session_seq_id")
+        session = self._desk.owned(owner, model)
+        if number is None:
+            name = raw.get("path") or f"{raw['seq_id']:06d}"
+            return self._enter(owner, model, raw["seq_id"], raw, self._saving(owner, raw, SAMPLER, name))
+        path = f"{SCHEME}{model}/{SAMPLER}/{SNAPSHOT}{raw['seq_id']}"
+        sampler = f"{self._desk.models[model].session}{SAMPLES}{number}"
+        session.samplers[sampler] = path
+        save = self._saving(owner, raw, SAMPLER, path.rpartition("/")[2])
+
+        def work() -> Result:
+            save()
+            return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}
+
+        return self._enter(owner, model, raw["seq_id"], raw, work)
+
+    def _saving(self, owner: str, raw: Raw, kind: str, name: str) -> Work:
+        model, path = raw["model_id"], f"{SCHEME}{raw['model_id']}/{kind}/{name}"
+        self._models.store.place(path)
+        overwrite, ttl, metadata = bool(raw.get("overwrite")), raw.get("ttl_seconds"), raw.get("user_metadata")
+
+        def work() -> Result:
+            saved = saved_now(owner, self._models.kind_of(model), ttl, metadata)
+            self._models.save(owner, model, path, saved, overwrite=overwrite, trains=kind == WEIGHTS)
+            return {"type": raw.get("type", "save_weights"), "path": path}
+
+        return work
+
+    async def _load(self, owner: str, raw: Raw) -> Raw:
+        """Loads weights into a model, or into a new one that is made for them."""
+        path, seq, model = raw["path"], raw.get("seq_id"), raw.get("model_id")
+        self._models.store.find(owner, path)
+        if model is None:
+            self._check_base(raw.get("base_model"))
+            model, seq = self._desk.add_model(owner, raw["session_id"], int(raw["model_seq_id"]), time.monotonic()), 0
+
+        def work() -> Result:
+            self._models.load(owner, model, path, optimizer=bool(raw["optimizer"]))
+            return {"type": "load_weights", "path": path, "model_id": model}
+
+        return self._enter(owner, model, seq, raw, work)
+
+    def _enter(self, owner: str, model: str, seq: Any, asked: Raw | bytes, work: Work) -> Raw:
+        """Queues work of a model.  Returns a promise."""
+        self._desk.owned(owner, model)
+        if not isinstance(seq, int):
+            raise RefusedError(400, "the request has no seq_id")
+        size = len(asked) if isinstance(asked, bytes) else 0
+        request = self._desk.enter(model, seq, digest(asked), work, size, time.monotonic())
+        self._pump()
+        return {"request_id": request.id, "model_id": model}
+
+    def _pump(self) -> None:
+        """Runs the next work, if none is running."""
+        if self._is_busy or (request := self._desk.take()) is None or request.work is None:
+            return
+        self._is_busy, work = True, request.work
+
+        def timed() -> Result:
+            start = time.monotonic()
+            try:
+                return work()
+            finally:
+                self._samplers.spent = time.monotonic() - start
+
+        def ran(done: Future[Result]) -> None:
+            self._thread.run_elsewhere(lambda: self._ran(request, done))
+
+        self._thread.call(timed).add_done_callback(ran)
+
+    def _ran(self, request: Request[Work], done: Future[Result]) -> None:
+        self._is_busy = False
+        error = done.exception()
+        self._desk.finish(request.id, done.result() if error is None else failure_of(request.id, error))
+        self._pump()
+
+    # Results.
+
+    def _wake(self, name: str) -> None:
+        if (event := self._events.pop(name, None)) is not None:
+            event.set()
+
+    async def _retrieve(self, owner: str, raw: Raw) -> Raw | Response:
+        """The result of a request; after a while without one, the word to ask again."""
+        name = raw["request_id"]
+        if (request := self._desk.find(owner, name)).result is None:
+            try:
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._events.setdefault(name, asyncio.Event()).wait()
+            except TimeoutError:
+                return {"type": "try_again", "request_id": name, "queue_state": "active"}
+            request = self._desk.find(owner, name)
+        request.read_at = request.read_at or time.monotonic()
+        match request.result:
+            case bytes() as proto:
+                return Response(proto, media_type=PROTO)
+            case Failure(error=error, category=category):
+                return {"error": error, "category": category}
+        assert request.result is not None
+        return request.result
+
+    async def _sampler(self, owner: str, raw: Raw) -> Raw:
+        path, base = raw.get("model_path"), raw.get("base_model")
+        self._check_base(base)
+        if path is not None:
+            self._models.store.find(owner, path)
+        name = f"{raw['session_id']}{SAMPLES}{raw['sampling_session_seq_id']}"
+        self._desk.add_sampler(owner, raw["session_id"], name, path)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def _sampler_info(self, owner: str, raw: Raw) -> Raw:
+        session, name = self._desk.owned(owner, raw["sampler"]), raw["sampler"]
+        return {"sampler_id": name, "base_model": self._served.name, "model_path": session.samplers[name]}
+
+    # Checkpoints.
+
+    async def _weights_info(self, owner: str, raw: Raw) -> Raw:
+        kind = self._models.store.find(owner, raw["tinker_path"])[1].kind
+        parts = {"train_attn": kind.train_attn, "train_mlp": kind.train_mlp, "train_unembed": False}
+        return {"base_model": kind.base_model, "is_lora": kind.rank > 0, "lora_rank": kind.rank or None, **parts}
+
+    async def _checkpoints(self, owner: str, raw: Raw) -> Raw:
+        found = list(self._models.store.listed(owner, raw.get("model")))
+        page = {"offset": 0, "limit": len(found), "total_count": len(found)}
+        return {"checkpoints": [_card(path, size_of(place), saved) for path, place, saved in found], "cursor": page}
+
+    async def _delete(self, owner: str, raw: Raw) -> Raw | Response:
+        self._models.store.remove(owner, f"{SCHEME}{raw['model']}/{raw['checkpoint']}")
+        return Response(status_code=204)
+
+
+def _card(path: str, size: int, saved: Saved) -> Raw:
+    """A checkpoint as the SDK reads it."""
+    kind = "training" if f"/{WEIGHTS}/" in path else "sampler"
+    when = {"time": _date(saved.time), "expires_at": None if saved.expires is None else _date(saved.expires)}
+    where = {"checkpoint_id": "/".join(path.split("/")[-2:]), "checkpoint_type": kind, "tinker_path": path}
+    return {**where, **when, "size_bytes": size, "public": False, "user_metadata": saved.user_metadata}
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine of sessions, models and futures: no socket, no clock, no thread. Times are given in seconds.
+
+The requests of a model run in the order of their `seq_id`: one that comes early is held until those before it are
+there, one that comes twice is the same request. Models take turns. Everything belongs to a session, a session to the
+owner of a key; for another owner it does not exist. A session without a heartbeat ends with all that belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from whet.guard import RefusedError
+
+W = TypeVar("W")
+MODEL, SAMPLER = ":train:", ":sample:"  # between the name of a session and a number
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of one server."""
+
+    sessions: int = 64
+    models: int = 16
+    waiting: int = 256  # requests of a model, beside the next one in order
+    body_bytes: int = 2**30  # of all requests that wait
+    session_seconds: float = 120.0  # without a heartbeat
+    gap_seconds: float = 120.0  # for a request before one that is held
+    kept_seconds: float = 600.0  # of a result that was read
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a request that failed; `category` is "user" or "server"."""
+
+    error: str
+    category: str
+
+
+Result = bytes | dict[str, Any] | Failure
+
+
+@dataclass
+class Request(Generic[W]):
+    """A request and its result, when there is one."""
+
+    id: str
+    session: str
+    digest: bytes  # of what was asked
+    size: int
+    work: W | None = None
+    result: Result | None = None
+    held_since: float = 0.0
+    read_at: float | None = None
+    reply: dict[str, Any] = field(default_factory=dict)  # to the call that made it
+
+
+@dataclass
+class Model(Generic[W]):
+    """The order of a model's requests."""
+
+    session: str
+    next: int
+    held: dict[int, Request[W]] = field(default_factory=dict)
+    ready: deque[Request[W]] = field(default_factory=deque)
+
+
+@dataclass
+class Session:
+    """A client's session."""
+
+    owner: str
+    seen_at: float
+    models: set[str] = field(default_factory=set)
+    samplers: dict[str, str | None] = field(default_factory=dict)  # the path that each samples from; None: the base
+
+
+class Desk(Generic[W]):
+    """Sessions, models, futures."""
+
+    def __init__(self, bounds: Bounds, finished: Callable[[str], None] = lambda request: None) -> None:
+        """`finished` is called with the id of each request that gets a result."""
+        self.bounds, self._finished = bounds, finished
+        self.sessions: dict[str, Session] = {}
+        self.models: OrderedDict[str, Model[W]] = OrderedDict()
+        self.requests: dict[str, Request[W]] = {}
+        self._bytes = 0
+
+    def open(self, owner: str, name: str, now: float) -> None:
+        """Opens a session.  Raises: RefusedError where there are too many."""
+        if len(self.sessions) >= self.bounds.sessions:
+            raise RefusedError(429, f"the server has {self.bounds.sessions} sessions; end one, or come again later")
+        self.sessions[name] = Session(owner, now)
+
+    def session(self, owner: str, name: str, now: float | None = None) -> Session:
+        """The session of an owner; with `now` it is seen.  Raises: RefusedError."""
+        found = self.sessions.get(name)
+        if found is None or found.owner != owner:
+            raise RefusedError(410, f"there is no session {name}; it has ended, or is that of another key")
+        found.seen_at = found.seen_at if now is None else now
+        return found
+
+    def owned(self, owner: str, name: str) -> Session:
+        """The session of a model or sampler, by its name.  Raises: RefusedError."""
+        for part in (MODEL, SAMPLER):
+            session = self.sessions.get(name.rpartition(part)[0])
+            if session is not None and session.owner == owner and name in {*session.models, *session.samplers}:
+                return session
+        raise RefusedError(404, f"there is no model or sampler {name}; its session has ended, or it is another key's")
+
+    def add_model(self, owner: str, session: str, number: int, now: float) -> str:
+        """The name of a new model, or of the one with this number.  Raises: RefusedError."""
+        own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
+        if name not in own.models and len(self.models) >= self.bounds.models:
+            raise RefusedError(429, f"the server has {self.bounds.models} models; end a session, or come again later")
+        own.models.add(name)
+        self.models.setdefault(name, Model(session, 0))
+        return name
+
+    def add_sampler(self, owner: str, session: str, name: str, path: str | None) -> str:
+        """The name of a new sampler.  Raises: RefusedError."""
+        self.session(owner, session).samplers.setdefault(name, path)
+        return name
+
+    def enter(
+        self, model: str, seq: int, digest: bytes, work: W, size: int, now: float, reply: dict[str, Any] | None = None
+    ) -> Request[W]:
+        """Takes a request of a model in order; one that is there already is returned.  Raises: RefusedError."""
+        own, name = self.models[model], f"{model}:{seq}"
+        if (known := self._known(name, digest)) is not None:
+            return known
+        if seq < own.next:
+            raise RefusedError(422, f"seq_id={seq} of {model} is past; the next one is {own.next}")
+        full = len(own.held) + len(own.ready) >= self.bounds.waiting or self._bytes + size > self.bounds.body_bytes
+        if full and seq != own.next:
+            raise RefusedError(429, f"too many requests wait for {model}; send it again later")
+        request = self._add(Request(name, own.session, digest, size, work, held_since=now, reply=reply or {}))
+        own.held[seq] = request
+        self._release(own)
+        return request
+
+    def note(self, name: str, session: str, digest: bytes, reply: dict[str, Any]) -> tuple[Request[W], bool]:
+        """A request without an order, and whether it is new.  Raises: RefusedError."""
+        if (known := self._known(name, digest)) is not None:
+            return known, False
+        return self._add(Request(name, session, digest, 0, reply=reply)), True
+
+    def _known(self, name: str, digest: bytes) -> Request[W] | None:
+        known = self.requests.get(name)
+        if known is not None and known.digest != digest:
+            raise RefusedError(422, f"request {name} was sent before, and asked for something else")
+        return known
+
+    def _add(self, request: Request[W]) -> Request[W]:
+        self.requests[request.id] = request
+        self._bytes += request.size
+        return request
+
+    def _release(self, model: Model[W]) -> None:
+        """Makes the requests ready that are next in order."""
+        while (request := model.held.pop(model.next, None)) is not None:
+            model.ready.append(request)
+            model.next += 1
+
+    def take(self) -> Request[W] | None:
+        """The next request to run: models take turns."""
+        for name, model in self.models.items():
+            if model.ready:
+                self.models.move_to_end(name)
+                return model.ready.popleft()
+        return None
+
+    def finish(self, name: str, result: Result) -> None:
+        """Notes the result of a request; nothing where its session has ended."""
+        request = self.requests.get(name)
+        if request is not None and request.result is None:
+            request.result, request.work = result, None
+            self._bytes -= request.size
+            self._finished(name)
+
+    def find(self, owner: str, name: str) -> Request[W]:
+        """A request of an owner.  Raises: RefusedError."""
+        request = self.requests.get(name)
+        session = None if request is None else self.sessions.get(request.session)
+        if request is None or session is None or session.owner != owner:
+            raise RefusedError(
+                410, f"there is no request {name}; its session has ended, or its result was read long ago"
+            )
+        return request
+
+    def sweep(self, now: float) -> list[tuple[str, Session]]:
+        """Ends sessions that are not seen any more, fails requests that wait for one that never came, and forgets
+        results that were read.  Returns the sessions that ended."""
+        for model in self.models.values():
+            if model.held and now - min(each.held_since for each in model.held.values()) > self.bounds.gap_seconds:
+                late, model.next = sorted(model.held.items()), max(model.held) + 1
+                found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
+                model.held.clear()
+                for _, request in late:
+                    self.finish(request.id, Failure(found, "user"))
+        for name, request in list(self.requests.items()):
+            if request.read_at is not None and now - request.read_at > self.bounds.kept_seconds:
+                del self.requests[name]
+        gone = [name for name, each in self.sessions.items() if now - each.seen_at > self.bounds.session_seconds]
+        return [(name, self.end(name)) for name in gone]
+
+    def end(self, name: str) -> Session:
+        """Ends a session: all that belongs to it is forgotten.  Returns it."""
+        session = self.sessions.pop(name)
+        for model in session.models:
+            del self.models[model]
+        for request in [each for each in self.requests.values() if each.session == name]:
+            self._bytes -= request.size if request.result is None else 0
+            del self.requests[request.id]
+            self._finished(request.id)  # whoever waits for it hears that it is gone
+        return session

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples from several modules on one device with one rollout engine: from one at a time, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from whet.errors import WhetError
+from whet.guard import RefusedError
+from whet.rollout.protocol import (
+    Completion,
+    Event,
+    Failed,
+    Finished,
+    Partial,
+    Request,
+    RolloutEngine,
+    SharesModule,
+    Status,
+)
+from whet.types import Failure
+
+Source = tuple[str, str | None]  # an owner, and a path of theirs; None: the base model
+MOST_SECONDS = 2.0  # of sampling between two calls
+
+
+class Shared(RolloutEngine, SharesModule, Protocol):
+    """An engine that samples from modules of this process."""
+
+
+@dataclass(frozen=True)
+class SampleRequest(Request):
+    """A request with the weights that it samples from."""
+
+    source: Source = ("", None)
+
+
+class Samplers:
+    """A rollout engine whose requests name their weights. It goes on to the weights of the oldest waiting request when
+    nothing runs; while others wait, no more requests for the weights at hand are begun."""
+
+    def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
+        """`module` gives the module with some weights; it may raise WhetError or RefusedError."""
+        self._engine, self._module = engine, module
+        self._waiting: OrderedDict[Source, deque[SampleRequest]] = OrderedDict()
+        self._source: Source | None = None
+        self._attached: PreTrainedModel | None = None
+        self._running: set[str] = set()
+        self._lost: list[Event] = []
+        self._switches = 0
+        self.spent = 0.0  # seconds of the last call beside sampling, which has as long afterwards
+
+    def submit(self, request: SampleRequest) -> bool:
+        """Takes a request."""
+        self._waiting.setdefault(request.source, deque()).append(request)
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """Decodes.  Raises: as the engine."""
+        until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
+        self.spent, events = 0.0, list[Event]()
+        while True:
+            if not self._running and self._waiting:
+                self._switch()
+            elif self._source in self._waiting and len(self._waiting) == 1:
+                self._begin()
+            events += self._lost
+            self._lost = []
+            found = self._engine.poll(max(0.0, min(timeout_seconds, until - time.monotonic()))) if self._running else []
+            self._running -= {event.uid for event in found if not isinstance(event, Partial)}
+            events += found
+            if time.monotonic() >= until or not (self._running or self._waiting):
+                return events
+
+    def _switch(self) -> None:
+        """Attaches the weights that have waited longest, and begins all of their requests."""
+        source = next(iter(self._waiting))
+        try:
+            module = self._module(*source)
+            if module is not self._attached:
+                self._switches += 1
+                self._engine.attach(module, self._switches)
+            self._source, self._attached = source, module
+        except (WhetError, RefusedError) as error:
+            self._lost += [Failed(each.uid, each.attempt, _failure(error)) for each in self._waiting.pop(source)]
+            return
+        self._begin()
+
+    def _begin(self) -> None:
+        assert self._source is not None
+        for request in self._waiting.pop(self._source):
+            try:
+                self._engine.submit(request)
+                self._running.add(request.uid)
+            except WhetError as error:
+                self._lost.append(Failed(request.uid, request.attempt, _failure(error)))
+
+    def abort(self, uids: Collection[str]) -> None:
+        """Ends requests."""
+        for source, queue in list(self._waiting.items()):
+            ended = [request for request in queue if request.uid in uids]
+            for request in ended:
+                queue.remove(request)
+                self._lost.append(Finished(request.uid, request.attempt, Completion((), (), "abort", ())))
+            if not queue:
+                del self._waiting[source]
+        self._engine.abort(self._running.intersection(uids))
+
+    def status(self) -> Status:
+        """Numbers of requests that run and wait."""
+        return Status(self._switches, len(self._running), sum(map(len, self._waiting.values())))
+
+    def close(self) -> None:
+        """Frees everything."""
+        self._engine.close()
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure("engine", str(error))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet serve MODEL --tinker`: loads a model, and serves it to clients of the tinker SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal, cast
+
+import uvicorn
+from starlette.applications import Starlette
+from torch import nn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from whet import devices
+from whet.checkpoints.export import find_model, model_folder
+from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
+from whet.errors import ConfigError
+from whet.guard import LOCAL, with_deadline
+from whet.models.load import context_length, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.planning.dtypes import choose
+from whet.rollout.build import rollout_engine
+from whet.rollout.protocol import RolloutEngine, SharesModule
+from whet.serving.app import Settings
+from whet.serving.engine_thread import EngineThread
+from whet.serving.server import END_SECONDS, HttpServer, bound_to, signals_end_quietly
+from whet.serving.tinker.app import Served, TinkerApp
+from whet.serving.tinker.models import Models
+from whet.serving.tinker.samplers import Samplers, Shared
+from whet.serving.tinker.store import Store
+from whet.tracking.console import long_phase
+
+log = logging.getLogger(__name__)
+
+
+def serve(settings: Settings) -> None:
+    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+    with ExitStack() as stack:
+        bound = stack.enter_context(bound_to(settings.host, settings.port))
+        with long_phase("loading the model"):
+            source, trusted = find_model(settings.model), settings.trust_remote_code
+            folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
+            dtype, device = choose(settings.dtype, "--dtype"), devices.here()
+            own = Path(settings.model).expanduser()
+            name = settings.name or (own.resolve().name if own.exists() else settings.model)
+            tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
+            base = load_policy(folder, trust_remote_code=trusted)
+            nn.Module.to(base, device)
+            store = Store(Path(settings.folder).expanduser().resolve())
+            models = Models(base, name, dtype, store, context_length(folder, trust_remote_code=trusted))
+            samplers = Samplers(_engine(settings, folder, dtype), models.module)
+        thread = EngineThread(cast(RolloutEngine, samplers), on_death=lambda error: setattr(http, "should_exit", True))
+        where = str(Path(folder).resolve()) if own.exists() else settings.model
+        stops = stop_token_ids(folder, tokenizer, {})
+        served = Served(name, frozenset({settings.model, where}), where, str(base.config.model_type), tuple(stops))
+        app = TinkerApp(served, models, thread, samplers, settings)
+        app.asgi.router.lifespan_context = partial(_lifespan, thread, app)
+        config = uvicorn.Config(
+            app.asgi, http=with_deadline(AutoHTTPProtocol), log_level="warning", access_log=False, server_header=False
+        )
+        config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
+        http = HttpServer(config, thread, settings.stop_seconds)
+        host, port = bound.getsockname()[:2]
+        log.info("serving %s to the tinker SDK, as %r, on http://%s:%d", source, name, host, port)
+        log.info("checkpoints are in %s", store.folder)
+        if settings.host not in LOCAL and not settings.api_key:
+            log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
+        try:
+            with signals_end_quietly():
+                http.run(sockets=[bound])
+            death = thread.death
+        finally:
+            thread.stop()
+        if death is not None:
+            raise death
+
+
+def _engine(settings: Settings, folder: str, dtype: Literal["float32", "bfloat16"]) -> Shared:
+    """The engine that samples.  Raises: ConfigError for one that cannot sample from a module of this process."""
+    chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
+    rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
+    model = ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    load = cache(partial(load_tokenizer, folder, trust_remote_code=settings.trust_remote_code))
+    engine = rollout_engine(rollout, torch_dtype(dtype), load, devices.here(), model)
+    if not isinstance(engine, SharesModule):
+        raise ConfigError("--engine", settings.engine, "native or hf, which sample from modules of the process")
+    return cast(Shared, engine)
+
+
+@asynccontextmanager
+async def _lifespan(thread: EngineThread, tinker: TinkerApp, app: Starlette) -> AsyncIterator[None]:
+    thread.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
+    sweeper = asyncio.create_task(tinker.sweep())
+    yield
+    sweeper.cancel()
+    with suppress(asyncio.CancelledError):
+        await sweeper
