@@ -257,40 +257,52 @@ def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
         expected = "host:port, or no address; Ray's client would send every batch through one server"
         change = "start whet on a node of the cluster (`ray job submit -- whet train ...`)"
         yield ConfigError("cluster.address", cluster.address, expected, change)
+    yield from _nodes(cluster)
+    yield from _pools(cluster)
+
+
+def _nodes(cluster: ClusterConfig) -> Iterator[ConfigError]:
+    """Checks that the ranks of all pools fill the nodes."""
     total, nodes, gpus = cluster.devices, cluster.nnodes, cluster.n_gpus_per_node
-    unit = "devices" if any(pool.devices > 1 for pool in cluster.pools.values()) else "processes"
+    unit = "devices" if any(pool.devices != 1 for pool in cluster.pools.values()) else "processes"
     key, found = ("cluster.placement", f"{total} {unit}") if cluster.placement else ("cluster.processes", total)
-    if gpus > 0 and total != nodes * gpus:
+    if len(cluster.gpus) != nodes:
+        expected = f"a number for each of cluster.nnodes={nodes}"
+        yield ConfigError("cluster.n_gpus_per_node", gpus, expected, "make the two agree")
+    elif any(cluster.gpus) and total != sum(cluster.gpus):
+        each = f"cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus}"
+        given = each if isinstance(gpus, int) else f"cluster.n_gpus_per_node={gpus}"
         expected = (
-            f"{nodes * gpus}, the GPUs of cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus}; a process has one "
-            "GPU, or those in devices of its pool"
+            f"{sum(cluster.gpus)}, the GPUs of {given}; a process has one GPU, or as many as devices of its pool says"
         )
         yield ConfigError(key, found, expected, "make the two numbers equal")
-    elif total % nodes:
+    elif not any(cluster.gpus) and total % nodes:
         near = f"{total - total % nodes or nodes} or {total + nodes - total % nodes}"
         yield ConfigError(key, found, f"a multiple of cluster.nnodes={nodes}", f"try {near}")
-    yield from _pools(cluster)
+    else:
+        try:
+            used = {slot.node for slot in cluster.slots()}
+        except ConfigError as error:
+            yield error
+            return
+        if empty := {*range(nodes)} - used:
+            change = "add a pool of environment or reward, or remove the node"
+            yield ConfigError("cluster.n_gpus_per_node", gpus, f"a process on node {min(empty)} too", change)
 
 
 def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
     if cluster.placement and cluster.processes > 1:
         expected = "no value with cluster.placement, whose pools have sizes of their own"
         yield ConfigError("cluster.processes", cluster.processes, expected, "unset one of the two keys")
-    owners, first = dict[str, str](), 0
+    owners = dict[str, str]()
     for number, (name, pool) in enumerate(cluster.placement.items()):
         key = f"cluster.placement.{name}"
         if not pool.roles and number > 0:
             expected = f"some of {', '.join(ROLES)}: roles in no pool go to the first, {next(iter(cluster.placement))}"
             yield ConfigError(f"{key}.roles", [], expected, "list some, or remove the pool")
-        if pool.devices > 1 and pool.roles != ["rollout"]:
+        if pool.devices > 1 and pool.roles != ["rollout"] and cluster.needs_device(name):
             expected = f"1 with the roles {', '.join(pool.roles) or 'all'}: a training engine computes on one device"
             yield ConfigError(f"{key}.devices", pool.devices, expected, "lower it, or give the rollout a separate pool")
-        here, last = cluster.devices_here, first + pool.processes * pool.devices
-        if any(start // here != (start + pool.devices - 1) // here for start in range(first, last, pool.devices)):
-            expected = f"all devices of a process on one node, which has {here}"
-            change = "name this pool first, or change devices or cluster.nnodes"
-            yield ConfigError(f"{key}.devices", pool.devices, expected, change)
-        first = last
         for role in pool.roles:
             if role not in ROLES:
                 hint = did_you_mean(role, ROLES, "correct the name", quoted=False)

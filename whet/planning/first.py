@@ -97,8 +97,10 @@ def _accelerator_gib() -> float | None:
 
 
 def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None) -> int:
-    """Bytes of the largest process, on the host or on an accelerator, of `gib` if that is known."""
-    return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
+    """Bytes of the largest process on the host, or of the fullest accelerator, of `gib` if that is known."""
+    shares = {name: pool.share if on_device else 1.0 for name, pool in config.cluster.pools.items()}
+    of_pool = ((name, share, None if gib is None else gib * share) for name, share in shares.items())
+    return max(round(_bytes_of_pool(config, shape, on_device, name, own) / share) for name, share, own in of_pool)
 
 
 def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
@@ -180,7 +182,7 @@ def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: 
     cache = float(KV_CACHE_BYTES if given == "auto" else given)
     has_copy = config.model.lora.rank is not None or sampled < 4 or narrow
     rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
-    devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
+    devices = config.cluster.pools[config.cluster.pool_of("rollout")].num_devices
     copies = 2 if config.rollout.max_staleness > 0 else 1  # new weights arrive while it samples
     return copies * shape["weights"] * sampled * has_copy / devices, cache, rows * shape["vocabulary"] * (sampled + 16)
 

@@ -297,7 +297,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         settings = workers.settings_of(model, config.reward_model, config.reward_model.model_path)
         specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
     tokenizer_path = model.tokenizer_path or workers.path_of(model)
-    num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].devices
+    num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].num_devices
     sampling = (config.rollout, tokenizer_path, model, num_devices)
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
