@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str, folder: Path) -> tuple[TrainConfig, dict[str, float]]:
+def recipe(name: str, folder: Path, words: Sequence[str] = ()) -> tuple[TrainConfig, dict[str, float]]:
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-    keys = [f"model.path={folder}", "data.train_files=[]"]
+    keys = [*words, f"model.path={folder}", "data.train_files=[]"]
     config = load_config(TrainConfig, name, keys, checked=False).config
     found = shape_of(str(folder))
     assert found is not None

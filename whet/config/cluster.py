@@ -129,15 +129,12 @@ class ClusterConfig(Section):
     @property
     def devices(self) -> int:
         """Devices of all pools; on Ray without GPUs shares of the nodes' processors."""
-        return num_devices(ranks_of(self._counted(None)))
+        return len(devices_of(ranks_of(self._counted(None))))
 
     @property
     def devices_here(self) -> int:
-        """The number of devices of the fullest node, a process on processors alone counted as one."""
-        found = Counter[int]()
-        for slot in self.slots():
-            found[slot.node] += math.ceil(slot.cpus)
-        return max(found.values())
+        """The number of devices of the node with the most."""
+        return max(Counter(node for node, _ in devices_of(self.slots())).values())
 
     def needs_device(self, pool: str) -> bool:
         """Tells whether the processes of a pool compute on devices; the first hosts what no pool lists."""
@@ -146,7 +143,7 @@ class ClusterConfig(Section):
     def slots(self, pools: Iterable[ResourcePool] | None = None) -> list[Slot]:
         """The slots of the ranks of pools, by default all.  Raises: ConfigError where the nodes have no room."""
         counted = self._counted(pools)
-        here = -(-num_devices(ranks_of(counted)) // self.nnodes)
+        here = -(-len(devices_of(ranks_of(counted))) // self.nnodes)
         return ranks_of(counted, self.gpus if any(self.gpus) else [here] * self.nnodes)
 
     def _counted(self, pools: Iterable[ResourcePool] | None) -> list[ResourcePool]:
@@ -225,6 +222,6 @@ def _emptiest(free: list[list[float]], slots: list[Slot]) -> int:
     return min((node for node, own in enumerate(free) if not own or all(free)), key=lambda node: ranks[node])
 
 
-def num_devices(slots: Iterable[Slot]) -> int:
-    """The number of devices of all ranks."""
-    return len({(slot.node, device) for slot in slots for device in slot.devices})
+def devices_of(slots: Iterable[Slot]) -> set[tuple[int, int]]:
+    """The devices of all ranks, each as node and number."""
+    return {(slot.node, device) for slot in slots for device in slot.devices}
