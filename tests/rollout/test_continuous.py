@@ -290,7 +290,7 @@ def continuous(
         apply_chat_template=False,
         seed=1,
         deadline_seconds=deadline_seconds,
-        turns=Background,
+        driver=Background,
     )
     rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
     loader = loader or PromptLoader(rows, seed=0, shuffle=False)
@@ -323,8 +323,8 @@ def test_the_next_step_is_sampled_while_one_trains(tokenizer: PreTrainedTokenize
         assert uids(taken.groups) == ["0:0", "0:1"]
         wait_for_all(of)
         assert of.flow.ready == 2 and of.flow.outstanding == 4
-        assert isinstance(of.collector.engine, Slow)
-        of.collector.engine.version = 1
+        assert isinstance(of.driver.engine, Slow)
+        of.driver.engine.version = 1
         of.on_weights(1)
         second = of.start(2, step=2).result()
         assert uids(second.groups) == ["0:2", "0:3"]
@@ -542,7 +542,7 @@ def sampled_ahead(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         wait_for_all(of)
         engine.version = 1
         of.on_weights(1)
-        of.turns.call(lambda: None).result(60.0)  # the thread has begun those of the new weights
+        of.driver.call(lambda: None).result(60.0)  # the thread has begun those of the new weights
         wait_for_all(of)
         state: dict[str, Any] = json.loads(json.dumps(of.state()))
     assert [entry["uid"] for entry in state["stream"]] == ["0:2", "0:3", "0:4", "0:5", "1:0", "1:1"]
@@ -640,6 +640,7 @@ def test_a_run_without_staleness_begins_with_the_prompts_of_an_asynchronous_one(
 
     with closing(synchronous()) as of:
         of.load_state(state)
+        of.on_weights(1)
         assert uids(of.take(2, step=2).groups) == ["0:2", "0:3"]
         of.on_weights(2)
         state = json.loads(json.dumps(of.state()))

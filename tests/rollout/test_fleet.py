@@ -75,8 +75,8 @@ def test_what_comes_late_twice_or_from_elsewhere_changes_nothing() -> None:
     before, old = pickle.dumps(made), made.ranks[0].generation
     for number, generation, attempt in (
         (1, made.ranks[1].generation, 0),
-        (0, (0, 99), 0),
-        (0, (1, 1), 0),
+        (0, 99, 0),
+        (0, 0, 0),
         (0, old, 1),
     ):
         assert made.on_events(number, generation, [Finished("a", attempt, completion(1))]) == []
@@ -245,6 +245,6 @@ def test_a_request_goes_where_its_prefix_was_read_if_that_costs_no_balance() -> 
     made.submit(request("b4"))
     assert sorted(map(len, gives(made.give()).values())) == [1, 2], "balance comes first"
     made.on_weights(1)
-    assert not made._homes
+    assert not any(each.prefixes for each in made.ranks.values())
     placed = assign([request("a"), request("b")], {0: 0, 1: 0}, 9, lambda each: {"a": 1, "b": 0}[each.uid])
     assert {rank: [each.uid for each in share] for rank, share in placed.items()} == {1: ["a"], 0: ["b"]}

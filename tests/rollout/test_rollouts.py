@@ -21,7 +21,7 @@ from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
 from whet.rollout.collect import Collector, Stage
-from whet.rollout.driver import Turns
+from whet.rollout.driver import Driver
 from whet.rollout.flow import Filter
 from whet.rollout.protocol import Event, Failed, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts, Taken
@@ -72,8 +72,8 @@ def rollouts(
 
 def asked(of: Rollouts) -> list[str]:
     """The texts of the prompts that were answered, without repeats."""
-    assert isinstance(of.collector.engine, Scripted)
-    texts = [of.tokenizer.decode(list(request.prompt_ids)) for request in of.collector.engine.requests]
+    assert isinstance(of.driver.engine, Scripted)
+    texts = [of.tokenizer.decode(list(request.prompt_ids)) for request in of.driver.engine.requests]
     return list(dict.fromkeys(str(text) for text in texts))
 
 
@@ -293,7 +293,7 @@ def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: Pr
     assert (
         [group.prompt.uid for group in got] == [group.prompt.uid for group in expected] == ["0:4", "0:5", "1:0", "1:1"]
     )
-    keys = [[request.key for request in of.collector.engine.requests[-8:]] for of in (straight, resumed)]  # type: ignore[attr-defined]
+    keys = [[request.key for request in of.driver.engine.requests[-8:]] for of in (straight, resumed)]  # type: ignore[attr-defined]
     assert keys[0] == keys[1]
 
 
@@ -325,7 +325,7 @@ def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) 
 
 def test_lengths_come_in_stages() -> None:
     class Nothing:
-        tokenizer, turns = None, Turns(None, 1.0)  # type: ignore[arg-type]
+        tokenizer, driver = None, Driver(None, {}, {})  # type: ignore[arg-type]
 
     params = SamplingParams(max_new_tokens=16)
     rollouts = Rollouts(None, Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99})  # type: ignore[arg-type]

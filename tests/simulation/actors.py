@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from whet.environments.protocol import Observation
-from whet.rollout.fleet import Generation, Give
+from whet.rollout.fleet import Give
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status
 from whet.types import Failure, Group, Media, Message, Outcome, Prompt, RewardResult, Trajectory, Turn
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 END = 0  # of the twelve bits that are drawn
+CONNECTIONS = 1 << 20  # of a trainer, at most
 LENGTHS = (1, 2, 3, 4, 6, 9, 13, 40)  # heavy-tailed
 
 
@@ -151,7 +152,7 @@ def mixed(values: Sequence[float]) -> bool:
 class Load:
     """Weights for a replica."""
 
-    generation: Generation
+    generation: int
     version: int
 
 
@@ -159,7 +160,7 @@ class Load:
 class Pause:
     """The begin or the end of a pause of a replica."""
 
-    generation: Generation
+    generation: int
     is_paused: bool
 
 
@@ -217,7 +218,7 @@ class Replica:
     number: int
     process: int  # counts its restarts
     world: World = field(repr=False)
-    generation: tuple[int, int] = (0, 0)
+    generation: int = 0
     version: int | None = None
     version_incarnation: int = 0  # of the trainer that it is from
     weights: int = 0
@@ -270,8 +271,8 @@ class Replica:
             self.world.tell(self, "load_failed", load.version)
             return
         self.world.on_loads(self, load)
-        self.version, self.weights = load.version, self.world.published[load.generation[0], load.version]
-        self.version_incarnation = load.generation[0]
+        self.version, self.weights = load.version, self.world.published[load.generation // CONNECTIONS, load.version]
+        self.version_incarnation = load.generation // CONNECTIONS
         self._forget()
         self.world.tell(self, "loaded", load.version)
 
@@ -356,4 +357,4 @@ class Replica:
 def restarted(replica: Replica) -> Replica:
     """The replica in a new process."""
     made = type(replica)(replica.number, replica.process + 1, replica.world)
-    return replace(made, generation=(0, 0))
+    return replace(made, generation=0)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.simulation.actors import (
+    CONNECTIONS,
     END,
     LENGTHS,
     Load,
@@ -67,7 +68,7 @@ def require(number: int, condition: object, message: str) -> None:
 def _places(world: World) -> list[str]:
     """The uids of all prompts that are somewhere."""
     stream = world.flow
-    handed_out = [each for each in stream.untrained if each.step > world.version]
+    handed_out = [stream.training] if stream.training and stream.training.step > world.version else []
     somewhere = [*stream.queue, *world.trained, *world.dropped]
     return somewhere + [group.prompt.uid for each in handed_out for group in (*each.kept, *each.dropped)]
 
@@ -95,7 +96,8 @@ def finished_untrained_groups_survive_a_restore(world: World, saved: Saved) -> N
     queue = world.flow.queue
     for uid, group in saved.complete.items():
         require(3, uid in queue and queue[uid].is_kept, f"group {uid} was complete, and is not behind a restore")
-        require(3, queue[uid].group.trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
+        found = queue[uid].group(queue[uid].scored)
+        require(3, found.trajectories == group.trajectories, f"group {uid} changed in the checkpoint")
 
 
 @holds(4, "trajectory")
@@ -176,7 +178,7 @@ def nothing_is_sampled_while_weights_are_replaced(world: World, replica: Replica
 @holds(9, "load")
 def a_replica_never_goes_back_a_version(world: World, replica: Replica, load: Load) -> None:
     """Within one trainer. A restored one begins with the version of its checkpoint."""
-    is_same = replica.version is not None and replica.version_incarnation == load.generation[0]
+    is_same = replica.version is not None and replica.version_incarnation == load.generation // CONNECTIONS
     went_back = is_same and load.version < (replica.version or 0)
     require(9, not went_back, f"replica {replica.number} goes from version {replica.version} back to {load.version}")
 
@@ -210,7 +212,7 @@ def outstanding_groups_stay_within_the_bound(world: World) -> None:
     most = world.plan.batch_size + math.floor(world.plan.staleness * world.plan.batch_size)
     stream = world.flow
     live = sum(each.is_kept is not False for each in stream.queue.values())
-    found = live + sum(len(each.kept) for each in stream.untrained)
+    found = live + (len(stream.training.kept) if stream.training else 0)
     require(11, found <= most, f"{found} groups are outstanding, {most} allowed")
 
 
@@ -298,7 +300,7 @@ def the_version_of_a_cached_prefix_is_that_of_the_request(world: World, replica:
 def no_home_is_remembered_from_older_weights(world: World) -> None:
     """The router sends nobody to a replica for a prefix that it read under older weights."""
     version, homes = world.homes
-    now = set(world.router._homes)
+    now = {(each.generation, prefix) for each in world.router.ranks.values() for prefix in each.prefixes}
     require(17, world.router.version == version or not homes & now, "homes of older weights are remembered")
     world.homes = world.router.version, now
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation import actors
 from whet.environments.protocol import Answer
-from whet.rollout.fleet import Done, Fleet, Generation, Give, Task
+from whet.rollout.fleet import Done, Fleet, Give, Task
 from whet.trainers.placed import PlacedHost
 from whet.types import Prompt
 
@@ -24,7 +24,7 @@ class PlacedRanks:
     kind = ""
 
     def __init__(self, world: World, ranks: int, *, has_parts: bool) -> None:
-        self.world, self.fleet = world, Fleet(has_parts=has_parts, incarnation=world.incarnation)
+        self.world, self.fleet = world, Fleet(has_parts=has_parts, generations=world.incarnation * actors.CONNECTIONS)
         self.rng = random.Random(f"{self.kind} {world.plan.seed} {world.incarnation}")
         self.alive, self.events, self._arrives = set(range(ranks)), list[Any](), dict[int, float]()
         for rank in range(ranks):
@@ -53,7 +53,7 @@ class PlacedRanks:
             self._arrives[give.rank] = at
             self._post(at - self.world.now, "given", give)
 
-    def answer(self, rank: int, generation: Generation, event: Done, delay: float) -> None:
+    def answer(self, rank: int, generation: int, event: Done, delay: float) -> None:
         """Lets a rank say something of a task, if it still lives then."""
         self._post(delay, "answers", rank, generation, event)
 
@@ -73,13 +73,13 @@ class PlacedRanks:
             for task in give.tasks:
                 self.begin(give, task)
 
-    def on_answers(self, rank: int, generation: Generation, event: Done) -> None:
+    def on_answers(self, rank: int, generation: int, event: Done) -> None:
         """A rank has done a task, and its word is on the way."""
         if rank in self.alive:
             for _ in range(1 + (self.rng.random() < self.world.plan.twice)):
                 self._post(self.rng.random() * 0.3, "heard", rank, generation, event)
 
-    def on_heard(self, rank: int, generation: Generation, event: Done) -> None:
+    def on_heard(self, rank: int, generation: int, event: Done) -> None:
         """The trainer hears a rank."""
         self.events += self.fleet.on_events(rank, generation, [event])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.actors import END, Letters, Prompts, log_probs_of, observation, outcome_of, runs_of, token_at
 from whet.environments.protocol import Answer, Observation
-from whet.rollout.driver import Driver, Turns
+from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode
 from whet.rollout.protocol import Completion, Event, Finished, Request, SamplingParams, Status
 from whet.rollout.rollouts import Rollouts
@@ -76,8 +76,7 @@ class Collector:
 
     def __init__(self, plan: Plan, engine: AtOnce) -> None:
         self.plan = plan
-        self.driver = Driver(engine, {"": EnvironmentsAtOnce()}, {"": 1e9})  # type: ignore[arg-type]
-        self.turns = Turns(self.driver, 60.0)
+        self.driver = Driver(engine, {"": EnvironmentsAtOnce()}, {"": 1e9}, 60.0)  # type: ignore[arg-type]
 
     def episodes(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int) -> list[Episode]:
         from tests.simulation.world import episodes_of

@@ -60,7 +60,7 @@ def what_is_being_trained_on_is_not_saved() -> list[Patch]:
     plain = saving.snapshot
 
     def snapshot(flow: Flow, running: Any) -> Any:
-        handed_out = {group.prompt.uid for each in flow.untrained for group in each.kept}
+        handed_out = {group.prompt.uid for group in (flow.training.kept if flow.training else ())}
         return [entry for entry in plain(flow, running) if entry["uid"] not in handed_out]
 
     return [(saving, "snapshot", snapshot)]
@@ -231,11 +231,11 @@ def there_is_no_back_pressure() -> list[Patch]:
     plain = Flow._start
 
     def start(self: Flow) -> Any:
-        untrained, self.untrained = self.untrained, []
+        training, self.training = self.training, None
         version = self.version
-        self.version = untrained[-1].step if untrained else version
+        self.version = training.step if training else version
         commands = plain(self)
-        self.untrained, self.version = untrained, version
+        self.training, self.version = training, version
         return commands
 
     return [(Flow, "_start", start)]
@@ -288,7 +288,7 @@ def stale_groups_are_discarded() -> list[Patch]:
 
     def hand_out(self: Flow) -> Any:
         for each in self.queue.values():
-            if each.is_kept and _oldest(each.group) < self.version:
+            if each.is_kept and _oldest(each.group(each.scored)) < self.version:
                 each.is_kept = False
         return plain(self)
 
@@ -306,7 +306,7 @@ def a_lost_request_is_forgotten() -> list[Patch]:
 
     def on_lost(self: Router, rank: int, generation: Any) -> Any:
         told = plain(self, rank, generation)
-        self.waiting = {uid: None for uid in self.waiting if not getattr(self.flights[uid], "kept", 0)}
+        self.waiting = {uid: each for uid, each in self.waiting.items() if not getattr(each, "kept", 0)}
         return told
 
     return [(Router, "on_lost", on_lost)]
@@ -355,9 +355,10 @@ def homes_survive_new_weights() -> list[Patch]:
     plain = Router.on_weights
 
     def on_weights(self: Router, version: int) -> None:
-        homes = dict(self._homes)
+        prefixes = {rank: each.prefixes for rank, each in self.ranks.items()}
         plain(self, version)
-        self._homes = homes
+        for rank, each in self.ranks.items():
+            each.prefixes = prefixes[rank]
 
     return [(Router, "on_weights", on_weights)]
 

@@ -105,7 +105,7 @@ def test_a_failing_schedule_is_kept_replayed_and_shrunk(
 ) -> None:
     plain = Router.on_lost
 
-    def forgets(self: Router, rank: int, generation: tuple[int, int]) -> object:
+    def forgets(self: Router, rank: int, generation: int) -> object:
         told = plain(self, rank, generation)
         self.waiting = {}
         return told

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from tests.simulation import actors
-from tests.simulation.actors import Ends, Letters, Load, Pause, Prompts, RoutedEngine, Running
+from tests.simulation.actors import CONNECTIONS, Ends, Letters, Load, Pause, Prompts, RoutedEngine, Running
 from tests.simulation.invariants import ALL, CHECKS, LATEST
 from tests.simulation.placed import EnvironmentRanks, Environments, PlacedRanks, RewardRanks
 from tests.simulation.plan import PLACED, Fault, Plan
@@ -84,7 +84,7 @@ class World:
         self.incarnation, self.saved = 0, Saved(0, {0: SEED}, {"cursor": 0}, [], {}, frozenset(), {})
         self.restored_cursor = 0
         self.replicas = {number: actors.Replica(number, 0, self) for number in range(plan.replicas)}
-        self.compares, self.homes, self.retries = True, (0, set[int]()), 0
+        self.compares, self.retries = True, 0
         self.published = dict[tuple[int, int], int]()  # weights by incarnation and version
         self._arrives, self._heard = dict[int, float](), dict[int, float]()
         self.connected = dict[int, int]()  # the process of each replica that joined last
@@ -141,12 +141,12 @@ class World:
         self.incarnation += 1
         self.version, self.weights = saved.version, dict(saved.weights)
         self.trained, self.dropped, self.batches = dict(saved.trained), set(saved.dropped), dict(saved.batches)
-        self.asked, self.homes = 0, (0, set[int]())
+        self.asked, self.homes = 0, (0, set[tuple[int, int]]())
         self.steps = dict[tuple[str, int], int]()  # of environments, by episode and turn
         self.source = Prompts()
         self.source.load_state(saved.source)
         self.restored_cursor = self.source.cursor
-        self.router = Router(plan.most, version=self.version, incarnation=self.incarnation)
+        self.router = Router(plan.most, version=self.version, generations=self.incarnation * CONNECTIONS)
         self._loads, self._synced = dict[int, tuple[Any, ...]](), -1
         self.placed: dict[str, PlacedRanks] = {
             "environments": (own := EnvironmentRanks(self)),
@@ -154,7 +154,7 @@ class World:
         }
         self.scoring, self.scored = dict[str, list[Trajectory]](), set[str]()  # by uid of the task
         self.engine, self.environments = RoutedEngine(self), Environments(self, own)
-        self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, lambda: self.now)  # type: ignore[arg-type]
+        self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, clock=lambda: self.now)  # type: ignore[arg-type]
         source, limits = ReturnedFirst(self.source), (plan.staleness, filter_of(plan))
         self.flow = Flow(plan.n, plan.batch_size, source, partial(episodes_of, plan), *limits, last_step=plan.steps)
         self.state = "training"
@@ -254,10 +254,11 @@ class World:
 
     def _snapshot(self) -> Saved:
         stream = self.flow
-        waiting = [group for each in stream.untrained if each.step > self.version for group in each.kept]
-        waiting += [each.group for each in stream.queue.values() if each.is_kept]
+        training = [stream.training] if stream.training and stream.training.step > self.version else []
+        waiting = [group for each in training for group in each.kept]
+        waiting += [each.group(each.scored) for each in stream.queue.values() if each.is_kept]
         dropped = {uid for uid, each in stream.queue.items() if each.is_kept is False}
-        dropped |= {g.prompt.uid for each in stream.untrained if each.step > self.version for g in each.dropped}
+        dropped |= {group.prompt.uid for each in training for group in each.dropped}
         return Saved(
             version=self.version,
             weights=dict(self.weights),
@@ -318,7 +319,7 @@ class World:
             delay = self.draw() * (8 if self.draw() < stalls else 0.3)
             self.post(delay, "heard", replica.number, replica.generation, kind, what)
 
-    def on_heard(self, number: int, generation: tuple[int, int], kind: str, what: Any) -> None:
+    def on_heard(self, number: int, generation: int, kind: str, what: Any) -> None:
         """The trainer hears a replica."""
         each = self.router.ranks.get(number)
         if each is not None and each.generation == generation:
@@ -352,7 +353,7 @@ class World:
         self.settle()
         self.post(WATCH_SECONDS, "watch")
 
-    def _give_up(self, number: int, generation: tuple[int, int]) -> None:
+    def _give_up(self, number: int, generation: int) -> None:
         """Ends a replica, or only the connection to it; it joins again later."""
         if self.draw() < 0.5:
             self._die(self.replicas[number])
@@ -367,7 +368,7 @@ class World:
             self.engine.events += self.router.on_join(number)
             self.settle()
 
-    def on_lost(self, number: int, generation: tuple[int, int]) -> None:
+    def on_lost(self, number: int, generation: int) -> None:
         """The connection to a replica broke."""
         self.engine.events += self.router.on_lost(number, generation)
         self.settle()

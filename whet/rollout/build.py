@@ -38,7 +38,7 @@ from whet.models.load import cast_weights, load_policy, outline
 from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
-from whet.rollout.driver import Turns
+from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
@@ -193,7 +193,7 @@ def build_collector(
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
     seed: int,
-    turns: type[Turns] = Turns,
+    driver: type[Driver] = Driver,
     hosts: Mapping[str, EnvironmentHost] | None = None,
     media_folder: Path | None = None,
 ) -> Collector:
@@ -212,7 +212,7 @@ def build_collector(
         deadline_seconds=config.rollout.deadline_seconds,
         hosts=hosts,
         reader=None if encoders is None else MediaReader(MediaLimits.of(config.data), encoders, media_folder),
-        turns=turns,
+        driver=driver,
     )
 
 

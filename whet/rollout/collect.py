@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from whet.environments.tools.toolbox import Toolbox
 from whet.errors import DataError
 from whet.keyed import key
 from whet.registry import ENVIRONMENTS
-from whet.rollout.driver import Driver, Turns
+from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Episode, Limits, Rules
 from whet.rollout.protocol import RolloutEngine, SamplingParams
 from whet.types import Media, Message, Prompt, Trajectory, Turn
@@ -71,10 +71,10 @@ class Collector:
         deadline_seconds: float = 3600.0,
         hosts: Mapping[str, EnvironmentHost] | None = None,
         reader: MediaReader | None = None,
-        turns: Callable[[Driver, float], Turns] | None = None,
+        driver: type[Driver] = Driver,
     ) -> None:
         """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process; `reader`
-        reads images and videos of observations; `turns` makes the turns of the driver, by default `Turns`."""
+        reads images and videos of observations; `driver` is the kind that runs the episodes."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         self.reader, stages = reader, {MAIN: self.stage, **self.agents}
         self.silent = {name for name, each in stages.items() if each.is_silent}
@@ -92,13 +92,7 @@ class Collector:
             for name, each in stages.items()
         }
         seconds = {name: each.episode_seconds for name, each in stages.items()}
-        self.driver = Driver(engine, self.environments, seconds)
-        self.turns = (turns or Turns)(self.driver, deadline_seconds)
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """The engine that its episodes are sampled by."""
-        return self.driver.engine
+        self.driver = driver(engine, self.environments, seconds, deadline_seconds)
 
     def episodes(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
@@ -122,7 +116,7 @@ class Collector:
     ) -> list[list[Trajectory]]:
         """n trajectories of each prompt in order, not scored.  Raises: DeadlineError; what the engine raises."""
         episodes, done = self.episodes(prompts, n, params, step=step, purpose=purpose), dict[str, Trajectory]()
-        whole, total = self.turns.promise(), len(episodes)
+        whole, total = self.driver.promise(), len(episodes)
 
         def note(trajectory: Trajectory) -> None:
             done[trajectory.uid] = trajectory
@@ -130,14 +124,14 @@ class Collector:
                 whole.set_result(None)
 
         if episodes:
-            self.turns.call(lambda: self.driver.add(episodes, note))
-            self.turns.wait(whole, lambda: (len(done), total))
+            self.driver.call(lambda: self.driver.add(episodes, note))
+            self.driver.wait(whole, lambda: (len(done), total))
         found = [done[episode.uid] for episode in episodes]
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def close(self) -> None:
-        """Ends the turns, and the environments' processes."""
-        self.turns.close()
+        """Ends the driver, and the environments' processes."""
+        self.driver.close()
         for host in self.environments.values():
             host.shutdown()
 

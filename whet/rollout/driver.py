@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of episodes, which runs them side by side, none waiting for another; and its turns: while somebody waits,
-or in a thread of their own, so that sampling goes on while models train."""
+"""The driver of episodes, which runs them side by side, none waiting for another: in turns while somebody waits, or in
+a thread of its own, so that sampling goes on while models train."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from whet.phases import counted
 from whet.processes.background import Mailbox
 from whet.rollout.episode import Close, Command, Delegate, Episode, Reset, Sample, Score, Step
 from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, drop, late
-from whet.types import Failure, Trajectory
+from whet.types import Failure, Outcome, Outcomes, Trajectory
 
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
 SWITCH_SECONDS = 1e-4  # after which the loop and the thread take turns: with Python's 5e-3 either's short calls wait
 CLOSE_SECONDS = 10.0
 SHORT_SECONDS = 0.005  # for the results of one of several environments
+LOOKED_AT = 256  # trajectories or groups that are looked at for scores in a turn, those that wait for longest
 T = TypeVar("T")
+OnScored = Callable[[list[list[Outcome]]], None]
 
 
 @dataclass(frozen=True)
@@ -41,28 +43,39 @@ class _Open:
 
 
 class Driver:
-    """Carries out the commands of episodes, which may be added at any time. One thread owns it."""
+    """Carries out the commands of episodes, which may be added at any time, in turns that it makes while somebody
+    waits. One thread owns it."""
+
+    blocks = True  # who waits makes the turns, and has nothing else to do
+    turn_seconds = POLL_SECONDS
 
     def __init__(
         self,
         engine: RolloutEngine,
         environments: Mapping[str, EnvironmentHost],
         episode_seconds: Mapping[str, float],
+        deadline_seconds: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`environments` and `episode_seconds` are keyed by the name of the sub-agent."""
+        """`environments` and `episode_seconds` are keyed by the name of the sub-agent; `deadline_seconds` is for all
+        that a caller waits for."""
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
-        self._clock = clock
+        self.deadline_seconds, self._clock = deadline_seconds, clock
         self._open: dict[str, _Open] = {}  # by id of the episode
         self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
         self._unsent = deque[Sample]()
-        self._num_tokens = 0  # of all completions so far
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
         self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
+        self._to_score = list[tuple[Callable[[], Sequence[Outcomes]], OnScored]]()
+        self._scoring = list[tuple[Sequence[Outcomes], OnScored]]()
+        self._num_tokens = 0  # of all completions so far
+        self.does, self._num_waiting = "", 0  # part of the run that its loop is in; callers that wait
+        self.limit_seconds = defaultdict[str | None, float](float)  # by the part that the others waited for
+        self.idle_seconds = 0.0  # in which the engine had nothing to sample
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether there is nothing to wait for."""
+        """Tells whether no episode runs."""
         return not self._open
 
     @property
@@ -75,39 +88,79 @@ class Driver:
         """Tells whether the engine has something to do."""
         return bool(self._sampling)
 
-    def speed(self) -> Callable[[], str]:
-        """Returns a function that tells the tokens per second of the completions since now, "" before the first."""
-        started, before = self._clock(), self._num_tokens
+    # ---- for its callers
 
-        def shown() -> str:
-            tokens, seconds = self._num_tokens - before, self._clock() - started
-            return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else ""
+    def promise(self) -> Future[Any]:
+        """A future that is fulfilled by a later turn."""
+        return Future()
 
-        return shown
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function between two turns.  Returns the future of its result."""
+        future = self.promise()
+        try:
+            future.set_result(function())
+        except Exception as error:  # it belongs to the caller
+            future.set_exception(error)
+        return future
+
+    def finish(self, function: Callable[[], T]) -> T:
+        """Calls a function between two turns, and waits for its result."""
+        return self.wait(self.call(function), lambda: (0, 1))
+
+    def wait(
+        self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
+    ) -> T:
+        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
+        waited for, `between` is called now and then and may raise.
+
+        Raises: DeadlineError; what a turn raises."""
+        began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
+        try:
+            while not future.done():
+                self.pass_time(future)
+                if between is not None:
+                    between()
+                (done, total), tokens, seconds = progress(), self._num_tokens - before, self._clock() - began
+                counted(done, total, f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds > 0 else "")
+                if seconds > self.deadline_seconds and not future.done():
+                    raise late(self.engine, self.deadline_seconds, total - done, total)
+            return future.result()
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
+
+    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
+        """Makes a turn, and counts the seconds since it `began` (None: now) for the part that limits the run."""
+        began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
+        self.turn(self.turn_seconds)
+        seconds = time.monotonic() - began
+        self.idle_seconds += 0.0 if was_sampling else seconds
+        self.limit_seconds[limit] += seconds
+
+    def leave(self) -> None:
+        """Ends everything without a word, after an error."""
+        drop(self.engine, list(self._sampling))
+        self._sampling, self._to_score, self._scoring = {}, [], []
+        self._abandon(list(self._open))
+
+    def close(self) -> None:
+        """Makes no more turns."""
+
+    # ---- between two turns
 
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
         """Begins episodes; `on_done` gets the trajectory of each."""
         for episode in episodes:
-            self._begin(episode, on_done)
+            self._open[episode.id] = _Open(episode, on_done)
+            if episode.rules.is_silent:
+                self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
+            self._carry_out(episode.start())
 
-    def turn(self, timeout_seconds: float) -> None:
-        """Sends requests, and waits for observations and completions up to `timeout_seconds`.
-
-        Raises: what the engine raises."""
-        self._send()
-        if self._stepping:
-            self._take_observations(0.0 if self._sampling else timeout_seconds)
-        if self._sampling:
-            self._handle(self.engine.poll(0.0 if self._stepping or self._unsent else timeout_seconds))
-        self._fail_late_episodes()
-
-    def drop(self) -> None:
-        """Ends all episodes without a word, after an error."""
-        drop(self.engine, list(self._sampling))
-        for each in self._open.values():
-            self._let_go(each.episode)
-        self._open, self._sampling, self._stepping = {}, {}, {}
-        self._unsent.clear()
+    def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
+        """Submits trajectories to one or several functions in the next turn; `on_scored` gets all their outcomes."""
+        self._to_score.append((submit, on_scored))
 
     def note_partials(self) -> None:
         """Lets every episode note the tokens that its running request has so far, for a checkpoint."""
@@ -116,11 +169,28 @@ class Driver:
         self.engine.resume()
         self._handle(events)
 
-    def _begin(self, episode: Episode, on_done: Callable[[Trajectory], None]) -> None:
-        self._open[episode.id] = _Open(episode, on_done)
-        if episode.rules.is_silent:
-            self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
-        self._carry_out(episode.start())
+    # ---- a turn
+
+    def turn(self, timeout_seconds: float) -> None:
+        """Sends requests, waits for observations and completions up to `timeout_seconds`, and takes scores.
+
+        Raises: what the engine and the functions of scores raise."""
+        waits = self.blocks and self.is_idle  # for scores: nothing else is to be done
+        self._send()
+        if self._stepping:
+            self._take_observations(0.0 if self._sampling else timeout_seconds)
+        if self._sampling:
+            self._handle(self.engine.poll(0.0 if self._stepping or self._unsent else timeout_seconds))
+        self._fail_late_episodes()
+        self._take_scores(waits)
+
+    def _limit(self) -> str | None:
+        """The part of the run that the others wait for: one that the loop lacks, else the loop."""
+        if not self._num_waiting:
+            return None if self.is_sampling else self.does or None
+        if self.is_sampling:
+            return "sampling"
+        return "rewards" if self.is_idle else "environments"
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -138,7 +208,7 @@ class Driver:
                     self._let_go(opened.episode)
                 case Delegate():
                     opened.children.append(command.child.id)
-                    self._begin(command.child, partial(self._on_delegated, opened.episode))
+                    self.add([command.child], partial(self._on_delegated, opened.episode))
                 case Step():
                     self._stepping[uid] = agent
                     self.environments[agent].step(uid, command.answer)
@@ -201,6 +271,17 @@ class Driver:
             del self._sampling[event.uid]
             self._carry_out(commands)
 
+    def _take_scores(self, waits: bool) -> None:
+        """Submits what is to be scored, and tells outcomes that have come; where it `waits`, at least the first."""
+        self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
+        self._to_score.clear()
+        looked_at = self._scoring[:LOOKED_AT]
+        ready = [each for each in looked_at if all(of.done() for of in each[0])] or looked_at[: int(waits)]
+        if taken := set(map(id, ready)):
+            self._scoring = [each for each in self._scoring if id(each) not in taken]
+        for outcomes, on_scored in ready:
+            on_scored([each.result() for each in outcomes])
+
     def _fail_late_episodes(self) -> None:
         """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""
         now, late = self._clock(), list[str]()
@@ -211,10 +292,7 @@ class Driver:
         for deadlines in self._late_at.values():
             late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
         if late:
-            self._fail(late)
-
-    def _fail(self, late: Sequence[str]) -> None:
-        self._stop_calls(late)
+            self._stop_calls(late)
         for uid in late:
             if uid in self._open:  # else it was a task of another late one
                 self._stepping.pop(uid, None)  # a late task may just have given it a turn
@@ -224,11 +302,10 @@ class Driver:
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
         """Aborts the requests of episodes, and listens to no more results of their environments."""
-        if not ids:
-            return
         gone = {*ids}
         requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
-        self.engine.abort(requests)  # others go on: what comes of these is not listened to
+        if requests:
+            self.engine.abort(requests)  # others go on: what comes of these is not listened to
         for uid in requests:
             del self._sampling[uid]
         self._unsent = deque(sample for sample in self._unsent if sample.episode not in gone)
@@ -245,85 +322,14 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
         return Failure("environment", str(error))
 
 
-class Turns:
-    """Makes the turns of a driver while somebody waits."""
-
-    blocks = True  # who waits makes the turns, and has nothing else to do
-    turn_seconds = POLL_SECONDS
-
-    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
-        self.driver, self.deadline_seconds = driver, deadline_seconds
-        # Called behind a turn; True: it may wait, nothing else is to be done.
-        self.after: Callable[[bool], None] = lambda waits: None
-        self.limit: Callable[[], str | None] = lambda: None  # part of the run that the others wait for now
-        self.limit_seconds = defaultdict[str | None, float](float)  # by that part
-        self.idle_seconds = 0.0  # in which the engine had nothing to sample
-
-    def promise(self) -> Future[Any]:
-        """A future that is fulfilled by a later turn."""
-        return Future()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function between two turns.  Returns the future of its result."""
-        future = self.promise()
-        try:
-            future.set_result(function())
-        except Exception as error:  # it belongs to the caller
-            future.set_exception(error)
-        return future
-
-    def finish(self, function: Callable[[], T]) -> T:
-        """Calls a function between two turns, and waits for its result."""
-        return self.wait(self.call(function), lambda: (0, 1))
-
-    def wait(
-        self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
-    ) -> T:
-        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
-        waited for, `between` is called now and then and may raise.
-
-        Raises: DeadlineError; what a turn raises."""
-        until, speed = time.monotonic() + self.deadline_seconds, self.driver.speed()
-        try:
-            while not future.done():
-                self.pass_time(future)
-                if between is not None:
-                    between()
-                done, total = progress()
-                counted(done, total, speed())
-                if time.monotonic() > until and not future.done():
-                    raise late(self.driver.engine, self.deadline_seconds, total - done, total)
-            return future.result()
-        except BaseException:
-            self.leave()
-            raise
-
-    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn, and counts the seconds since it `began` (None: now) for the part that limits the run."""
-        began, was_sampling, limit = began or time.monotonic(), self.driver.is_sampling, self.limit()
-        waits = self.blocks and self.driver.is_idle
-        self.driver.turn(self.turn_seconds)
-        self.after(waits)
-        seconds = time.monotonic() - began
-        self.idle_seconds += 0.0 if was_sampling else seconds
-        self.limit_seconds[limit] += seconds
-
-    def leave(self) -> None:
-        """Ends all episodes, after an error."""
-        self.driver.drop()
-
-    def close(self) -> None:
-        """Makes no more turns."""
-
-
-class Background(Turns):
-    """Makes turns all the time, from the first call on. What fails in the thread fails whoever waits."""
+class Background(Driver):
+    """Makes turns in a thread all the time, from the first call on. What fails there fails whoever waits."""
 
     blocks = False
     turn_seconds = TURN_SECONDS
 
-    def __init__(self, driver: Driver, deadline_seconds: float) -> None:
-        super().__init__(driver, deadline_seconds)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._calls = Mailbox()
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -365,7 +371,7 @@ class Background(Turns):
         try:
             while not self._is_closing:
                 began = time.monotonic()
-                self._calls.serve(TURN_SECONDS if self.driver.is_idle else 0.0)
+                self._calls.serve(TURN_SECONDS if self.is_idle else 0.0)
                 super().pass_time(never, began)
         except BaseException as error:
             self._calls.fail(error)

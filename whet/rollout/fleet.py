@@ -24,8 +24,7 @@ from whet.types import Failure
 RETRIES = 1 << 16  # an attempt of the caller has so many attempts on ranks
 BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
 SHORTEST_PREFIX = 16  # tokens that requests must share for one replica to be better than another
-MAX_HOMES = 65536  # prefixes that are remembered
-Generation = tuple[int, int]  # incarnation of the trainer, and a number within it
+MAX_PREFIXES = 65536  # that are remembered of a rank
 AnyTask = Any  # Task or Request: with `uid` and `attempt`
 AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
 
@@ -35,7 +34,7 @@ class Give:
     """Tasks for one connection of a rank, behind the ends of others by their uids."""
 
     rank: int
-    generation: Generation
+    generation: int
     tasks: tuple[AnyTask, ...]
     ended: tuple[str, ...] = ()
 
@@ -76,6 +75,11 @@ class Flight:
     most_retries: ClassVar[int] = sys.maxsize
 
     @property
+    def is_due(self) -> bool:
+        """Tells whether its rank may get the next part."""
+        return not self.is_awaited and self.num_given <= len(self.parts)
+
+    @property
     def attempt(self) -> int:
         """The number of the attempt, and of its part, among all of the task on any rank."""
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
@@ -106,12 +110,12 @@ class Flight:
 class Rank:
     """A rank that is connected."""
 
-    generation: Generation
+    generation: int  # grows from one connection to the next
     version: int | None = None  # of its weights
     loading: int | None = None  # the version that is on its way to it: it answers by `on_loaded` or is lost
-    given: dict[str, None] = field(default_factory=dict)  # uids of its unfinished tasks, in their order
-    unsent: dict[str, None] = field(default_factory=dict)  # of them, those with a part that it is to get
+    given: dict[str, Flight] = field(default_factory=dict)  # its unfinished tasks by uid, in their order
     ended: list[str] = field(default_factory=list)  # uids that it is to end
+    prefixes: set[int] = field(default_factory=set)  # that it read with the newest weights, by their hashes
 
     @property
     def is_ready(self) -> bool:
@@ -130,17 +134,16 @@ class Fleet:
 
     most: int = sys.maxsize  # unfinished tasks of a rank
     version: int = 0  # of the newest weights
-    incarnation: int = 0  # of the trainer: generations of an earlier one are not heard
     restarts: int | None = None  # of each rank's process; None: nothing replaces one, and the others go on
     has_parts: bool = False  # a task stays with its rank until it is aborted
     flight: Callable[[AnyTask], Flight] = Flight
     ranks: dict[int, Rank] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)  # by uid
-    waiting: dict[str, None] = field(default_factory=dict)  # uids that no rank has, in their order
+    waiting: dict[str, Flight] = field(default_factory=dict)  # of them, those that no rank has, in their order
     starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
     is_paused: bool = False  # no task leaves those that wait
     end: Exception | None = None  # the error that ended it
-    _generations: int = 0
+    generations: int = 0  # connections so far; of a trainer that begins again, all that were ever
 
     # ---- tasks
 
@@ -152,10 +155,9 @@ class Fleet:
         flight = self.flights.get(task.uid)
         if flight is None or flight.task.attempt < task.attempt:
             self.abort([task.uid], silently=True)
-            self.flights[task.uid], self.waiting[task.uid] = self.flight(task), None
+            self.flights[task.uid] = self.waiting[task.uid] = self.flight(task)
         elif self.has_parts:
             flight.parts.append(task)
-            self._go_on(flight)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
         """Ends tasks: one on a rank with the rank's event, or all at once and `silently`."""
@@ -178,40 +180,37 @@ class Fleet:
         for rank in [rank for rank in self.ranks if reachable is None or rank in reachable]:
             each = self.ranks[rank]
             for flight in shares.get(rank, ()):
-                flight.rank, each.given[flight.task.uid] = rank, None
-                each.unsent[flight.task.uid] = self.waiting.pop(flight.task.uid)
-            if each.unsent or each.ended:
-                tasks = tuple(self.flights[uid].given() for uid in each.unsent)
+                flight.rank, each.given[flight.task.uid] = rank, self.waiting.pop(flight.task.uid)
+            tasks = tuple(flight.given() for flight in each.given.values() if flight.is_due)
+            if tasks or each.ended:
                 gives.append(Give(rank, each.generation, tasks, tuple(each.ended)))
-                each.unsent, each.ended = {}, []
+                each.ended = []
         return gives
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
         """Chooses ranks for tasks that wait, for each in turn the one with the least."""
-        loads = {rank: sum(self.flights[uid].task.size for uid in self.ranks[rank].given) for rank in ready}
+        loads = {rank: sum(each.task.size for each in self.ranks[rank].given.values()) for rank in ready}
         found: dict[int, list[Flight]] = {rank: [] for rank in ready}
-        for flight in map(self.flights.__getitem__, self.waiting):
+        for flight in self.waiting.values():
             rank = min(ready, key=loads.__getitem__)
             loads[rank] += flight.task.size
             found[rank].append(flight)
         return found
 
-    def on_events(self, rank: int, generation: Generation, events: Iterable[AnyEvent]) -> list[AnyEvent]:
+    def on_events(self, rank: int, generation: int, events: Iterable[AnyEvent]) -> list[AnyEvent]:
         """Notes events of a rank's tasks.  Returns the events for the caller."""
         told = list[AnyEvent]()
         for event in events if self._is_current(rank, generation) else ():
             flight = self.flights.get(event.uid)
             if flight is not None and flight.rank == rank and flight.attempt == event.attempt:
                 told += flight.hear(event)
-                if self.has_parts:
-                    self._go_on(flight)
-                elif not flight.is_awaited:
+                if not flight.is_awaited and not self.has_parts:
                     self._end(flight)
         return told
 
     def is_asked(self, rank: int) -> bool:
         """Tells whether events of a rank are awaited."""
-        return any(self.flights[uid].is_awaited for uid in self.ranks[rank].given)
+        return any(each.is_awaited for each in self.ranks[rank].given.values())
 
     # ---- ranks
 
@@ -219,18 +218,18 @@ class Fleet:
         """Notes that a rank is connected, perhaps again, with weights of a `version`. It gets tasks once it has the
         newest."""
         told = self.on_lost(rank, self.ranks[rank].generation) if rank in self.ranks else []
-        self._generations += 1
+        self.generations += 1
         loading = None if version == self.version else self.version
-        self.ranks[rank] = Rank((self.incarnation, self._generations), version, loading)
+        self.ranks[rank] = Rank(self.generations, version, loading)
         return told
 
-    def on_lost(self, rank: int, generation: Generation) -> list[AnyEvent]:
+    def on_lost(self, rank: int, generation: int) -> list[AnyEvent]:
         """Notes that a rank is gone, or was given up."""
         if not self._is_current(rank, generation):
             return []
         lost, told = self.ranks.pop(rank), list[AnyEvent]()
         self.waiting = lost.given | self.waiting
-        for flight in [self.flights[uid] for uid in lost.given]:
+        for flight in lost.given.values():
             flight.retry()
             if flight.is_aborted or flight.retries > flight.most_retries:
                 told += flight.last()
@@ -255,8 +254,9 @@ class Fleet:
         self.version = version
         for each in self.ranks.values():
             each.loading = version if each.loading is None else each.loading
+            each.prefixes = set()
 
-    def on_loaded(self, rank: int, generation: Generation, version: int) -> None:
+    def on_loaded(self, rank: int, generation: int, version: int) -> None:
         """Notes that a rank works with these weights."""
         if self._is_current(rank, generation) and self.ranks[rank].loading == version:
             self.ranks[rank].version = version
@@ -267,22 +267,13 @@ class Fleet:
         """Tells whether every rank that works has the newest weights."""
         return all(each.version in (None, self.version) for each in self.ranks.values())
 
-    def _is_current(self, rank: int, generation: Generation) -> bool:
+    def _is_current(self, rank: int, generation: int) -> bool:
         return rank in self.ranks and self.ranks[rank].generation == generation
-
-    def _go_on(self, flight: Flight) -> None:
-        """Has the next part of a task ready for its rank."""
-        if flight.rank is not None and not flight.is_awaited and flight.num_given <= len(flight.parts):
-            self.ranks[flight.rank].unsent[flight.task.uid] = None
 
     def _end(self, flight: Flight) -> None:
         uid = flight.task.uid
         del self.flights[uid]
-        if flight.rank is None:
-            del self.waiting[uid]
-        else:
-            del self.ranks[flight.rank].given[uid]
-            self.ranks[flight.rank].unsent.pop(uid, None)
+        del (self.waiting if flight.rank is None else self.ranks[flight.rank].given)[uid]
 
 
 @dataclass
@@ -353,11 +344,10 @@ class Router(Fleet):
     """Requests for the ranks of a rollout."""
 
     flight: Callable[[AnyTask], Flight] = Sampled
-    _homes: dict[int, int] = field(default_factory=dict)  # rank that read a prefix last, by its hash
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
         """Chooses ranks as `assign` does."""
-        requests: list[Request] = [self.flights[uid].task for uid in self.waiting]
+        requests: list[Request] = [each.task for each in self.waiting.values()]
         loads = {rank: len(self.ranks[rank].given) for rank in ready}
         if len(ready) == 1:  # others may come
             requests = requests[: max(0, self.most - loads[ready[0]])]
@@ -368,32 +358,18 @@ class Router(Fleet):
         """Notes also where prompts are read: equal ones follow each other."""
         gives = super().give(reachable)
         for each in gives if len(self.ranks) > 1 else ():
-            if len(self._homes) > MAX_HOMES:
-                self._homes.clear()
+            known = self.ranks[each.rank].prefixes
+            if len(known) > MAX_PREFIXES:
+                known.clear()
             for token_ids, _ in groupby(each.tasks, lambda request: request.prompt_ids):
-                self._homes |= dict.fromkeys(_prefixes(token_ids), each.rank)
+                known.update(_prefixes(token_ids))
         return gives
-
-    def on_lost(self, rank: int, generation: Generation) -> list[AnyEvent]:
-        """Forgets also which prompts it read."""
-        if self._is_current(rank, generation):
-            self._homes = {prefix: home for prefix, home in self._homes.items() if home != rank}
-        return super().on_lost(rank, generation)
-
-    def on_weights(self, version: int) -> None:
-        """Forgets also where prompts were read: keys and values of older weights are of no use."""
-        self._homes.clear()
-        super().on_weights(version)
-
-    def _end(self, flight: Flight) -> None:
-        super()._end(flight)
-        if not self.flights:
-            self._homes.clear()
 
     def _home(self, request: Request) -> int | None:
         """Returns the rank that read the longest prefix of a request."""
-        found = map(self._homes.get, _prefixes(request.prompt_ids)) if self._homes else ()
-        return next((rank for rank in found if rank is not None), None)
+        known = [(rank, each.prefixes) for rank, each in self.ranks.items() if each.prefixes]
+        prefixes = _prefixes(request.prompt_ids) if known else ()
+        return next((rank for prefix in prefixes for rank, read in known if prefix in read), None)
 
 
 def assign(

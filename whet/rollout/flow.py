@@ -153,22 +153,16 @@ class Admitted:
 
     prompt: Prompt
     step: int  # names its random draws: the one that it was admitted for
-    samples: dict[int, Trajectory] = field(default_factory=dict)  # those that are scored
+    scored: dict[int, Trajectory] = field(default_factory=dict)  # by number of the sample
     is_kept: bool | None = None  # unknown until all are scored
-    sampled: dict[int, Trajectory] = field(default_factory=dict)  # those that ended, as they were sampled
+    sampled: dict[int, Trajectory] = field(default_factory=dict)  # those that ended, without scores
 
-    @property
-    def group(self) -> Group:
-        """The group of its scored samples."""
-        return Group(self.prompt, tuple(self.samples[sample] for sample in sorted(self.samples)))
-
-    @property
-    def as_sampled(self) -> Group:
-        """The group of its samples without scores."""
-        return Group(self.prompt, tuple(self.sampled[sample] for sample in sorted(self.sampled)))
+    def group(self, samples: Mapping[int, Trajectory]) -> Group:
+        """The group of its samples, scored or as they were sampled."""
+        return Group(self.prompt, tuple(samples[number] for number in sorted(samples)))
 
 
-SAMPLED, SCORED = attrgetter("sampled"), attrgetter("samples")
+SAMPLED, SCORED = attrgetter("sampled"), attrgetter("scored")
 
 
 @dataclass
@@ -195,31 +189,30 @@ class Flow:
     version: int = 0  # of the weights that sample: that of the last step whose weights every replica has
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
-    untrained: list[HandOut] = field(default_factory=list)  # handed out for weights that do not sample yet
-    _asked: int | None = None  # the step that waits for groups
-    _is_chosen: bool = False  # its groups were named
+    training: HandOut | None = None  # the step whose weights do not sample yet
+    _waits_for: type[Command] | None = None  # what a step that asks gets next: Chosen, then HandOut
     _rounds: list[int] = field(default_factory=list)  # prompts that were started for it at a time
     _before: Mapping[str, Any] | None = None  # with k = 0: state of the source before the step
 
     @property
+    def is_ahead(self) -> bool:
+        """Tells whether groups are sampled before a step asks for them; with k = 0 a step begins with nothing."""
+        return self.max_staleness > 0
+
+    @property
     def next_step(self) -> int:
         """The step for which groups are handed out next."""
-        return (self.untrained[-1].step if self.untrained else self.version) + 1
+        return self.version + 1 + (self.training is not None)
 
     @property
     def outstanding(self) -> int:
         """Groups that are admitted, not dropped, and not yet part of the weights that sample."""
-        return self._live + sum(len(each.kept) for each in self.untrained)
+        return self._live + (0 if self.training is None else len(self.training.kept))
 
     @property
     def most_outstanding(self) -> int:
         """Groups that may be outstanding."""
         return self.batch_size + math.floor(self.max_staleness * self.batch_size)
-
-    @property
-    def room(self) -> int:
-        """Groups of a checkpoint that can go on: with k = 0 a step begins with nothing."""
-        return 0 if self._samples_in_rounds else self.most_outstanding
 
     @property
     def ready(self) -> int:
@@ -235,11 +228,11 @@ class Flow:
 
     def ask(self, step: int) -> list[Command]:
         """Asks for the groups of a step; the answer is a HandOut, now or later."""
-        if self._samples_in_rounds:
+        if not self.is_ahead:
             self._before = copy.deepcopy(dict(self.source.state()))
             self.restart(step - 1, [])
         assert step == self.next_step, f"step {step} asks for groups, expected step {self.next_step}"
-        self._asked, self._is_chosen, self._rounds = step, False, []
+        self._waits_for, self._rounds = Chosen if self.group_filter is None else HandOut, []
         return [*self._choose(), *self._advance()]
 
     def on_sampled(self, trajectory: Trajectory) -> list[Command]:
@@ -248,12 +241,10 @@ class Flow:
         if admitted is None:  # of a step that was left
             return []
         admitted.sampled[trajectory.sample] = trajectory
-        score: list[Command] = [Score([trajectory])] if self.scores_alone else []
-        if not (together := self._together(admitted, SAMPLED)):
-            return score
-        if not self.scores_alone:
-            score = [Score([each for one in together for each in one.as_sampled.trajectories])]
-        return [*score, *self._choose()]
+        together = self._together(admitted, SAMPLED)
+        ended = [each for one in together for each in one.group(one.sampled).trajectories]
+        ended = [trajectory] if self.scores_alone else ended
+        return [*([Score(ended)] if ended else []), *(self._choose() if together else [])]
 
     def on_scored(self, trajectories: Sequence[Trajectory]) -> list[Command]:
         """Notes scored trajectories, or with a failure; one that is there already changes nothing."""
@@ -261,13 +252,12 @@ class Flow:
 
     def on_version(self, version: int) -> list[Command]:
         """Notes that every replica samples with these weights."""
-        self.version, self._before = version, None
-        self.untrained = [each for each in self.untrained if each.step > version]
+        self.version, self.training, self._before = version, None, None
         return self._advance()
 
     def restart(self, version: int, queue: Sequence[Admitted]) -> None:
         """Begins again behind `version`, with the groups of a checkpoint in the order of their admission."""
-        self.version, self.untrained, self._asked = version, [], None
+        self.version, self.training, self._waits_for = version, None, None
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
@@ -281,8 +271,9 @@ class Flow:
         return (most - 1 - place) // self.batch_size
 
     @property
-    def _samples_in_rounds(self) -> bool:
-        return self.max_staleness == 0
+    def _live(self) -> int:
+        """Groups in the queue that are not dropped."""
+        return sum(each.is_kept is not False for each in list(self.queue.values()))
 
     @property
     def _undecided(self) -> list[Admitted]:
@@ -291,100 +282,85 @@ class Flow:
 
     @property
     def _most_read(self) -> float:
-        """Groups that a step takes from the queue, dropped ones included."""
-        if self.group_filter is None or self._samples_in_rounds:
+        """Groups that a step takes from the queue, dropped ones included; refills alone bound it with k = 0."""
+        if self.group_filter is None or not self.is_ahead:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
-
-    @property
-    def _most_admitted(self) -> float:
-        """Groups in the queue, dropped ones included: behind them a group would wait for too many steps."""
-        ahead = math.floor(self.max_staleness * self.batch_size) - self.batch_size * len(self.untrained)
-        return min(self._most_read + ahead, self._most_read * max(1, self.last_step + 1 - self.next_step))
-
-    @property
-    def _live(self) -> int:
-        """Groups in the queue that are not dropped."""
-        return sum(each.is_kept is not False for each in list(self.queue.values()))
-
-    def _choose(self) -> list[Command]:
-        """The groups that are asked for, once all are sampled, where no filter reads scores."""
-        if self.group_filter is not None or self._asked is None or self._is_chosen:
-            return []
-        first = list(islice(self.queue.values(), self.batch_size))
-        if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
-            return []
-        self._is_chosen = True
-        return [Chosen([each.as_sampled for each in first])]
-
-    def _on_scored(self, trajectory: Trajectory) -> list[Command]:
-        admitted = self.queue.get(trajectory.prompt.uid)
-        if admitted is None or admitted.is_kept is not None or trajectory.sample in admitted.samples:
-            return []
-        admitted.samples[trajectory.sample] = trajectory
-        if not (together := self._together(admitted, SCORED)):
-            return []
-        groups = [each.group for each in together]
-        self.source.observe(groups)
-        for each, group in zip(together, groups, strict=True):
-            each.is_kept = self.group_filter is None or self.group_filter.keep(group)
-        return self._advance()
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
         """The groups that are scored and decided together, with k = 0 a round; none before all have ended."""
         if len(ended(admitted)) < self.n:
             return []
-        together = self._undecided if self._samples_in_rounds else [admitted]
+        together = [admitted] if self.is_ahead else self._undecided
         return together if all(len(ended(each)) == self.n for each in together) else []
 
+    def _choose(self) -> list[Command]:
+        """The groups that are asked for, once all are sampled, where no filter reads scores."""
+        first = list(islice(self.queue.values(), self.batch_size)) if self._waits_for is Chosen else []
+        if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
+            return []
+        self._waits_for = HandOut
+        return [Chosen([each.group(each.sampled) for each in first])]
+
+    def _on_scored(self, trajectory: Trajectory) -> list[Command]:
+        admitted = self.queue.get(trajectory.prompt.uid)
+        if admitted is None or admitted.is_kept is not None or trajectory.sample in admitted.scored:
+            return []
+        admitted.scored[trajectory.sample] = trajectory
+        if not (together := self._together(admitted, SCORED)):
+            return []
+        groups = [each.group(each.scored) for each in together]
+        self.source.observe(groups)
+        for each, group in zip(together, groups, strict=True):
+            each.is_kept = self.group_filter is None or self.group_filter.keep(group)
+        return self._advance()
+
     def _advance(self) -> list[Command]:
-        handed_out = self._hand_out()
-        return [*handed_out, *self._start()]
+        return [*self._hand_out(), *self._start()]
 
     def _start(self) -> list[Command]:
         """Fills the room: takes prompts, and names their draws by the step that will read them."""
-        live, wanted = self._live, self.batch_size
-        taken = wanted * len(self.untrained)  # a step takes its place even with fewer groups
-        room = int(min(self.most_outstanding - taken - live, self._most_admitted - len(self.queue)))
-        if self._samples_in_rounds and (self._asked is None or self._undecided):
+        live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
+        most_live = self.most_outstanding - (0 if self.training is None else wanted)  # even one of fewer groups
+        # With dropped ones: behind more of them a group would wait for too many steps.
+        most_queued = min(most + most_live - wanted, most * max(1, self.last_step + 1 - self.next_step))
+        room = int(min(most_live - live, most_queued - len(self.queue)))
+        if not self.is_ahead and (self._waits_for is None or self._undecided):
             room = 0
         steps = Counter(self.next_step + place // wanted for place in range(live, live + room))
-        return [self._begin(self.source.take(n), step) for step, n in steps.items() if step <= self.last_step]
-
-    def _begin(self, prompts: Sequence[Prompt], step: int) -> Command:
-        self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
-        self._rounds.append(len(prompts))
-        return Run(self.episodes(prompts, step))
+        for step, count in steps.items():
+            if step <= self.last_step:
+                prompts = self.source.take(count)
+                self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
+                self._rounds.append(len(prompts))
+                commands.append(Run(self.episodes(prompts, step)))
+        return commands
 
     def _hand_out(self) -> list[Command]:
         """The groups that are asked for, as soon as nothing in front of them is undecided."""
-        if self._asked is None:
+        if self._waits_for is None:
             return []
-        read: list[Admitted] = []
-        kept = 0
+        read, kept = list[Admitted](), 0
         for each in self.queue.values():
             if each.is_kept is None or kept == self.batch_size or len(read) == self._most_read:
                 break
             read.append(each)
             kept += each.is_kept
-        if kept < self.batch_size and len(read) < self._most_read and not self._is_exhausted:
+        if kept < self.batch_size and not self._is_exhausted(read):
             return []
         for each in read:
             del self.queue[each.prompt.uid]
-        sorted_ = {keeps: [each.group for each in read if each.is_kept is keeps] for keeps in (True, False)}
-        handed_out = HandOut(self._asked, self.batch_size, sorted_[True], sorted_[False])
-        self.untrained.append(handed_out)
-        self._asked = None
-        return [handed_out]
+        found = {keeps: [each.group(each.scored) for each in read if each.is_kept is keeps] for keeps in (True, False)}
+        self.training = HandOut(self.next_step, self.batch_size, found[True], found[False])
+        self._waits_for = None
+        return [self.training]
 
-    @property
-    def _is_exhausted(self) -> bool:
-        """Tells whether a step that samples in rounds goes on with fewer groups than it wants."""
-        if self.group_filter is None or not self.queue or self._undecided or not self._samples_in_rounds:
-            return False
-        last_round = [*self.queue.values()][-self._rounds[-1] :]
-        scored = [trajectory for each in last_round for trajectory in each.samples.values()]
-        return len(self._rounds) > self.group_filter.max_refills or all(each.failure is not None for each in scored)
+    def _is_exhausted(self, read: Sequence[Admitted]) -> bool:
+        """Tells whether a step goes on with fewer groups than it wants."""
+        if self.is_ahead or self.group_filter is None or len(read) < max(1, len(self.queue)):
+            return len(read) == self._most_read
+        last_round = [trajectory for each in read[-self._rounds[-1] :] for trajectory in each.scored.values()]
+        return len(self._rounds) > self.group_filter.max_refills or all(each.failure for each in last_round)
 
 
 def by_player(groups: Sequence[Group]) -> list[Group]:

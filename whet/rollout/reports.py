@@ -41,18 +41,22 @@ def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, f
         metrics.max(f"reward/{kind}_total", total)
 
 
-def measure_filter(handed_out: HandOut, metrics: Metrics) -> None:
-    """Measures the groups that the filter saw, and the share that it dropped."""
-    kept, dropped = handed_out.kept, handed_out.dropped
-    n, step = handed_out.wanted, handed_out.step
+def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
+    """Measures the groups that the filter saw, and the share that it dropped; may warn of a step that trains on
+    nothing."""
+    kept, dropped = found.kept, found.dropped
     metrics.sum("filter/dropped_groups", len(dropped))
     metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
     sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
     if sampled:
         metrics.mean("filter/sampled_score", fmean(each.score for each in sampled), len(sampled))
         metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
-    if len(kept) < n:
-        log.debug("step %d trains on %d of %d groups: the filter dropped %d", step, len(kept), n, len(dropped))
+    if warns and not kept and not all(each.failure for group in dropped for each in group.trajectories):
+        log.warning(
+            "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
+            "again only after a step that keeps some",
+            *(found.step, len(dropped)),
+        )
 
 
 def measure_staleness(found: HandOut, metrics: Metrics) -> None:

@@ -26,17 +26,7 @@ from whet.rollout.protocol import SamplingParams
 from whet.rollout.reports import FailureWatch, count_failures, measure_filter, measure_staleness
 from whet.rollout.snapshot import restore, snapshot
 from whet.rounding import reaches
-from whet.types import (
-    Failure,
-    Group,
-    Outcome,
-    Outcomes,
-    Prompt,
-    RewardItem,
-    RewardResult,
-    Scorer,
-    Trajectory,
-)
+from whet.types import Failure, Group, Outcome, Outcomes, Prompt, RewardItem, RewardResult, Scorer, Trajectory
 
 log = logging.getLogger(__name__)
 HELP = {  # by the part that limits a run
@@ -48,7 +38,6 @@ HELP = {  # by the part that limits a run
     "sync": "a higher data.train_batch_size, which brings new weights less often",
 }
 DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
-LOOKED_AT = 256  # trajectories or groups that are looked at for scores in a turn, those that wait for longest
 T = TypeVar("T")
 
 
@@ -85,7 +74,7 @@ class Rollouts:
 
     Produces: `take(n)`, n groups in the order of their admission, or fewer where the filter leaves no more within its
     bound of refills; where it leaves none at all, groups that it dropped, which are not trained on but keep the run
-    going. With `max_staleness` above 0 they were sampled ahead, in the turns of a thread (`Background`).
+    going. With `max_staleness` above 0 they were sampled ahead, by a driver in a thread (`Background`).
     Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
     Without a scorer the score is what the environment paid, and correct from `correct_threshold` on.
     """
@@ -109,9 +98,8 @@ class Rollouts:
     ) -> None:
         """`batch_size` groups a step are sampled ahead; without staleness a step takes as many as it asks for."""
         self.length_stages = dict(length_stages or {})
-        self.collector, self.turns, self.scorer, self.tokenizer = collector, collector.turns, scorer, tokenizer
-        self.n, self.params, self.group_filter = n, params, group_filter
-        self.correct_threshold = correct_threshold
+        self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
+        self.n, self.params, self.correct_threshold = n, params, correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
         self.failures, self.held_out = FailureWatch(), FailureWatch()  # of what is trained on, of validation
@@ -119,28 +107,21 @@ class Rollouts:
         self._kept_some = True
         self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
         self.prompts = ReturnedFirst(prompts)
-        # Groups of a checkpoint that go on with the first weights; None afterwards, and where none can.
-        self._restored: Sequence[Mapping[str, Any]] | None = () if max_staleness else None
-        self._to_score: list[tuple[Asked, list[Trajectory]]] = []
-        self._scoring: list[tuple[Asked, list[Trajectory], list[Outcomes]]] = []
-        self._waits, self._does, self._watched = 0, "", ExitStack()  # callers that wait; the loop's part now
-        self._idle_seconds = 0.0  # of the engine, up to the last hand-out
+        self._restored: Sequence[Mapping[str, Any]] | None = ()  # of a checkpoint, until the first weights come
+        self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; of the engine, up to a hand-out
         self._noted = Future[None]()  # the last version
         self._noted.set_result(None)
-        self._training = Asked(
-            Flow(
-                n,
-                batch_size,
-                self.prompts,
-                lambda prompts, step: collector.episodes(prompts, n, self.params_at(step), step=step),
-                max_staleness,
-                group_filter,
-                scorer is not None and scorer.scores_alone,
-                last_step=last_step,
-            )
+        self.flow = Flow(
+            n,
+            batch_size,
+            self.prompts,
+            lambda prompts, step: collector.episodes(prompts, n, self.params_at(step), step=step),
+            max_staleness,
+            group_filter,
+            scorer is not None and scorer.scores_alone,
+            last_step=last_step,
         )
-        self.flow = self._training.flow
-        self.turns.after, self.turns.limit = self._take_scores, self._limit
+        self._training = Asked(self.flow)
 
     def take(self, n: int, *, step: int) -> Taken:
         """n groups to train on; `step` names their random draws."""
@@ -151,13 +132,13 @@ class Rollouts:
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
-        if flow.max_staleness == 0:
+        if not flow.is_ahead:
             flow.batch_size = n
         elif n != flow.batch_size:
             expected = f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
             raise DataError("groups of a step", n, expected)
         # without staleness a step ends where it is whole: what it sampled is in no checkpoint
-        between = self.may_stop if flow.room else None
+        between = self.may_stop if flow.is_ahead else None
         begun = self._begin(self._training, step, metrics, between)
         return Sampled(begun.groups, lambda: self._taken(begun.result(), metrics))
 
@@ -186,28 +167,25 @@ class Rollouts:
     def on_weights(self, version: int) -> None:
         """Notes that the engine samples with the weights of a step, and lets sampling go as far ahead as they allow."""
         if self._restored is not None:
-            self._watched.enter_context(watching(self._watch))
-            entries, self._restored = self._restored, None
-            again = partial(restore, self.flow, self.prompts, version, entries)
-            self.turns.finish(lambda: self._carry_out(self._training, again()))
+            if self.flow.is_ahead:
+                self._watched.enter_context(watching(self._watch))
+            again = partial(restore, self.flow, self.prompts, version, self._restored)
+            self._restored = None
+            self.driver.finish(lambda: self._carry_out(self._training, again()))
         # Training need not wait for a thread: what it is called for next comes behind this.
-        self._noted = self.turns.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
+        self._noted = self.driver.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the place where the next step takes its prompts, and under `stream` every group that was sampled
         ahead; without staleness, before groups are trained on, the place of their step."""
-        if self._restored is not None:
+        if self._restored:
             return {**self.prompts.state(), "stream": list(self._restored)}
-        return self.turns.finish(self._snapshot)
+        return self.driver.finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from there, before the first weights come."""
+        """Continues from there when the first weights come."""
         self.prompts.load_state(state)
-        entries = state.get("stream", ())
-        if self._restored is None:
-            self.prompts.put_back([entry["uid"] for entry in entries])
-        else:
-            self._restored = entries
+        self._restored = state.get("stream", ())
 
     def close(self) -> None:
         """Ends the turns, and the processes of environments and rewards; says which part the others waited for."""
@@ -215,9 +193,9 @@ class Rollouts:
         self.collector.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
             scorer.close()
-        seconds = {part: self.turns.limit_seconds[part] for part in HELP}
+        seconds = {part: self.driver.limit_seconds[part] for part in HELP}
         slowest = max(seconds, key=lambda part: seconds[part])
-        if self.flow.max_staleness > 0 and seconds[slowest] > 0:
+        if self.flow.is_ahead and seconds[slowest] > 0:
             shown = ", ".join(f"{part} {seconds[part]:.1f} s" for part in HELP)
             log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
 
@@ -232,26 +210,20 @@ class Rollouts:
         self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] | None = None
     ) -> Sampled[HandOut]:
         """Asks a flow for the groups of a step, and waits until they are sampled or, behind a filter, scored."""
-        asked.chosen, asked.handed_out = self.turns.promise(), self.turns.promise()
+        asked.chosen, asked.handed_out = self.driver.promise(), self.driver.promise()
 
         def wait(name: str, future: Future[T]) -> T:
-            began, of_rewards = time.monotonic(), self.turns.limit_seconds["rewards"]
-            self._waits += 1
+            began, of_rewards = time.monotonic(), self.driver.limit_seconds["rewards"]
             try:
                 with phase(name):
-                    return self.turns.wait(future, lambda: asked.flow.progress, between)
-            except BaseException:
-                self._to_score = [each for each in self._to_score if each[0] is not asked]
-                self._scoring = [each for each in self._scoring if each[0] is not asked]
-                raise
+                    return self.driver.wait(future, lambda: asked.flow.progress, between)
             finally:
-                self._waits, self._does = self._waits - 1, self._does or "training"
-                of_rewards = self.turns.limit_seconds["rewards"] - of_rewards
+                of_rewards = self.driver.limit_seconds["rewards"] - of_rewards
                 metrics.seconds("time/reward", of_rewards)
                 metrics.seconds("time/rollout", time.monotonic() - began - of_rewards)
 
         with self.sampling():
-            self.turns.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
+            self.driver.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
             self._noted.result()  # done, or failed, before the question
             groups = wait("time/rollout", asked.chosen)
         return Sampled(groups, lambda: wait("time/reward", asked.handed_out))
@@ -260,11 +232,11 @@ class Rollouts:
         for command in commands:
             match command:
                 case Run():
-                    self.collector.driver.add(
-                        command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each))
-                    )
+                    self.driver.add(command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each)))
                 case Score():
-                    self._to_score.append((asked, command.trajectories))
+                    ended = command.trajectories
+                    submit = partial(self._submit, ended, asked.purpose)
+                    self.driver.score(submit, partial(self._on_scored, asked, ended))
                 case Chosen():
                     asked.chosen.set_result(command.groups)
                 case HandOut():
@@ -272,19 +244,10 @@ class Rollouts:
                         asked.chosen.set_result(command.groups)
                     asked.handed_out.set_result(command)
 
-    def _take_scores(self, waits: bool) -> None:
-        """Submits trajectories to score, and gives scored ones to their flow; where it `waits`, at least the first."""
-        for asked, ended in self._to_score:
-            self._scoring.append((asked, ended, self._submit(ended, asked.purpose)))
-        self._to_score.clear()
-        looked_at = self._scoring[:LOOKED_AT]
-        ready = [each for each in looked_at if all(outcomes.done() for outcomes in each[2])] or looked_at[: int(waits)]
-        taken = set(map(id, ready))
-        self._scoring = [each for each in self._scoring if id(each) not in taken] if taken else self._scoring
-        for asked, trajectories, outcomes in ready:
-            found = [pending.result() for pending in outcomes]
-            scored = with_outcomes(trajectories, list(map(_with_accuracy, *found)) if len(found) > 1 else found[0])
-            self._carry_out(asked, asked.flow.on_scored(scored))
+    def _on_scored(self, asked: Asked, trajectories: Sequence[Trajectory], found: Sequence[Sequence[Outcome]]) -> None:
+        """Tells the flow the outcomes of the reward, with those of the accuracy where another function gives it."""
+        outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
+        self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 
     def _scorers(self, purpose: str) -> list[Scorer]:
         """The scorers of a purpose: the reward, and behind it the function of the accuracy."""
@@ -316,56 +279,32 @@ class Rollouts:
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
         """Notes a phase of the loop."""
-        before, self._does = self._does, DOES.get(phase, self._does)
+        before, self.driver.does = self.driver.does, DOES.get(phase, self.driver.does)
         try:
             yield
         finally:
-            self._does = before
-
-    def _limit(self) -> str | None:
-        """The part of the run that the others wait for: one that the loop lacks, else the loop."""
-        driver = self.collector.driver
-        if not self._waits:
-            return None if driver.is_sampling else self._does or None
-        if driver.is_sampling:
-            return "sampling"
-        return "rewards" if driver.is_idle else "environments"
+            self.driver.does = before
 
     def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
         """The groups to train on, measured; where the filter kept none, groups that it dropped keep the run going."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
-        if self.flow.max_staleness > 0:
-            self._report_ahead(found, metrics)
-        if self.group_filter is not None:
-            self._report_filter(found, metrics)
-        groups = found.groups
-        others = found.dropped[0 if found.kept else len(groups) :]
-        return Taken(groups, metrics, is_dropped=not found.kept, dropped=others)
-
-    def _report_ahead(self, found: HandOut, metrics: Metrics) -> None:
-        measure_staleness(found, metrics)
-        metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
-        metrics.mean("rollout/ready_groups", self.flow.ready)
-        metrics.seconds("time/rollout_idle", self.turns.idle_seconds - self._idle_seconds)
-        self._idle_seconds = self.turns.idle_seconds
-
-    def _report_filter(self, found: HandOut, metrics: Metrics) -> None:
-        """Measures the dropped groups; warns of a step that trains on nothing."""
-        measure_filter(found, metrics)
-        failed = all(each.failure for group in found.dropped for each in group.trajectories)
-        if not found.kept and self._kept_some and not failed:
-            log.warning(
-                "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
-                "again only after a step that keeps some",
-                *(found.step, len(found.dropped)),
-            )
-        self._kept_some = bool(found.kept)
+        if self.flow.is_ahead:
+            measure_staleness(found, metrics)
+            metrics.mean("rollout/outstanding_groups", self.flow.outstanding)
+            metrics.mean("rollout/ready_groups", self.flow.ready)
+            metrics.seconds("time/rollout_idle", self.driver.idle_seconds - self._idle_seconds)
+            self._idle_seconds = self.driver.idle_seconds
+        if self.flow.group_filter is not None:
+            measure_filter(found, metrics, warns=self._kept_some)
+            self._kept_some = bool(found.kept)
+        unused = found.dropped if found.kept else found.dropped[found.wanted :]
+        return Taken(found.groups, metrics, is_dropped=not found.kept, dropped=unused)
 
     def _snapshot(self) -> Mapping[str, Any]:
-        if self.flow.room == 0:
+        if not self.flow.is_ahead:
             return self.flow.place()
-        self.collector.driver.note_partials()
-        return {**self.flow.place(), "stream": snapshot(self.flow, self.collector.driver.episodes)}
+        self.driver.note_partials()
+        return {**self.flow.place(), "stream": snapshot(self.flow, self.driver.episodes)}
 
 
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -27,20 +27,15 @@ PURPOSE = "rollout"  # of the episodes that are trained on
 def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
     """Returns every group that is not trained on as JSON values, in the order of admission; with the tokens so far of
     the episodes that are `running`."""
-    running = [episode for episode in running if episode.rules.purpose == PURPOSE]
-    partial = {(each.prompt.uid, each.sample): each for each in running if not each.turns}
-    again = Counter(each.prompt.uid for each in running if each.turns)
-    entries = []
-    for handed_out in flow.untrained:
-        for group in handed_out.kept:
-            samples = {each.sample: each for each in group.trajectories}
-            entries.append(_entry(Admitted(group.prompt, handed_out.step, samples, True), {}))
-    for admitted in flow.queue.values():
-        if admitted.is_kept is not False:
-            uid = admitted.prompt.uid
-            started = {sample: partial.get((uid, sample)) for sample in range(flow.n)}
-            entries.append({**_entry(admitted, started), "again": again[uid]})
-    return entries
+    waiting = [each for each in flow.queue.values() if each.is_kept is not False]
+    if (training := flow.training) is not None:
+        scored = [(group.prompt, {each.sample: each for each in group.trajectories}) for group in training.kept]
+        waiting = [*(Admitted(prompt, training.step, found, True) for prompt, found in scored), *waiting]
+    by_prompt = defaultdict[str, list[Episode]](list)
+    for episode in running:
+        if episode.rules.purpose == PURPOSE:
+            by_prompt[episode.prompt.uid].append(episode)
+    return [_entry(admitted, by_prompt[admitted.prompt.uid]) for admitted in waiting]
 
 
 def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
@@ -49,7 +44,7 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
     A group of another row than the data has now, or with tokens that are too old for this run, begins again from its
     prompt; prompts that there is no room for come back as the next of the source."""
     queue, sampled, episodes = list[Admitted](), list[Trajectory](), list[Episode]()
-    room, again = flow.room, Counter[str]()
+    room, again = flow.most_outstanding if flow.is_ahead else 0, Counter[str]()
     for place, entry in enumerate(entries[:room]):
         prompt = source.find(entry["uid"])
         admitted, partial = Admitted(prompt, entry["step"]), entry["partial"]
@@ -59,7 +54,7 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
             samples, partial, again[why] = {}, {}, again[why] + 1
         queue.append(admitted)
         if entry["is_kept"] and len(samples) == len(found) == flow.n:
-            admitted.samples, admitted.is_kept = samples, True
+            admitted.scored, admitted.is_kept = samples, True
             continue
         for episode in flow.episodes([prompt], admitted.step):
             if episode.sample not in samples:
@@ -103,11 +98,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
-def _entry(admitted: Admitted, partial: Mapping[int, Episode | None]) -> dict[str, Any]:
+def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
     """A group as JSON values. Trajectories that have none, such as objects of an environment, are sampled again."""
     is_scored = admitted.is_kept is True
     samples = []
-    for trajectory in (admitted.samples if is_scored else admitted.sampled).values():
+    for trajectory in (admitted.scored if is_scored else admitted.sampled).values():
         try:
             values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
             samples.append(values)
@@ -121,8 +116,9 @@ def _entry(admitted: Admitted, partial: Mapping[int, Episode | None]) -> dict[st
         "is_kept": is_scored,
         "samples": samples,
         "partial": {
-            str(sample): {**COMPLETION.dump_python(each.sampled, mode="json"), "context": each.context_digest}
-            for sample, each in partial.items()
-            if each is not None and each.sampled is not None and sample not in admitted.sampled
+            str(each.sample): {**COMPLETION.dump_python(each.sampled, mode="json"), "context": each.context_digest}
+            for each in running
+            if each.sampled is not None and not each.turns
         },
+        "again": sum(bool(each.turns) for each in running),
     }

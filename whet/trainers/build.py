@@ -48,7 +48,7 @@ from whet.rollout.build import (
     sampling_params,
     with_engine,
 )
-from whet.rollout.driver import Background, Turns
+from whet.rollout.driver import Background, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
@@ -334,7 +334,7 @@ def _rollouts(
     made = Rollouts(
         begun.loader,
         build_collector(
-            config, tokenizer, engine, config.trainer.seed, Background if staleness else Turns, hosts, folder
+            config, tokenizer, engine, config.trainer.seed, Background if staleness else Driver, hosts, folder
         ),
         scorer,
         tokenizer,

@@ -69,7 +69,7 @@ class Run(Frame):
     @property
     def engine(self) -> Replicas | Direct:
         """The rollout's ranks, or its engine in this process."""
-        return cast(Replicas | Direct, self.rollouts.collector.engine)
+        return cast(Replicas | Direct, self.rollouts.driver.engine)
 
     @property
     def validates(self) -> bool:
