@@ -17,7 +17,7 @@ from whet.config.cluster import ROLES, ClusterConfig
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
 from whet.config.section import Place, entry_at
 from whet.errors import ConfigError, did_you_mean, pip_install
-from whet.registry import ENGINES, load_target
+from whet.registry import ENGINES, FILTERS, load_target
 
 DEFAULT_AGGREGATION = "token-mean"
 AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # parameters of an aggregation
@@ -127,6 +127,24 @@ def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
     if chosen is not None:
         expected = f"at least 2 with algorithm.filter.name={chosen}, which compares the responses to one prompt"
         yield ConfigError("rollout.n", rollout.n, expected, "raise it, or unset algorithm.filter.name")
+
+
+def extra_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError]:
+    """Refuses filters that begin more groups than a batch has where groups are sampled ahead, and for a domain."""
+    config = at.whole
+    if not isinstance(config, schema.TrainConfig):
+        return
+    filters = {f"reward.domains.{name}": each.filter for name, each in config.reward.domains.items()}
+    stale = f"rollout.max_staleness={rollout.max_staleness:g}, which lets long responses go on over several steps"
+    why = dict.fromkeys(filters, "a filter of a domain") | ({"algorithm": stale} if rollout.max_staleness else {})
+    for key, chosen in (filters | {"algorithm": config.algorithm.filter}).items():
+        if chosen.name is None:
+            continue
+        where = f"{key}.filter.options"
+        entry = entry_at(FILTERS, f"{key}.filter.name", chosen.name)
+        extra = entry.resolve_options(chosen.options, where).get("extra", 0)
+        if extra and key in why:
+            yield ConfigError(f"{where}.extra", extra, f"0 with {why[key]}", "set it to 0, or choose another filter")
 
 
 def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[ConfigError]:
