@@ -121,7 +121,7 @@ $(PEERS): tests/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet -c $< torch
 	.venv-peers/bin/pip install --quiet -c $< --no-deps verl
-	.venv-peers/bin/pip install --quiet -c $< codetiming hydra-core numpy omegaconf packaging pandas ray tensordict transformers
+	.venv-peers/bin/pip install --quiet -c $< accelerate codetiming datasets hydra-core numpy omegaconf packaging pandas peft pillow ray tensordict transformers
 	@touch $@
 
 $(TRL): benchmarks/constraints-trl.txt

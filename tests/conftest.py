@@ -30,8 +30,9 @@ SMALL_RUN: dict[str, Any] = {  # takes a second
     "trainer.logger": ["jsonl"],
 }
 STAGES = f"{Path(__file__).parent / 'engines' / 'toy_stages.py'}:Stages"
-ENGINES = ["single", "fsdp", pytest.param(STAGES, id="stages")]
-SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
+ENGINES = ["single", "fsdp", pytest.param(STAGES, id="stages", marks=pytest.mark.slow)]
+HERE = Path(__file__).resolve().parent
+SHARED_DATA = HERE.parent / ".." / "shared" / "data"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,13 +74,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_left_out and ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
-def pytest_sessionstart() -> None:
-    """Collects no garbage while tests are collected: there is none among what they import."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Collects no garbage while tests are collected: there is none among what they import. Several processes that run
+    all tests divide what is compiled."""
     gc.disable()
+    if "PYTEST_XDIST_WORKER" in os.environ and [Path(each).name for each in session.config.args] == ["tests"]:
+        from tests.rewritten import rewrite_share
+
+        found = sorted(HERE.rglob("test_*.py"))
+        rewrite_share(session.config, [file for file in found if not pytest_ignore_collect(file, session.config)])
 
 
 def pytest_collection_finish() -> None:
-    """Hides what was imported from the garbage collector."""
+    """Keeps what libraries make anew at each call, and hides what was imported from the garbage collector."""
+    from tests.kept import keep
+
+    keep()
     gc.freeze()
     gc.enable()
 

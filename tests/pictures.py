@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
+from tests.models.encoders.conftest import PLACES, built
 from whet.models.encoders.base import Encoders, Prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.init import Arch, init_model
@@ -22,12 +23,15 @@ from whet.rollout.batch import to_batch
 from whet.types import Group, Media, Prompt, Trajectory, Turn
 
 QWEN: tuple[Arch, ...] = ("qwen2_vl", "qwen2.5_vl", "qwen3_vl")
+BUILT = tuple(PLACES)  # families that `init_model` does not make
 SIZES = ((56, 56), (84, 56), (56, 112))  # width, height
 
 
-def seeing_folder(folder: Path, arch: Arch) -> Path:
-    """A random model of two layers that reads images, of patches of 14 pixels."""
-    return init_model(folder, arch, "nano", num_layers=2, max_position_embeddings=1024)
+def seeing_folder(folder: Path, arch: Arch | str) -> Path:
+    """A random model of two layers that reads images, of patches of 14 pixels; of `BUILT`, of 8."""
+    if arch in BUILT:
+        return built(folder, arch, seeing_folder(folder.with_name("qwen3_vl"), "qwen3_vl"))
+    return init_model(folder, arch, "nano", num_layers=2, max_position_embeddings=1024)  # type: ignore[arg-type]
 
 
 def picture(seed: int, size: tuple[int, int] = (56, 56)) -> bytes:

@@ -23,6 +23,7 @@ from whet.registry import (
     register_hint as register_hint,
     register_kl as register_kl,
     register_policy_loss as register_policy_loss,
+    register_preference_loss as register_preference_loss,
     register_rejection as register_rejection,
     register_reward as register_reward,
     register_rollout as register_rollout,

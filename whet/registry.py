@@ -422,6 +422,7 @@ ADV_ESTIMATORS = Registry("advantage estimator", "algorithms", "register_adv_est
 WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
 VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
+PREFERENCE_LOSSES = Registry("preference loss", "algorithms", "register_preference_loss", has_foreign_form=False)
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")
@@ -449,6 +450,7 @@ PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
 register_value_loss = VALUE_LOSSES.register
+register_preference_loss = PREFERENCE_LOSSES.register
 register_aggregation = AGGREGATIONS.register
 register_kl = KL_FORMS.register
 register_filter = FILTERS.register

@@ -57,7 +57,8 @@ def table(certified: Sequence[Sequence[str]]) -> str:
 
 
 def _section(kind: Registry) -> list[str]:
-    lines = [f"## {kind.kind[0].upper()}{kind.kind[1:]}s", "", f"Chosen by `{chosen_by()[kind.kind][0]}`.", ""]
+    plural = kind.kind + ("es" if kind.kind.endswith("s") else "s")
+    lines = [f"## {plural[0].upper()}{plural[1:]}", "", f"Chosen by `{chosen_by()[kind.kind][0]}`.", ""]
     lines += [f"In formulas: {notation(kind.kind)}.", ""] if notation(kind.kind) else []
     for entry in (each for each in kind if each.target.startswith("whet.")):
         lines += [f"### `{entry.name}`", ""]

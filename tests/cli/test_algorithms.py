@@ -11,6 +11,7 @@ import whet
 from whet.cli import algorithms as command
 from whet.cli.algorithms import certificate, chosen_by, elsewhere, facts, legend, notation, number, summary
 from whet.cli.app import main
+from whet.config.preference import PreferenceConfig
 from whet.config.schema import TrainConfig
 from whet.config.section import is_known
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, Registry
@@ -72,7 +73,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
 def test_every_kind_is_chosen_by_a_key_that_exists() -> None:
     assert [kind.kind for kind in KINDS] == list(chosen_by())
     keys = {key for pair in chosen_by().values() for key in pair if key is not None}
-    assert not [key for key in keys if not is_known(TrainConfig, key)]
+    assert not [key for key in keys if not is_known(TrainConfig, key) and not is_known(PreferenceConfig, key)]
 
 
 def test_facts_and_certificate_of_one() -> None:

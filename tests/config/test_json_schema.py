@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -15,7 +16,8 @@ from whet.config.load import json_schema
 from whet.config.section import Section, choices
 from whet.errors import ConfigError
 
-SCHEMA = json_schema(TrainConfig)
+schema_of = cache(json_schema)
+SCHEMA = schema_of(TrainConfig)
 
 
 def is_valid(recipe: Any, schema: dict[str, Any] = SCHEMA) -> bool:
@@ -24,14 +26,14 @@ def is_valid(recipe: Any, schema: dict[str, Any] = SCHEMA) -> bool:
 
 @pytest.mark.parametrize("command", [TrainConfig, SFTConfig, EvalConfig, GenerateConfig])
 def test_it_is_a_schema(command: type[Section]) -> None:
-    jsonschema.Draft7Validator.check_schema(json_schema(command))
+    jsonschema.Draft7Validator.check_schema(schema_of(command))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_validates(name: str) -> None:
     command = EvalConfig if name.endswith("_eval") else SFTConfig if name.endswith("_sft") else TrainConfig
     recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text())
-    jsonschema.Draft7Validator(json_schema(command)).validate(recipe)
+    jsonschema.Draft7Validator(schema_of(command)).validate(recipe)
 
 
 def test_a_part_of_recipes_validates_as_its_section() -> None:

@@ -25,6 +25,7 @@ from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, WorkerError
 from whet.protocol import DataProto
 
+pytestmark = pytest.mark.slow
 Launch = Callable[..., dict[str, WorkerGroup]]
 
 
@@ -59,7 +60,6 @@ class Reader(Actor):
         return [found] * len(batch)
 
 
-@pytest.mark.slow
 def test_a_shard_lies_once_in_shared_memory_and_is_read_there(launch_on: Callable[[str], Launch]) -> None:
     reader = launch_on("ray")([WorkerSpec("actor", Reader)], [ResourcePool(2)])["actor"]
     found = reader.mapped(DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)}))
@@ -70,7 +70,6 @@ def test_a_shard_lies_once_in_shared_memory_and_is_read_there(launch_on: Callabl
     assert back["x"].sum() == 200_000 * 199_999 // 2  # what it returned is still there
 
 
-@pytest.mark.slow
 def test_rays_dashboard_shows_roles_and_rank(launch_on: Callable[[str], Launch], ray_cluster: Any) -> None:
     specs = [WorkerSpec("actor", Actor), WorkerSpec("rollout", Rollout), WorkerSpec("judge", Actor)]
     pools = [ResourcePool(2, ("actor", "rollout"), "train"), ResourcePool(1, ("judge",), "look")]
@@ -80,7 +79,6 @@ def test_rays_dashboard_shows_roles_and_rank(launch_on: Callable[[str], Launch],
     groups["actor"].close()
 
 
-@pytest.mark.slow
 def test_a_cluster_that_is_too_small_says_what_it_has(ray_cluster: Any) -> None:
     cluster = ClusterConfig(backend="ray", n_gpus_per_node=2, deadline_seconds=1)
     found = re.compile(r"\(8 CPUs, 0 GPUs\), .*\{'CPU': 8\.0\}")
@@ -106,7 +104,6 @@ def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch, address: 
         pass
 
 
-@pytest.mark.slow
 def test_the_watch_tells_refusal_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     import queue
     import socket

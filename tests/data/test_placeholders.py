@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.seeing import IMAGE, encoded, picture
 from tests.raising import raises
-from whet.config.schema import DataConfig, PreferenceDataConfig, SupervisedDataConfig
+from whet.config.preference import PreferenceDataConfig
+from whet.config.schema import DataConfig, SupervisedDataConfig
 from whet.config.sources import read_sources
 from whet.data.load import load_items
 from whet.data.media import MediaLimits, MediaReader, image, images

@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.raising import raises
-from whet.config.schema import PreferenceDataConfig, SupervisedDataConfig
+from whet.config.preference import PreferenceDataConfig
+from whet.config.schema import SupervisedDataConfig
 from whet.data import supervised
 from whet.data.prompts import PromptFormat
 from whet.data.supervised import PreferencePair, SupervisedExample, build_pairs

@@ -55,11 +55,20 @@ def reference(model_folder: Path) -> suite.Record:
     return suite.drive(suite.launched({"actor": suite.settings(model_folder)}, 1)["actor"])
 
 
-def test_two_ranks_take_the_steps_of_one(plain: WorkerGroup, reference: suite.Record, model_folder: Path) -> None:
-    whole = sum(weight.numel() for weight in reference.weights.values())
+def test_two_ranks_take_the_steps_of_one(plain: WorkerGroup, model_folder: Path) -> None:
+    steps = range(5)
+    expected = suite.drive(suite.launched({"actor": suite.settings(model_folder)}, 1)["actor"], steps=steps)
+    whole = sum(weight.numel() for weight in expected.weights.values())
     assert sum(plain.held()) == whole and max(plain.held()) < 0.6 * whole
     plain.there_and_back()
-    suite.check_records(reference, suite.drive(plain))
+    suite.check_records(expected, suite.drive(plain, steps=steps))
+
+
+@pytest.mark.slow
+def test_two_ranks_take_all_steps_of_one(reference: suite.Record, model_folder: Path) -> None:
+    group = suite.launched({"actor": suite.settings(model_folder, FSDP)}, 2)["actor"]
+    suite.check_records(reference, suite.drive(group))
+    group.close()
 
 
 @pytest.mark.slow

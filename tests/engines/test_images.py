@@ -38,7 +38,7 @@ PADDED = suite.Variant(False, 10**6)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]  # an image of SmolVLM is cut into tiles of many patches
 
 
-@pytest.fixture(scope="module", params=[*pictures.QWEN, pytest.param("smolvlm", marks=SLOW)])
+@pytest.fixture(scope="module", params=[*pictures.QWEN, *pictures.BUILT, pytest.param("smolvlm", marks=SLOW)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 
@@ -69,6 +69,8 @@ def test_log_probs_are_those_of_transformers(folder: Path) -> None:
             given = pictures.together(pixels)
             if media and vision.config.model_type.startswith("qwen"):
                 given["mm_token_type_ids"] = (ids == media[0].tokens.token_id).int()
+            if vision.both_ways:
+                given["token_type_ids"] = (ids == vision.both_ways[0]).int()
             plain.model.rope_deltas = None
             log_probs = plain(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits.log_softmax(-1)
             expected = log_probs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -127,7 +129,7 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", pictures.QWEN, indirect=True)
+@pytest.mark.parametrize("folder", [*pictures.QWEN, *pictures.BUILT], indirect=True)
 def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
     """Some micro-batches have no image, and some ranks no row."""
     batch_at, fsdp = partial(pictures.batch_of_rows, folder), EngineConfig(name="fsdp", logits_chunk_tokens=16)
@@ -144,6 +146,7 @@ def test_a_text_model_refuses_rows_with_images(folder: Path, model_folder: Path)
         engine(model_folder, PADDED).forward(pictures.batch_of_rows(folder), frozenset({"log_probs"}))
 
 
+@pytest.mark.parametrize("folder", [*pictures.QWEN, pytest.param("smolvlm", marks=SLOW)], indirect=True)
 def test_a_batch_larger_than_the_cache_of_pixels_is_prepared_once_a_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

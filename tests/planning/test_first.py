@@ -86,17 +86,19 @@ def test_weights_are_counted_as_transformers_makes_them(changed: dict[str, int],
 
 
 def test_it_is_there_within_two_seconds_of_the_processor(tmp_path: Path) -> None:
-    """Processor time, so that other work on the machine does not count; the least of three."""
-    folder, used = model(tmp_path / "model", "8B"), []
-    for _ in range(3):
-        command = [sys.executable, "-m", "whet", "plan", "gsm8k", f"model.path={folder}", "--device-memory", "80"]
+    """Processor time, so that other work on the machine does not count; one of three runs."""
+    folder = model(tmp_path / "model", "8B")
+    command = [sys.executable, "-m", "whet", "plan", "gsm8k", f"model.path={folder}", "--device-memory", "80"]
+
+    def used() -> float:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             assert "GiB" in process.stdout.readline()
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-            used.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
             process.kill()
-    assert min(used) < 2.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    assert any(used() < 2.0 for _ in range(3))
 
 
 @pytest.mark.parametrize(("flags", "on_host"), [("avx2", "float32"), ("avx512_bf16 avx512f", "bfloat16")])

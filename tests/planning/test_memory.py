@@ -220,6 +220,7 @@ def test_offloaded_shards_lie_on_the_host(train_config: MakeConfig) -> None:
     assert {"actor: gathered weights", "actor: activations"} <= set(there(memory, "actor update"))
 
 
+@pytest.mark.slow
 def test_shards_are_gathered_in_the_dtype_of_products(train_config: MakeConfig) -> None:
     """One process: autocast makes narrow copies.  Shards: the layers are gathered narrow, and there are no copies."""
     shards = {"cluster.processes": 2, "actor.engine.name": "fsdp"}
@@ -326,6 +327,7 @@ def test_tokens_of_a_micro_batch_by_hand() -> None:
     assert tokens_within(10**12, 0, 100) == 32_768
 
 
+@pytest.mark.slow
 def test_micro_batches_fill_what_an_accelerator_has_beside_all_else(train_config: MakeConfig) -> None:
     """Room for ten times what is held: of that three quarters, less what is held."""
     common = {"algorithm.kl.where": "loss", "rollout.engine.options.kv_cache_bytes": 2**20}

@@ -97,6 +97,19 @@ def test_a_pass_takes_what_it_takes_on_real_tensors(
     assert planned.total() == pytest.approx(counted.peak.total() + gradients, rel=0.05)
 
 
+def test_a_row_of_a_million_tokens_has_no_mask(model_folder: Path) -> None:
+    role = settings(model_folder, dtype="bfloat16", engine=EngineConfig(logits_chunk_tokens=2**18))
+    role = replace(role, gradient_checkpointing=True)
+
+    def activations(tokens: int) -> int:
+        return Outline(role).update_bytes([RowLength(1, 64, tokens - 64)], frozenset({"log_probs"}), accumulates=True)[
+            "activations"
+        ]
+
+    short, long = activations(2**18), activations(2**20)
+    assert long == pytest.approx(4 * short, rel=0.01)  # a mask would have 1 TiB
+
+
 def test_a_mixture_of_experts_is_taken_to_use_all_alike(tmp_path: Path) -> None:
     """Real tokens choose unevenly, which changes little."""
     folder = init_model(tmp_path / "model", "qwen3_moe", "nano", num_layers=2, max_position_embeddings=512)

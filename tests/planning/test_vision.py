@@ -20,7 +20,10 @@ from whet.planning.outline import Outline, RowLength, TensorBytes
 ROWS = [RowLength(prompt, 40, 10) for prompt in (1, 1, 2)]
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_vl", "qwen2.5_vl", "smolvlm")]
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", *SLOW])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "seeing"
     return init_model(out, request.param, "nano", num_layers=3, patch_size=8)

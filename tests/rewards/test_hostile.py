@@ -16,6 +16,7 @@ from whet.errors import RewardError
 from whet.rewards.pool import RewardPool
 from whet.types import Failure, RewardItem, RewardResult
 
+pytestmark = pytest.mark.slow
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)
 
 BEHAVIOURS = '''
@@ -108,7 +109,6 @@ def test_a_copy_that_returns_pays_nobody(behaviours, verb):
         assert pool.score([item("1"), item("0")] * 100) == [RIGHT, WRONG] * 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["garbage 1", "garbage 7", "garbage 5000", "close", "read"])
 def test_what_a_function_does_to_descriptors_that_are_not_its_own_costs_one_item(behaviours, verb):
     bad = {}
@@ -128,7 +128,6 @@ def test_what_a_function_does_to_descriptors_that_are_not_its_own_costs_one_item
         assert ("exit code 1" in failure.message) == (verb == "close")
 
 
-@pytest.mark.slow
 def test_a_message_cut_short_holds_up_nobody_else(behaviours):
     with make_pool(behaviours, num_workers=2, timeout_seconds=4.0) as pool:
         late = pool.submit_batch([item("garbage_and_hang")])
@@ -164,7 +163,6 @@ def test_one_that_is_always_killed_while_it_starts_is_an_error(tmp_path):
         make_pool(f"{tmp_path}/never.py:f")
 
 
-@pytest.mark.slow
 def test_a_replacement_runs_the_code_that_the_run_started_with(tmp_path):
     """The file, and what it imports from its folder on the path, edited while the run goes on."""
     (tmp_path / "amounts.py").write_text("AMOUNT = 1.0\n")

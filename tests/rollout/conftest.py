@@ -17,12 +17,14 @@ SHIPPED: dict[str, tuple[str, int, dict[str, Any]]] = {  # name, most sequences 
     "native, short of everything": ("native", 3, {"kv_cache_bytes": 2 * 2 * 2 * 16 * 32 * 4 * 24}),
     "hf": ("hf", 256, {}),
 }
+SLOW = {"native, short of everything"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests with an argument `rollout_engine` run with each engine."""
     if "rollout_engine" in metafunc.fixturenames:
-        metafunc.parametrize("rollout_engine", metafunc.config.getoption("--rollout-engine") or list(SHIPPED))
+        shipped = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHIPPED]
+        metafunc.parametrize("rollout_engine", metafunc.config.getoption("--rollout-engine") or shipped)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

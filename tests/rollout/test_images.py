@@ -25,9 +25,10 @@ GREEDY = SamplingParams(10, temperature=0.0)
 
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]  # an image of SmolVLM is cut into tiles of many patches
+OTHERS = [pytest.param(name, marks=SLOW) for name in (*sorted({*pictures.QWEN} - {"qwen3_vl"}), "smolvlm")]
 
 
-@pytest.fixture(scope="module", params=[*pictures.QWEN, pytest.param("smolvlm", marks=SLOW)])
+@pytest.fixture(scope="module", params=["qwen3_vl", *OTHERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,6 +33,18 @@ def attend_from_scratch(
             heads.append(weights @ v[start : t + 1, h // group])
         rows.append(torch.stack(heads))
     return torch.stack(rows)
+
+
+@cache
+def expectation(
+    heads: int, kv_heads: int, dim: int, value_dim: int, has_sinks: bool, window: int, cap: float
+) -> tuple[list[list[torch.Tensor]], torch.Tensor | None, list[torch.Tensor]]:
+    """Queries, keys and values of three sequences, sinks, and the attention from scratch."""
+    draw = torch.Generator().manual_seed(heads * dim)
+    shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim)
+    data = [[torch.randn(n, *shape, generator=draw) for shape in shapes] for n in (1, 17, 40)]
+    sinks = torch.randn(heads, generator=draw) * 2 if has_sinks else None
+    return data, sinks, [attend_from_scratch(*each, dim**-0.5, window, cap, sinks) for each in data]
 
 
 class OnDevice:
@@ -69,11 +82,8 @@ def test_prefill_then_decode(
     function: Callable[..., torch.Tensor] = {"kernel": paged_attention, "torch": reference}.get(kind, OnDevice())
     if kind == "device, few at once":
         monkeypatch.setattr("whet.rollout.native.paged_attention.GATHERED", 1)
-    draw = torch.Generator().manual_seed(heads * dim)
-    lengths = [1, 17, 40]
-    shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim)
-    data = [[torch.randn(n, *shape, generator=draw) for shape in shapes] for n in lengths]
-    sinks = torch.randn(heads, generator=draw) * 2 if has_sinks else None
+    data, sinks, expected = expectation(heads, kv_heads, dim, value_dim, has_sinks, window, cap)
+    lengths = [len(q) for q, *_ in data]
     keys = torch.full((16, kv_heads, dim, BLOCK_SIZE), float("nan"))  # what was never written must not matter
     values = torch.full((16, kv_heads, BLOCK_SIZE, value_dim), float("nan"))
     tables = torch.tensor([[9, 0, 0], [3, 12, 0], [1, 15, 4]], dtype=torch.int32)
@@ -89,7 +99,6 @@ def test_prefill_then_decode(
         assert (out[-2:] == 0).all()
         return out[:-2]
 
-    expected = [attend_from_scratch(*each, dim**-0.5, window, cap, sinks) for each in data]
     prefill = [(s, p) for s, n in enumerate(lengths) for p in range(n - 1)]
     out = run(prefill)
     for row, (s, p) in zip(out, prefill, strict=True):

@@ -17,7 +17,7 @@ import pytest
 
 from tests.rollout.test_continuous import Numbered, no_episodes
 from whet.environments.protocol import Observation
-from whet.rollout.episode import Close, Command, Episode, Limits, Reset, Rules, Sample, Score, Step
+from whet.rollout.episode import Command, End, Episode, Limits, Reset, Rules, Sample, Step
 from whet.rollout.flow import Filter, Flow, HandOut, Run
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Group, Media, Message, Prompt, Trajectory, Turn
@@ -94,11 +94,9 @@ def after(episode: Episode, command: Command, done: dict[str, Trajectory]) -> li
         case Step(answer=answer):
             found = step(answer.text, episode.uid)
             return episode.on_failure(found) if isinstance(found, Failure) else episode.on_observation(found)
-        case Score(trajectory):
+        case End(trajectory):
             assert trajectory.uid not in done, "an episode ends once"
             done[trajectory.uid] = trajectory
-        case Close():
-            pass
     return []
 
 
@@ -166,7 +164,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     episode = Episode(prompts(1)[0], 0, RULES)
     episode.start()
     commands = episode.on_failure(Failure("environment", "its process died"))
-    assert [type(command) for command in commands] == [Close, Score]
+    assert [type(command) for command in commands] == [End]
     late = respond(Request("r", (1,), RULES.params, key=1))
     assert episode.on_completion(late) == episode.on_observation(Observation(done=True)) == []
     assert episode.on_failure(Failure("engine", "again")) == []

@@ -18,6 +18,7 @@ import pytest
 from echo_engine import STUCK_SECONDS
 from server_processes import ECHO, Running, Start, started
 
+pytestmark = pytest.mark.slow
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 DEADLINE = 2.0
 SLOW = "slow " + "one two three " * 10
@@ -55,7 +56,6 @@ def wait_until_idle(http: httpx.Client) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large(http: httpx.Client, is_chunked: bool) -> None:
     body = json.dumps(asking("a" * 20_000)).encode()
@@ -109,7 +109,6 @@ def test_samples_over_max_running_wait(server: Running, http: httpx.Client) -> N
     assert order == sorted(order) and set(order) == {0, 1}  # one after the other
 
 
-@pytest.mark.slow
 def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> None:
     response = http.post(CHAT, json=asking(SLOW))
     assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
@@ -119,7 +118,6 @@ def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> N
     wait_until_idle(http)
 
 
-@pytest.mark.slow
 def test_an_engine_that_does_not_come_back_in_time(server: Running, http: httpx.Client) -> None:
     """As while a lost server of vLLM is started again: requests end at the deadline, and the rest answers at once."""
     begun = time.monotonic()
@@ -137,7 +135,6 @@ def test_an_engine_that_does_not_come_back_in_time(server: Running, http: httpx.
     assert http.post(CHAT, json=asking("yes")).json()["choices"][0]["message"]["content"] == "yes"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(server: Running, http: httpx.Client, stream: bool) -> None:
     before = http.get("/metrics").text.count(f'path="{CHAT}",status="499"')
@@ -151,7 +148,6 @@ def test_a_client_that_leaves_ends_its_request(server: Running, http: httpx.Clie
     assert metric(http, f'whet_requests_total{{path="{CHAT}",status="499"}}') >= max(1, before)
 
 
-@pytest.mark.slow
 def test_metrics_count(http: httpx.Client) -> None:
     names = ("whet_prompt_tokens_total", "whet_completion_tokens_total", "whet_time_to_first_token_seconds_count")
     before = [metric(http, name) for name in names]
@@ -166,7 +162,6 @@ def test_metrics_count(http: httpx.Client) -> None:
     assert len(types) == 9 and {kind for _, kind in types} == {"counter", "gauge", "histogram"}
 
 
-@pytest.mark.slow
 def test_an_engine_that_fails_ends_the_server_and_says_so(start: Start, qwen25_folder: Path) -> None:
     server = start(qwen25_folder, "--name", "m", "--engine", ECHO)
     chunks = server.client().chat.completions.create(**asking(SLOW), stream=True)
@@ -181,7 +176,6 @@ def test_an_engine_that_fails_ends_the_server_and_says_so(start: Start, qwen25_f
     assert re.search(r"EngineError: rollout engine: .*RuntimeError: the last word was said", printed)
 
 
-@pytest.mark.slow
 def test_requests_that_do_not_end_in_time_are_cut_at_the_stop(start: Start, qwen25_folder: Path) -> None:
     server = start(qwen25_folder, "--name", "m", "--engine", ECHO, "--stop-seconds", 1)
     chunks = server.client().chat.completions.create(**asking(SLOW * 4), stream=True)

@@ -16,7 +16,7 @@ from tests.simulation.plan import Plan
 from tests.simulation.world import World
 from whet.rollout import episode, fleet as fleeting, snapshot as saving
 from whet.rollout.driver import Driver
-from whet.rollout.episode import Command, Step
+from whet.rollout.episode import Command, Episode, Step
 from whet.rollout.fleet import Router, Sampled
 from whet.rollout.flow import Flow
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
@@ -339,8 +339,8 @@ def an_address_is_in_a_message() -> list[Patch]:
 def an_environment_steps_twice() -> list[Patch]:
     plain = Driver._carry_out
 
-    def carry_out(self: Driver, commands: Sequence[Command]) -> None:
-        plain(self, [each for each in commands for _ in range(1 + isinstance(each, Step))])
+    def carry_out(self: Driver, episode: Episode, commands: Sequence[Command]) -> None:
+        plain(self, episode, [each for each in commands for _ in range(1 + isinstance(each, Step))])
 
     return [(Driver, "_carry_out", carry_out)]
 

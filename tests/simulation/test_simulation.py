@@ -31,7 +31,7 @@ def show(seeds: range) -> str:
 
 
 def test_schedules_hold_all_invariants() -> None:
-    assert not show(range(60))
+    assert not show(range(20))
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import TrainWorker
-from whet.weight_sync.buckets import Outlet
-from whet.weight_sync.routes import Site
+from whet.weight_sync.buckets import HEADER_BYTES, Outlet
+from whet.weight_sync.routes import Route, Site, Way
 
 
 def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
@@ -66,6 +66,8 @@ class Sharded:
 class Trainer(TrainWorker):
     """An actor of either kind, `sharded` or not."""
 
+    posted = 0
+
     def __init__(self, placement: Placement, settings: RoleSettings, sharded: bool) -> None:
         super().__init__(placement, settings)
         if sharded:
@@ -80,6 +82,35 @@ class Trainer(TrainWorker):
         with torch.no_grad():
             for weight in self.engine.model.parameters():
                 weight.mul_(1 + version / 64)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def change_some(self, version: int) -> None:
+        """An update of every 40th element of all weights; it changes their bits in bfloat16 too."""
+        with torch.no_grad():
+            for weight in self.engine.model.parameters():
+                weight.view(-1)[version::40] += 1.0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sent_bytes(self) -> int:
+        """The bytes behind the headers of all buckets since the last call."""
+        count, self.posted = self.posted, 0
+        return count
+
+    def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
+        """Counts what is sent from now on."""
+        found = super().open_outlets(routes, deadline_seconds)
+        for outlet in self._outlets.values():
+            self._count(outlet)
+        return found
+
+    def _count(self, outlet: Outlet) -> None:
+        plain = outlet.post
+
+        def post(used: int) -> None:
+            self.posted += used - HEADER_BYTES
+            plain(used)
+
+        outlet.post = post  # type: ignore[method-assign]
 
     @register(Dispatch.ONE_TO_ALL)
     def break_off(self) -> None:
@@ -150,6 +181,12 @@ class Rollout(RolloutWorker):
         """The forward of the module that it samples from."""
         assert isinstance(self.engine, NativeEngine)
         return log_probs(self.engine.policy.require_whole(), batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the module that it samples from."""
+        assert isinstance(self.engine, NativeEngine)
+        return {name: weight.detach().clone() for name, weight in self.engine.policy.require_whole().named_parameters()}
 
     @register(Dispatch.ONE_TO_ALL)
     def delay(self, seconds: Sequence[float]) -> None:

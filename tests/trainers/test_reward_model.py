@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +18,17 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.raising import raises
 from whet.config import TrainConfig, load_config
-from whet.errors import ConfigError, ModelError
+from whet.errors import ConfigError, EngineError, ModelError
 from whet.metrics import Metrics
 from whet.models.init import init_model
-from whet.models.load import load_reward_model
+from whet.models.load import load_reward_model, load_tokenizer
 from whet.protocol import DataProto
 from whet.trainers import rl
 from whet.trainers.build import build, build_scorer, setup, train
 from whet.trainers.columns import plan
+from whet.trainers.reward_texts import TextReader
 from whet.trainers.run import Run
-from whet.types import Group, RewardResult
+from whet.types import Group, Media, Message, Prompt, RewardResult, Trajectory
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -34,8 +37,6 @@ Rows = list[dict[str, str]]
 @pytest.fixture(scope="module")
 def classifier(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policy as a classifier with a random head, and with the policy's tokenizer."""
-    from whet.models.load import load_tokenizer
-
     folder = tmp_path_factory.mktemp("models") / "classifier"
     model = load_reward_model(model_folder, new_head_seed=1)
     model.config.architectures = [type(model).__name__]
@@ -273,16 +274,92 @@ def test_a_language_model_is_no_reward_model(train_config: MakeConfig, model_fol
         train(train_config({"reward_model.model_path": str(model_folder)}), data=additions, reward=some)
 
 
-def test_a_vocabulary_that_differs(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet="0123456789+-*/=() abcdefghijklmnopqrstuvwxyz%>")
-    model = load_reward_model(other, new_head_seed=0)
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier with a vocabulary of the same size and another order, and a chat template of its own."""
+    alphabet = "[]0123456789+-*/=() abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?<>|_'\n%"
+    folder = init_model(tmp_path_factory.mktemp("models") / "foreign", "llama", "nano", alphabet=alphabet)
+    model = load_reward_model(folder, new_head_seed=0)
     model.config.architectures = [type(model).__name__]
-    model.save_pretrained(other)
-    config = train_config({"reward_model.model_path": str(other)})
-    # the sizes agree: it is the ids of the tokens that do not
-    with raises(ConfigError, key="reward_model.model_path", found=re.compile(f"^{other}, .*'.'$")) as caught:
+    model.save_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def scores_by_hand(folder: Path, batch: DataProto, run: Run, rows: Rows) -> torch.Tensor:
+    """transformers' scores of the conversations, by the template and tokenizer of the folder."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), load_tokenizer(folder)
+    found = []
+    for row, uid in enumerate(batch["uid_name"]):
+        asked, own = rows[int(uid.rpartition(":")[2])]["prompt"], batch["response_mask"][row].bool()
+        said = run.rollouts.tokenizer.decode(batch["responses"][row][own], skip_special_tokens=True)
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        with torch.no_grad():
+            found.append(model(torch.tensor([ids])).logits.item() if own.any() else 0.0)
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reward_model.engine.packing": False, "reward_model.max_tokens_per_micro_batch": 30},
+        {"algorithm.adv_estimator": "gae"},
+    ],
+    ids=str,
+)
+def test_a_vocabulary_of_its_own_reads_texts(
+    changes: dict[str, Any], train_config: MakeConfig, foreign: Path, additions: Rows
+) -> None:
+    run, batch, metrics = shaped(train_config({"reward_model.model_path": str(foreign), **changes}), additions)
+    expected = scores_by_hand(foreign, batch, run, additions)
+    assert 0 < (expected == 0.0).sum() < len(expected)  # some failed
+    torch.testing.assert_close(batch["rm_scores"], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch["token_level_rewards"].sum(1), expected, atol=1e-5, rtol=0)
+    by_ids = AutoModelForSequenceClassification.from_pretrained(foreign)
+    with torch.no_grad():
+        wrong = by_ids(batch["input_ids"][:1][batch["attention_mask"][:1].bool()][None]).logits.item()
+    assert abs(wrong - expected[0].item()) > 1e-3
+
+
+@pytest.mark.slow
+def test_texts_on_ranks_of_their_own(train_config: MakeConfig, foreign: Path, additions: Rows) -> None:
+    changes = {"reward_model.model_path": str(foreign), "reward_model.engine.name": "fsdp"}
+    pools = {"main": {"processes": 1}, "scores": {"processes": 2, "roles": ["reward_model"]}}
+    apart = {"cluster.placement": pools, "trainer.run_dir": str(train_config().trainer.run_dir) + "_apart"}
+    one, other = (
+        train(train_config({**changes, **each}), data=additions, reward=lambda solution_str: float(len(solution_str)))
+        for each in ({}, apart)
+    )
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_texts_that_cannot_go_over_are_refused(
+    train_config: MakeConfig, foreign: Path, additions: Rows, tmp_path: Path
+) -> None:
+    shutil.copytree(foreign, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    config = train_config({"reward_model.model_path": str(tmp_path / "plain")})
+    with raises(ModelError, f"tokenizer at {tmp_path}/plain", found=re.compile("another vocabulary")):
         train(config, data=additions, reward=some)
-    assert re.match(r"\d+ ", caught.value.expected)
+    for key in ("critic.model_path", "ref.model_path"):  # numbers of single tokens
+        with raises(ConfigError, key, found=str(foreign), change=re.compile("reward_model.model_path")):
+            train(train_config({key: str(foreign), "algorithm.adv_estimator": "gae"}), data=additions, reward=some)
+    short = TextReader(str(foreign), load_tokenizer(foreign), 3)
+    prompt = Prompt("0:0", 0, (Message("user", "2+3?"),), (1,), "test", None)
+    told = Trajectory("0:0:0", prompt, (), 0, messages=(Message("assistant", "5"),))
+    with raises(EngineError, "trajectory 0:0:0: tokens", found=15, expected=re.compile("at most 3, ")):
+        short.encode([told])
+    seen = replace(prompt, media=(Media("image", "a", b""),))
+    with raises(EngineError, "trajectory 0:0:0", found=re.compile("images"), change=re.compile("llm_judge")):
+        short.encode([replace(told, prompt=seen)])
 
 
 @pytest.mark.slow

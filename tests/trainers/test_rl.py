@@ -57,7 +57,11 @@ def untouched(model_folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3}], ids=["grpo", "ppo"]
+    "algorithm",
+    [
+        pytest.param({}, id="grpo"),
+        pytest.param({"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3}, id="ppo", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_rewarded_is_said_more_often(
     algorithm: dict[str, Any], train_config: MakeConfig, additions: Rows

@@ -137,6 +137,24 @@ def test_another_machine(train_config: MakeConfig, groups: list[Mapping[str, Wor
     check(config, actor, rollout, model_folder)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_changes_are_sent_until_a_link_is_new(
+    dtype: str, train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]]
+) -> None:
+    config = train_config({"rollout.dtype": dtype, "rollout.engine.options": {"weight_delta": True}})
+    actor, rollout = two_roles(config, groups, (1, 1), sharded=False)
+    sync, sizes = BetweenPools(actor, rollout, dtype, SECONDS), []
+    for version in range(4):
+        actor.change_some(version)
+        sync(version, {0: int(version == 3)})  # at last another process has the rank
+        sizes.append(actor.sent_bytes()[0])
+        [found], [expected] = rollout.weights(), actor.whole()
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight.to(getattr(torch, dtype))), name
+    assert sizes[3] == sizes[0] and max(sizes[1:3]) < sizes[0] / 4
+
+
 def test_an_adapter_is_added_in_on_the_way(
     train_config: MakeConfig, groups: list[Mapping[str, WorkerGroup]], model_folder: Path
 ) -> None:

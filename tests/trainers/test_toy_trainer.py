@@ -74,6 +74,7 @@ def test_help_config_and_page_come_from_its_registration(words: list[str], capsy
     assert page.startswith(reference().rstrip("\n"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command(TOY, *words, "--dry-run") == 0
     assert "dry run: 8 examples to train on, 0 to validate on, 4 steps" in capsys.readouterr().out
@@ -144,7 +145,7 @@ def test_an_installed_package_adds_one(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_shipped_trainers_are_registered() -> None:
-    assert commands() == ["train", "sft", "train-reward", "eval", "generate"]
+    assert commands() == ["train", "preference", "sft", "train-reward", "eval", "generate"]
     assert [schema_of(each).command for each in commands()] == commands()
     assert all(each.marked("setup") for each in registry.TRAINERS.shipped.values())
 

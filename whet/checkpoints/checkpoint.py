@@ -73,9 +73,8 @@ def save(
     try:
         files.remove(partial)
         (partial / "model").mkdir(parents=True)
-        for role in TRAINED_ROLES:
-            if role in roles:
-                roles[role].save(str(partial / f"{role}.state"))
+        for role, group in roles.items():
+            group.save(str(partial / f"{role}.state"))
         written = copy.copy(tokenizer)
         if chat is not None:
             written.chat_template = template_text(tokenizer, chat)
@@ -219,9 +218,8 @@ def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, ob
         expected = f"{', '.join(sorted(missing))} too, which this run needs: another kind of run wrote it"
         change = f"to start from its weights, `whet export {folder} OUT`, then set model.path=OUT"
         raise CheckpointError(f"{folder}", f"holds {', '.join(sorted(state))}", expected, change)
-    for role in TRAINED_ROLES:
-        if role in roles:
-            roles[role].load(str(folder / f"{role}.state"))
+    for role, group in roles.items():
+        group.load(str(folder / f"{role}.state"))
     return state
 
 

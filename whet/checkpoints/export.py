@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from whet import serialization
 from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
+from whet.checkpoints.ranks import MODEL, RankFiles, find_ranks
 from whet.config.schema import LoraConfig
 from whet.errors import CheckpointError, ModelError, WhetError
 from whet.models.load import (
@@ -58,6 +59,7 @@ def export(
     trust_remote_code: bool = False,
 ) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, as a folder for plain transformers.  Returns `out`.
+    A checkpoint of verl or EasyR1 will do too.
 
     Weights are written in `dtype`, by default in that of the run's rollout; without a rollout, and of a checkpoint that
     does not say it, in float32. Where that rounds them, the share of the update that is left is logged. A trained
@@ -68,9 +70,12 @@ def export(
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         if out.exists() and any(out.iterdir()):
             raise CheckpointError(f"{out}", "is not empty", "", "name a new folder, so that nothing is overwritten")
-        folder = find_checkpoint(source)
-        checkpoint.verify(folder)
+        ranks = find_ranks(source)
+        folder = ranks or find_checkpoint(source)
         try:
+            if ranks is not None:
+                return _export_ranks(ranks, out, adapter or base is not None, dtype, trust_remote_code)
+            checkpoint.verify(folder)
             return _export(folder, out, adapter, base, dtype, trust_remote_code)
         except BaseException as error:
             shutil.rmtree(out, ignore_errors=True)  # it may hold half a model
@@ -86,28 +91,62 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str
     name = dtype or saved.get("dtype") or "float32"
     if name not in ("float32", "bfloat16"):
         raise CheckpointError(f"{folder}: dtype of weights", name, "float32 or bfloat16", "set --dtype")
-    if origin is None and (adapter or base is not None):
-        change = "export it without --adapter and --base"
-        raise CheckpointError(f"{folder}", "holds a whole model and no adapter", "", change)
-    if origin is not None:
+    if origin is None:
+        _check_whole(folder, adapter or base is not None)
+    else:
         model = _with_adapter(folder, origin | {"trust_remote_code": is_trusted}, weights, base)
         if adapter:
             return _write_adapter(model, origin, weights, folder, base, out)
         weights = {**dict(merged_weights(model)), **kept_buffers(model)}
-    try:
-        config = load_config(folder / "model", trust_remote_code=is_trusted)
-        with torch.device("meta"):
-            options = {"is_reward_model": is_classifier(config), "trust_remote_code": is_trusted}
-            shapes = body_of(outline(folder / "model", **options))
-    except (ModelError, TypeError, RecursionError) as error:
-        key, found = f"{folder}: model/config.json", f"is damaged ({error})"
-        raise CheckpointError(key, found, "", checkpoint.RESTORE) from error
-    _check_names(shapes, weights, folder)
+    shapes = _outline(folder / "model", is_trusted)
+    _check_names(_names(shapes), weights, folder)
     # In the model's order: a state sorted by name would not have the weights of a layer together.
     ordered = ((name, weights[name]) for name in _names(shapes))
-    start = _start_weights(base or saved.get("start"))
-    left = write_weights(out, ordered, shapes, torch_dtype(name), start)
-    shutil.copytree(folder / "model", out, dirs_exist_ok=True)
+    return _write(out, folder / "model", ordered, shapes, name, _start_weights(base or saved.get("start")))
+
+
+def _export_ranks(folder: Path, out: Path, is_adapter: bool, dtype: str | None, is_trusted: bool) -> Path:
+    """Exports a checkpoint of verl or EasyR1, by default in the dtype of its weights."""
+    _check_whole(folder, is_adapter)
+    weights, shapes = RankFiles(folder), _outline(folder / MODEL, is_trusted)
+    kinds = {weights.dtype(name) for name in weights}
+    own = {**dict(shapes.named_parameters()), **kept_buffers(shapes)}
+    # Of another version of transformers, names may be those of its files, such as experts one by one.
+    expected = own if own.keys() <= weights.keys() else revert_weight_conversion(shapes, own)
+    _check_names(expected, weights.keys() - shapes.all_tied_weights_keys.keys(), folder)
+    for name, weight in expected.items():
+        if weights.shape(name) != tuple(weight.shape):
+            found, wanted = f"shape {weights.shape(name)}", f"{tuple(weight.shape)}, by {MODEL}/config.json"
+            raise CheckpointError(f"{folder}: {name}", found, wanted, "choose another checkpoint")
+    name = dtype or ("bfloat16" if kinds == {torch.bfloat16} else "float32")
+    return _write(out, folder / MODEL, ((each, weights[each]) for each in expected), shapes, name, {})
+
+
+def _check_whole(folder: Path, is_adapter: bool) -> None:
+    if is_adapter:
+        change = "export it without --adapter and --base"
+        raise CheckpointError(f"{folder}", "holds a whole model and no adapter", "", change)
+
+
+def _outline(folder: Path, is_trusted: bool) -> PreTrainedModel:
+    """The model of a folder, on meta.  Raises: CheckpointError."""
+    try:
+        config = load_config(folder, trust_remote_code=is_trusted)
+        with torch.device("meta"):
+            options = {"is_reward_model": is_classifier(config), "trust_remote_code": is_trusted}
+            return body_of(outline(folder, **options))
+    except (ModelError, TypeError, RecursionError) as error:
+        key, found = f"{folder.parent}: {folder.name}/config.json", f"is damaged ({error})"
+        raise CheckpointError(key, found, "", checkpoint.RESTORE) from error
+
+
+def _write(
+    out: Path, folder: Path, weights: Iterator[Named], shapes: PreTrainedModel, name: str, start: Weights
+) -> Path:
+    """Writes the weights in this dtype, and the rest of the model's `folder`."""
+    left = write_weights(out, weights, shapes, torch_dtype(name), start)
+    whole_model = shutil.ignore_patterns("*.safetensors*", "*.bin*")  # verl can save it there too
+    shutil.copytree(folder, out, dirs_exist_ok=True, ignore=whole_model)
     text = (out / "config.json").read_text()
     (out / "config.json").write_text(re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{name}"', text))
     if left is not None:
@@ -136,9 +175,8 @@ def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], Origin | None]:
     return state["model"], state.get("start")
 
 
-def _check_names(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    expected = dict.fromkeys(_names(model))
-    missing, unexpected = expected.keys() - set(weights), set(weights) - expected.keys()
+def _check_names(expected: Collection[str], weights: Collection[str], folder: Path) -> None:
+    missing, unexpected = set(expected) - set(weights), set(weights) - set(expected)
     if missing or unexpected:
         found = f"they do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
         raise CheckpointError(f"{folder}: weights", found, "", "choose another checkpoint")

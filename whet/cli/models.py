@@ -55,7 +55,7 @@ def init_model(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoints/global_step_N of a run, or a run (its newest)")],
+    checkpoint: Annotated[Path, typer.Argument(help="global_step_N of a run, whet's or verl's, or a run (its newest)")],
     out: Annotated[Path, typer.Argument(help="the folder to write")],
     adapter: Annotated[bool, typer.Option("--adapter", help="write only the adapter, in peft's format")] = False,
     base: Annotated[str | None, typer.Option(help="path of the adapter's base model, if it has moved")] = None,

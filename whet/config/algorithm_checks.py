@@ -331,6 +331,24 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
             owners[role] = name
 
 
+def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+    """Requires whole replicas of the rollout on the ranks of its pool, each on one node."""
+    options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
+    if not isinstance(size := options.get("tensor_parallel_size"), int) or size < 1:
+        return
+    name, key = cluster.pool_of("rollout"), "rollout.engine.options.tensor_parallel_size"
+    pool, ranks = cluster.pools[name], cluster.replica_ranks(options)
+    if size % pool.num_devices or pool.processes % ranks:
+        expected = f"a size that divides the {pool.processes * pool.num_devices} devices of the pool {name}"
+        yield ConfigError(key, size, f"{expected}, in whole ranks", "change it, or the processes of the pool")
+        return
+    nodes = [slot.node for slot in cluster.slots() if slot.pool.name == name]
+    if any(len({*nodes[first : first + ranks]}) > 1 for first in range(0, len(nodes), ranks)):
+        here = cluster.devices_here
+        expected = f"all devices of a server on one node, which has {here}: weights lie in the memory of its machine"
+        yield ConfigError(key, size, expected, "lower it")
+
+
 def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
     """Requires at least one row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"

@@ -23,6 +23,7 @@ from whet.config.algorithm_checks import (
     neighbours_rule,
     optim_rule,
     processes_rule,
+    replica_rule,
     updates_rule,
 )
 from whet.config.compose import flatten
@@ -334,6 +335,6 @@ RULES: list[tuple[type[schema.Section], Rule]] = [
         *(_chosen, _model, _pixels, _files, _sampling, _staleness, _reward),
         *(_reward_model, _mix, _trainer, _output),
         *(group_rule, extra_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
-        *(engine_rule, cluster_rule, processes_rule, neighbours_rule),
+        *(engine_rule, cluster_rule, processes_rule, neighbours_rule, replica_rule),
     )
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -173,6 +173,18 @@ class ClusterConfig(Section):
     def processes_of(self, role: str) -> int:
         """The number of ranks of a role."""
         return self.pools[self.pool_of(role)].processes
+
+    def replica_ranks(self, options: Mapping[str, object]) -> int:
+        """Consecutive ranks of the rollout on whose devices an engine with these options computes; 1 where it has those
+        of its own rank alone."""
+        sizes = [options.get(f"{name}_parallel_size") for name in ("tensor", "pipeline")]
+        own = self.pools[self.pool_of("rollout")].num_devices
+        tensor, pipeline = (size if isinstance(size, int) else 0 for size in sizes)
+        return max(1, (tensor or own) * (pipeline or 1) // own)
+
+    def replica_devices(self, options: Mapping[str, object]) -> int:
+        """Devices of an engine of the rollout with these options."""
+        return self.replica_ranks(options) * self.pools[self.pool_of("rollout")].num_devices
 
     def processes_key(self, role: str) -> str:
         """The config key of the number of ranks of a role."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
@@ -18,9 +17,8 @@ from whet.config.algorithm import (
 from whet.config.cluster import ClusterConfig as ClusterConfig
 from whet.config.environment import EnvironmentConfig as EnvironmentConfig, StageConfig as StageConfig
 from whet.config.managers import LIMIT_NAMES, LIMITS, MANAGER, MANAGERS, TOKENS_PER_REQUEST, Manager
-from whet.config.section import Choice, Place, Section as Section, Values, key
+from whet.config.section import Choice, Section as Section, Values, key
 from whet.config.trainer import SamplingConfig as SamplingConfig, TrainerConfig as TrainerConfig
-from whet.errors import ConfigError
 from whet.registry import ENGINES, HINTS, REWARDS, ROLLOUT_ENGINES, SAMPLERS, VALUE_LOSSES
 
 Decay = Annotated[float, Ge(0), Lt(1)]  # decay rate of a moving average
@@ -397,17 +395,6 @@ class SupervisedDataConfig(ExamplesDataConfig):
     unwritten: Literal["as_is", "split", "error"] = key("as_is", UNWRITTEN)
 
 
-class PreferenceDataConfig(ExamplesDataConfig):
-    """The pairs of `whet train-reward`. Chosen and rejected are texts or messages; without a prompt, whole ones."""
-
-    chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
-    rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
-    margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
-    overlong: Literal["drop", "error"] = key("drop", "what to do with pairs of which one response is over max_length")
-
-    builder: ClassVar[str] = "whet.data.supervised:build_pairs"
-
-
 class ExamplesConfig(Section):
     """The config of a run on examples, which those of trainers derive from."""
 
@@ -421,7 +408,10 @@ class ExamplesConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     extra: Values = key({}, "settings of your own code; whet does not read them")
 
-    rows_an_example: ClassVar[int] = 1
+    @property
+    def rows_an_example(self) -> int:
+        """The rows of a batch that an example becomes."""
+        return 1
 
 
 class SFTConfig(ExamplesConfig):
@@ -431,25 +421,6 @@ class SFTConfig(ExamplesConfig):
     trainer: TrainerConfig = TrainerConfig(experiment_name="sft")
 
     command: ClassVar[str] = "sft"
-
-
-class RewardTrainingConfig(ExamplesConfig):
-    """The config of `whet train-reward`."""
-
-    data: PreferenceDataConfig = PreferenceDataConfig()
-    trainer: TrainerConfig = TrainerConfig(experiment_name="reward")
-    center_coef: NonNegativeFloat = key(
-        0.0, "weight of the squared sum of a pair's scores in the loss, which keeps scores near 0; 0: none"
-    )
-
-    command: ClassVar[str] = "train-reward"
-    rows_an_example: ClassVar[int] = 2
-
-    def problems(self, at: Place) -> Iterator[ConfigError]:
-        if self.model.lora.path is not None:
-            found = f"{self.model.lora.path} is an adapter of a language model"
-            change = "export the merged model first (`whet export`), and name it as model.path"
-            yield ConfigError("model.lora.path", found, "a whole model for `whet train-reward`", change)
 
 
 RunConfig = TrainConfig | ExamplesConfig  # of a run that trains

@@ -124,7 +124,8 @@ class Choice:
 
     def options_key(self, key: str) -> str:
         """The dotted key of the function's options; `key` itself where there is no such field."""
-        return key if self.options is None else f"{key.rpartition('.')[0]}.{self.options}"
+        place, dot, _ = key.rpartition(".")
+        return key if self.options is None else f"{place}{dot}{self.options}"
 
     def check(self, key: str, name: str | None, options: Mapping[str, object]) -> None:
         """Checks a name and its options.  Raises: ConfigError for an unknown function, or an option that it lacks."""

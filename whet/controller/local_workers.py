@@ -54,6 +54,7 @@ class RankSpec:
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
     deadline_seconds: float
+    visible: tuple[str, ...] = ()  # devices of each rank of the pool, where a process sees its own alone
 
     def set_device(self) -> torch.device:
         """Limits torch to this process's part of the cores.  Returns the device to compute on."""
@@ -142,6 +143,7 @@ class LocalWorkers:
             neighbours=self.by_role,
             address=LOOPBACK if own is None else own.address,
             device=self._device,
+            visible=() if own is None else own.visible,
         )
         worker = self.by_role[spec.role] = spec.cls(placement, *spec.args, **spec.kwargs)
         return Layout(worker.dp_rank, worker.dp_size, worker.is_reporting)

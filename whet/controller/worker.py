@@ -26,6 +26,7 @@ class Placement:
     neighbours: Mapping[str, Worker] = field(default_factory=dict)  # see `Worker`
     address: str = "127.0.0.1"  # under which workers on other machines reach this one
     device: torch.device = HOST  # shared by the roles of this process
+    visible: Sequence[str] = ()  # on Ray the devices of each rank, as CUDA_VISIBLE_DEVICES names them
 
 
 class Worker:

@@ -113,6 +113,7 @@ class WorkerGroup:
     ) -> None:
         check_layouts(layouts, role)
         self.role = role
+        self.reporting = [rank for rank, layout in enumerate(layouts) if layout.is_reporting]
         self.world_size, self.dp_size = len(layouts), layouts[0].dp_size
         self._layouts, self._transport, self._deadline_seconds = layouts, transport, deadline_seconds
         self._class_name, self._methods = cls.__qualname__, registered_methods(cls)

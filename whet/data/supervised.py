@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whet.config.schema import PreferenceDataConfig, SupervisedDataConfig
+from whet.config.preference import PreferenceDataConfig
+from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, encode_texts, render_chat, roles
 from whet.data.media import KINDS
 from whet.data.placeholders import expanded, num_whole
@@ -177,7 +178,7 @@ def encode_conversation(
         input_ids, loss_mask = _encode_by_prefix(messages, prompt_format, media, expanded(text, media))
     if only_last:
         head = render_chat(tokenizer, messages[:-1], add_generation_prompt=True, chat_template_kwargs=kwargs)
-        before = _common_prefix(encode_rendered(tokenizer, [expanded(head, media)])[0], input_ids)
+        before = common_prefix(encode_rendered(tokenizer, [expanded(head, media)])[0], input_ids)
         loss_mask = [0] * before + loss_mask[before:]
     prompt_format.check(input_ids, media)
     if not any(loss_mask):
@@ -205,7 +206,7 @@ def _encode_by_prefix(
             found = "rewrites earlier turns, so the tokens of assistant turns cannot be found"
             change = "use one with {% generation %} marks, or rows with one assistant turn, at the end"
             raise DataError("chat template", found, "", change)
-        return _common_prefix(encode_rendered(tokenizer, [prefix])[0], input_ids)
+        return common_prefix(encode_rendered(tokenizer, [prefix])[0], input_ids)
 
     starts = [position_after(head) for head in heads]
     loss_mask = [0] * len(input_ids)
@@ -219,7 +220,7 @@ def _encode_by_prefix(
     return input_ids, loss_mask
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Counts the leading ids that agree; fewer than the prefix has if the tokenizer merges tokens across its end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
@@ -260,7 +261,7 @@ class PreferencePair(Example):
     def num_shared(self) -> int:
         """The number of tokens before the first that differs: at least 1, and fewer than either has."""
         shorter = min(len(self.chosen), len(self.rejected))
-        return max(1, min(_common_prefix(self.chosen, self.rejected), shorter - 1))
+        return max(1, min(common_prefix(self.chosen, self.rejected), shorter - 1))
 
 
 def build_pairs(

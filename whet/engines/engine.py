@@ -58,7 +58,9 @@ class Engine(ABC):
         model.train(role.optim is not None)
         in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
         packing = role.forward.packing and support_of(model).is_own
-        self.forward_settings = replace(role.forward, packing=packing, in_stretches=in_stretches and packing)
+        both_ways = (encoders := encoders_of(model)) is not None and bool(encoders.both_ways)
+        chosen: dict[str, Any] = {"in_stretches": in_stretches and packing, "both_ways": both_ways}
+        self.forward_settings = replace(role.forward, packing=packing, **chosen)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
@@ -250,6 +252,12 @@ class Engine(ABC):
 
         Raises: EngineError for the state of another model or engine.
         """
+
+    @torch.no_grad()
+    def copy_from(self, other: Engine) -> None:
+        """Takes over the weights of an engine of the same kind, with the same shards, in this process."""
+        for own, new in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            own.copy_(new)
 
     def offload(self, weights: bool = True) -> None:
         self._loss = None

@@ -3,7 +3,7 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
 selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
-from the left edge, padding on its right). All three are causal and without dropout.
+from the left edge, padding on its right). All three are causal, but for runs of a packed layout, and without dropout.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _causal(
     # torch's fused kernel has no cap on scores, and no sinks
     if cap or sinks is not None or (query.device.type == "cpu" and length <= SHORT * head_dim):
         return _unfused(query, key, value, scores, _hidden(query, key, window, bunch))
-    is_whole = not window and length == key.shape[2]
+    is_whole = not window and length == key.shape[2] and (bunch is None or bunch.key_runs is None)
     return _fused(query, key, value, scale, None if is_whole else ~_hidden(query, key, window, bunch)[:, None])
 
 

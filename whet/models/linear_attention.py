@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce, wraps
+from functools import cache, cached_property, partial, reduce, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
+
+from whet.devices import runs_triton
 
 CONVOLUTION, RULE, STEPS = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 CHUNK = 64  # tokens that the rule computes together
@@ -155,7 +159,9 @@ class PackedFlow:
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Scans grid by grid.   [S, ...] -> [S, VH, V]"""
+        """Scans grid by grid, or all sequences in a call.   [S, ...] -> [S, VH, V]"""
+        if (packed := packed_rule(inputs[0].device)) is not None and inputs[0].dtype != torch.float32:
+            return self._in_calls(packed, inputs)
         flat = with_zero(inputs)
         outs, ends, known = list[torch.Tensor](), list[torch.Tensor](), None
         for index, source in self.grids:
@@ -165,6 +171,38 @@ class PackedFlow:
             outs.append(out.flatten(0, 1))
             ends.append(end)
         return torch.cat([*outs, flat[2][-1:]]).index_select(0, self.places)  # of padding a zero
+
+    @cached_property
+    def calls(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Tokens of sequences one after the other, where each begins, and numbers of pieces: what begins at zero, and
+        what goes on."""
+        found, size = [], len(self.places)
+        for is_late in (False, True):
+            if grids := [grid for grid in self.grids if (grid[1] is not None) == is_late]:
+                tokens = torch.cat([index[index < size] for index, _ in grids])
+                lengths = torch.cat([(index < size).sum(1) for index, _ in grids])
+                source = torch.cat([number for _, number in grids if number is not None]) if is_late else None
+                found.append((tokens, F.pad(lengths.cumsum(0), (1, 0)), source))
+        return found
+
+    def _in_calls(self, packed: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        out, ends = torch.zeros_like(inputs[2]), inputs[2].new_zeros(0)
+        for tokens, begins, source in self.calls:
+            start = None if source is None else ends.index_select(0, source)
+            one = tuple(each.index_select(0, tokens)[None] for each in inputs)
+            found, ends = delta_rule(partial(packed, cu_seqlens=begins), one, start)
+            out = out.index_copy(0, tokens, found[0].to(out.dtype))
+        return out
+
+
+@cache
+def packed_rule(device: torch.device) -> Rule | None:
+    """flash-linear-attention's rule for sequences of any lengths in a row, where it is installed and the device runs
+    Triton. Called as it is documented; not run on a card yet."""
+    if not runs_triton(device, "linear attention is torch's") or find_spec("fla") is None:
+        return None
+    found: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return found
 
 
 def _alike(lengths: torch.Tensor, chosen: torch.Tensor) -> Iterator[tuple[int, list[int]]]:

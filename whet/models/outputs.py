@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
-from whet.models.packing import ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
+from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
 from whet.models.routers import (
     CHOICES,
     LOADS,
@@ -49,6 +50,7 @@ class ForwardSettings:
     replays: bool = False  # routers choose the experts in the column `routed_experts`, where a batch has it
     is_sharded: bool = False  # every rank runs every module in every pass, the vision tower too
     in_stretches: bool = False  # attention in one call over all packed rows, where the device has a kernel for it
+    both_ways: bool = False  # the model's media attend in both directions, which that kernel does not know
     tile: int = 0  # tokens of a tile of attention, and the head's kernels too have fixed tiles; 0: they are any
 
 
@@ -74,7 +76,9 @@ def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
     """The layout of a batch on its device for passes with these settings.  Raises: DataError."""
     packing, share = settings.packing, settings.token_share
     ring = share.ring if share is not None and share.rings > 1 else None
-    where = layout(batch, packing and settings.share_prompts, packing and settings.in_stretches, settings.tile, ring)
+    has_runs = settings.both_ways and any(map(len, chain(*(batch.get(name, ()) for name in (MEDIA, LATER_MEDIA)))))
+    in_stretches = packing and settings.in_stretches and not has_runs
+    where = layout(batch, packing and settings.share_prompts, in_stretches, settings.tile, ring)
     return with_routed(where, batch[ROUTED]) if settings.replays and ROUTED in batch else where
 
 
@@ -203,8 +207,10 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
     tokens, only this rank's tokens."""
     body, share = cast(PreTrainedModel, language_body(model)), settings.token_share
     extra, unseen = _media(body, where, settings)
-    routed = where.routed
-    if settings.packing:
+    routed, packing, encoders = where.routed, settings.packing, encoders_of(body)
+    if where.media and encoders is not None and encoders.both_ways:  # what padded rows have no mask for
+        where, packing = where.with_runs(encoders.both_ways), True
+    if packing:
         num_tokens = where.size if share is None else share.padded(where.size)
         if routed is not None:
             routed = F.pad(routed, (0, 0, 0, 0, 0, num_tokens - len(routed)), value=-1)

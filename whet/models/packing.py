@@ -68,6 +68,8 @@ class Bunch(Grid):
     prefix_lengths: torch.Tensor  # [num_rows]
     prefix_width: int  # the largest of them
     has_gaps: bool  # True where some prefix is shorter
+    query_runs: torch.Tensor | None = None  # [num_rows, width] see `Layout.with_runs`
+    key_runs: torch.Tensor | None = None  # [num_rows, prefix_width + width]
 
     def places(self, with_prompts: bool) -> tuple[torch.Tensor, int]:
         """Returns each own token's index in the flattened grid of keys (`with_prompts`) or queries, and its width."""
@@ -81,7 +83,10 @@ class Bunch(Grid):
         at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
         later = at > at[self.prefix_width :, None]
         absent = self.prefix_width - self.prefix_lengths
-        return (later | (at < absent[:, None, None])) if self.has_gaps else later[None]
+        if self.query_runs is not None and self.key_runs is not None:
+            queries, keys = self.query_runs[:, :, None], self.key_runs[:, None]
+            later = later & ((queries != keys) | (queries == 0))
+        return (later | (at < absent[:, None, None])) if self.has_gaps else later if later.dim() == 3 else later[None]
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,16 @@ class Layout(Grid):
         )
         stretches = None if self.stretches is None else others.pop()
         return replace(whole, bunches=tuple(others), stretches=stretches)
+
+    def with_runs(self, token_ids: Sequence[int]) -> Layout:
+        """The layout in which the tokens of each run of `token_ids`, which are a media's, attend to each other in both
+        directions; without `stretches`."""
+        is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
+        begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
+        runs = begins.cumsum(0) * is_media  # 0 outside
+        grids = zip(Spread.apply(runs, self.bunches, False), Spread.apply(runs, self.bunches, True), strict=True)
+        bunches = (replace(each, query_runs=q, key_runs=k) for each, (q, k) in zip(self.bunches, grids, strict=True))
+        return replace(self, bunches=tuple(bunches))
 
     @cached_property
     def flow(self) -> PackedFlow:

@@ -182,7 +182,7 @@ def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: 
     cache = float(KV_CACHE_BYTES if given == "auto" else given)
     has_copy = config.model.lora.rank is not None or sampled < 4 or narrow
     rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
-    devices = config.cluster.pools[config.cluster.pool_of("rollout")].num_devices
+    devices = config.cluster.replica_devices(engine.options)
     copies = 2 if config.rollout.max_staleness > 0 else 1  # new weights arrive while it samples
     return copies * shape["weights"] * sampled * has_copy / devices, cache, rows * shape["vocabulary"] * (sampled + 16)
 

@@ -172,6 +172,11 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
     kept = _Kept(phases, setup.device is not None)
     for name, model in outlines.items():
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
+    if isinstance(config, TrainConfig) and config.rollout.engine.options.get("weight_delta") is True:
+        size, actors = setup.outlines["actor"].num_weights * ITEM_BYTES[config.rollout.dtype], outlines.get("actor")
+        if samples or actors:  # of the actor's ranks one on each node sends
+            parts = 1 if samples else cluster.processes_of("actor") // cluster.nnodes
+            kept.keep("weights of the last version", size // max(1, parts), phases, on_host=True)
     return kept, _keep_rollout(kept, setup, turns) if samples else None
 
 
@@ -266,7 +271,7 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
     planned = rollout_bytes(config, model.config, setup.lengths)
-    devices = config.cluster.pools[config.cluster.pool_of("rollout")].num_devices
+    devices = config.cluster.replica_devices(config.rollout.engine.options)
     if not _samples_from_the_actor(setup):
         size = model.num_weights * ITEM_BYTES[config.rollout.dtype]
         kept.keep("rollout: weights", size // devices, ("rollout",))

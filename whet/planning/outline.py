@@ -140,8 +140,8 @@ class Outline:
 
     @property
     def _towers(self) -> list[nn.Module]:
-        encoders = self.encoders
-        return [] if encoders is None else [vision_body(self.model).get_submodule(name) for name in encoders.towers]
+        modules = {} if self.encoders is None else dict(vision_body(self.model).named_modules())
+        return [] if self.encoders is None else [modules[name] for name in self.encoders.towers if name in modules]
 
     @property
     def vision_weights(self) -> int:
@@ -293,12 +293,8 @@ class Outline:
             shapes = {k: self._mode.from_tensor(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
             return replace(grid, **shapes)
 
-        bunches = []
-        for bunch in where.bunches:
-            bunches.append(shapes_of(bunch))
-            # This property depends on numbers, so it cannot be computed from shapes.
-            vars(bunches[-1])["hidden"] = self._mode.from_tensor(bunch.hidden)
-        laid_out: Layout = replace(shapes_of(where), bunches=tuple(bunches))
+        # Masks are made of shapes, and only where attention reads them: of a row of 1M tokens one has 1 TiB.
+        laid_out: Layout = replace(shapes_of(where), bunches=tuple(map(shapes_of, where.bunches)))
         if self.role.is_reward_model:
             vars(laid_out)["sampled_by_row"] = self._mode.from_tensor(where.sampled_by_row)
         return laid_out

@@ -210,15 +210,22 @@ def _trajectory(item: RewardItem) -> dict[str, Any]:
     return dict(item.trajectory) or {"messages": messages, "turn_rewards": [0.0], "fields": {}, "limit": None}
 
 
+def _conversation(item: RewardItem) -> list[Any]:
+    """The messages of the prompt, and after it."""
+    prompt = [message.to_dict() for message in item.messages] or [{"role": "user", "content": item.prompt_str}]
+    return [*prompt, *_trajectory(item)["messages"]]
+
+
 _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     **{name: attrgetter(name) for name in ("data_source", "solution_str", "ground_truth", "extra_info", "prompt_str")},
     **dict.fromkeys(("predict", "predict_str"), attrgetter("solution_str")),
     "trajectory": _trajectory,
+    "conversation": _conversation,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
 _LOGS = ("log_extra", "log_metric")  # TRL's functions for what is reported beside the scores
 _OF_TRAINER = {"trainer_state", "environments", *_LOGS}  # of TRL's trainer, the first two without a counterpart
-_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory"}  # a function takes at least one of them
+_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory", "conversation"}  # it takes one of them
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
 # The forms whose first parameter holds everything, by its usual name. Annotations are read as text: they may name
@@ -288,8 +295,7 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
 
     def prompt(item: RewardItem) -> Any:
         is_chat = bool(item.messages) if as_chat is None else as_chat
-        messages = [message.to_dict() for message in item.messages] or [{"role": "user", "content": item.prompt_str}]
-        return messages if is_chat else item.prompt_str
+        return _conversation(item)[: max(1, len(item.messages))] if is_chat else item.prompt_str
 
     fields = {"completions": completion, "prompts": prompt, "completion_ids": lambda item: list(item.response_ids)}
     names = {p.name for p in named}

@@ -137,6 +137,9 @@ def check_engine(config: TrainConfig) -> None:
         key, change = f"cluster.placement.{pool}.devices", "lower it, or choose an engine for several, such as vllm"
         expected = f"1, as the rollout engine {rollout.engine.name} samples on one device"
         raise ConfigError(key, cluster.pools[pool].devices, expected, change)
+    if rollout.engine.options.get("weight_delta") is True and pool == cluster.pool_of("actor"):
+        key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool"
+        raise ConfigError(key, True, f"false in the actor's pool ({pool}), where weights are copied", change)
     if isinstance(engine, ChecksAhead):
         longest = config.data.max_prompt_length + config.data.max_response_length
         engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))

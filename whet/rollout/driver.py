@@ -21,8 +21,8 @@ from whet.environments.protocol import Observation
 from whet.errors import DataError, WorkerError
 from whet.phases import counted
 from whet.processes.background import Mailbox
-from whet.rollout.episode import Close, Command, Delegate, Episode, Reset, Sample, Score, Step
-from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, RolloutEngine, drop, late
+from whet.rollout.episode import Command, Delegate, End, Episode, Reset, Sample, Step
+from whet.rollout.protocol import POLL_SECONDS, Event, Finished, Partial, Request, RolloutEngine, drop, late
 from whet.types import Failure, Outcome, Outcomes, Trajectory
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Driver:
         self.deadline_seconds, self._clock = deadline_seconds, clock
         self._open: dict[str, _Open] = {}  # by id of the episode
         self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
-        self._unsent = deque[Sample]()
+        self._unsent = deque[tuple[Episode, Request]]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
         self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
         self._to_score = list[tuple[Callable[[], Sequence[Outcomes]], OnScored]]()
@@ -156,7 +156,7 @@ class Driver:
             self._open[episode.id] = _Open(episode, on_done)
             if episode.rules.is_silent:
                 self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
-            self._carry_out(episode.start())
+            self._carry_out(episode, episode.start())
 
     def abandon_prompts(self, uids: Sequence[str]) -> None:
         """Ends the training episodes of prompts without a word."""
@@ -198,29 +198,27 @@ class Driver:
             return "sampling"
         return "rewards" if self.is_idle else "environments"
 
-    def _carry_out(self, commands: Sequence[Command]) -> None:
+    def _carry_out(self, episode: Episode, commands: Sequence[Command]) -> None:
         for command in commands:
-            opened = self._open[uid := command.episode]
-            agent = opened.episode.agent
+            opened = self._open[episode.id]
             match command:
                 case Sample():
-                    self._unsent.append(command)
-                case Score():
-                    del self._open[uid]
-                    opened.on_done(command.trajectory)
-                case Close():
+                    self._unsent.append((episode, command.request))
+                case End():
                     if opened.children:
                         self._abandon([child for child in opened.children if child in self._open])
-                    self._let_go(opened.episode)
+                    self._let_go(episode)
+                    del self._open[episode.id]
+                    opened.on_done(command.trajectory)
                 case Delegate():
                     opened.children.append(command.child.id)
-                    self.add([command.child], partial(self._on_delegated, opened.episode))
+                    self.add([command.child], partial(self._on_delegated, episode))
                 case Step():
-                    self._stepping[uid] = agent
-                    self.environments[agent].step(uid, command.answer)
+                    self._stepping[episode.id] = episode.agent
+                    self.environments[episode.agent].step(episode.id, command.answer)
                 case Reset():
-                    self._stepping[uid] = agent
-                    self.environments[agent].start(uid, command.prompt, command.seed)
+                    self._stepping[episode.id] = episode.agent
+                    self.environments[episode.agent].start(episode.id, episode.prompt, episode.seed)
 
     def _let_go(self, episode: Episode) -> None:
         """Ends the environment of an episode, and its deadline."""
@@ -229,7 +227,7 @@ class Driver:
         self._late_at[episode.agent].pop(episode.id, None)
 
     def _on_delegated(self, parent: Episode, trajectory: Trajectory) -> None:
-        self._carry_out(parent.on_delegated(trajectory))
+        self._carry_out(parent, parent.on_delegated(trajectory))
 
     def _abandon(self, ids: Sequence[str]) -> None:
         """Ends episodes without a word."""
@@ -242,9 +240,9 @@ class Driver:
 
     def _send(self) -> None:
         """Submits requests until the engine is full."""
-        while self._unsent and self.engine.submit(self._unsent[0].request):
-            sample = self._unsent.popleft()
-            self._sampling[sample.request.uid] = self._open[sample.episode].episode
+        while self._unsent and self.engine.submit(self._unsent[0][1]):
+            episode, request = self._unsent.popleft()
+            self._sampling[request.uid] = episode
 
     def _take_observations(self, timeout_seconds: float) -> None:
         agents = set(self._stepping.values())
@@ -256,9 +254,9 @@ class Driver:
             episode = self._open[uid].episode
             match _read(episode, result):
                 case Failure() as failure:
-                    self._carry_out(episode.on_failure(failure))
+                    self._carry_out(episode, episode.on_failure(failure))
                 case observation:
-                    self._carry_out(episode.on_observation(observation))
+                    self._carry_out(episode, episode.on_observation(observation))
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -275,7 +273,7 @@ class Driver:
                 case _:
                     commands = episode.on_failure(event.failure)
             del self._sampling[event.uid]
-            self._carry_out(commands)
+            self._carry_out(episode, commands)
 
     def _take_scores(self, waits: bool) -> None:
         """Submits what is to be scored, and tells outcomes that have come; where it `waits`, at least the first."""
@@ -304,7 +302,7 @@ class Driver:
                 self._stepping.pop(uid, None)  # a late task may just have given it a turn
                 episode = self._open[uid].episode
                 why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
-                self._carry_out(episode.on_failure(Failure("environment", why, timed_out=True)))
+                self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
         """Aborts the requests of episodes, and listens to no more results of their environments."""
@@ -314,7 +312,7 @@ class Driver:
             self.engine.abort(requests)  # others go on: what comes of these is not listened to
         for uid in requests:
             del self._sampling[uid]
-        self._unsent = deque(sample for sample in self._unsent if sample.episode not in gone)
+        self._unsent = deque(each for each in self._unsent if each[0].id not in gone)
         self._stepping = {uid: agent for uid, agent in self._stepping.items() if uid not in gone}
 
 

@@ -83,26 +83,20 @@ class Rules:
 
 @dataclass(frozen=True)
 class Reset:
-    """Make the environment of an episode."""
-
-    episode: str  # its id
-    prompt: Prompt
-    seed: int
+    """Make the environment of the episode, for its prompt and seed."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Submit a request of an episode to the rollout engine."""
+    """Submit a request to the rollout engine."""
 
-    episode: str  # its id
     request: Request
 
 
 @dataclass(frozen=True)
 class Step:
-    """Give a completion to the environment of an episode."""
+    """Give a completion to the environment."""
 
-    episode: str  # its id
     answer: Answer
 
 
@@ -110,26 +104,17 @@ class Step:
 class Delegate:
     """Run the episode of a sub-agent, and tell `on_delegated` its trajectory."""
 
-    episode: str  # id of the episode that waits for it
     child: Episode
 
 
 @dataclass(frozen=True)
-class Close:
-    """Let the environment of an episode go; nothing follows from it."""
-
-    episode: str  # its id
-
-
-@dataclass(frozen=True)
-class Score:
-    """The episode is over: score its trajectory, unless that carries a failure."""
+class End:
+    """The episode is over: let its environment go, and score its trajectory unless that carries a failure."""
 
     trajectory: Trajectory
-    episode: str
 
 
-Command = Reset | Sample | Step | Delegate | Close | Score
+Command = Reset | Sample | Step | Delegate | End
 
 
 @dataclass(frozen=True)
@@ -172,7 +157,7 @@ class Episode:
 
     def start(self) -> list[Command]:
         """Begins; a silent environment says nothing."""
-        return self._next_turn(GOES_ON) if self.rules.is_silent else [Reset(self.id, self.prompt, self.seed)]
+        return self._next_turn(GOES_ON) if self.rules.is_silent else [Reset()]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads what the environment returned from its reset or from a step, and goes on or ends."""
@@ -204,7 +189,7 @@ class Episode:
         self._to_context(observation)
         if self._num_turns == self.rules.limits.max_turns:
             return self._end(limit="turns")
-        return self._check_length() or [Sample(self.id, self._request())]
+        return self._check_length() or [Sample(self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
         """Reads the response of the engine; of one that was aborted the next attempt samples the rest."""
@@ -213,7 +198,7 @@ class Episode:
         whole = completion if self._partial is None else joined(self._partial, completion)
         if completion.finish_reason == "abort":
             self._partial, self._attempt, self._noted = whole, self._attempt + 1, None
-            return [Sample(self.id, self._request())]
+            return [Sample(self._request())]
         self._partial, self._attempt, self._noted = None, 0, None
         text, read, context = self.rules.codec.decode(whole.token_ids), self._read, self._context
         calls: tuple[Mapping[str, Any], ...] = ()
@@ -241,7 +226,7 @@ class Episode:
             return self._end(failure)
         if self.rules.is_silent:
             return self._end()
-        return [Step(self.id, Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
+        return [Step(Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
         """Notes tokens of the running attempt."""
@@ -293,7 +278,7 @@ class Episode:
         if len(results) < len(self._tasks):
             return []
         self._tasks = {}
-        return [Step(self.id, Answer("", results=results))]
+        return [Step(Answer("", results=results))]
 
     def _pay(self, observation: Observation) -> None:
         """Adds the rewards of an observation to the last turns of the players.  Raises: TextError."""
@@ -322,7 +307,7 @@ class Episode:
             seed = key(self.seed, "task", self._num_tasks)
             children.append(Episode(prompt, self.sample, self.rules.agents[task.agent], seed, task.agent))
         self._tasks = {child.uid: None for child in children}
-        return [Delegate(self.id, child) for child in children]
+        return [Delegate(child) for child in children]
 
     def _to_context(self, observation: Observation) -> None:
         """Puts an observation into the context of its player, behind it or in its place."""
@@ -426,7 +411,7 @@ class Episode:
             fields=self.fields,
             limit=limit,
         )
-        return [Close(self.id), Score(trajectory, self.id)]
+        return [End(trajectory)]
 
 
 def _text(message: Message) -> str:

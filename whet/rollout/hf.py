@@ -51,6 +51,7 @@ class Batch:
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in fed], device=device)
         positions = position_ids(mask, rotary if any(each is not None for each in rotary) else None)
         longest = max(request.params.max_new_tokens for request in requests)
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in fed], device=device)
 
         def filled(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor([[*row, *[0] * (longest - len(row))] for row in values], dtype=dtype, device=device)
@@ -62,11 +63,11 @@ class Batch:
             log_probs=filled([each.log_probs for each in rows], torch.float32),
             counts=torch.tensor([len(each.tokens) for each in rows], device=device),
             going_on=torch.ones(len(rows), dtype=torch.bool, device=device),
-            ids=torch.tensor([[0] * (width - len(row)) + row for row in fed], device=device),
+            ids=ids,
             positions=positions if positions.dim() == 2 else positions.transpose(0, 1),
             mask=mask,
             cache=None,
-            seen={} if encoders is None else encoders.encode(module, media),
+            seen={} if encoders is None else {**encoders.encode(module, media), **encoders.types(ids)},
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -104,6 +105,8 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
         keep those of the old weights (keep).
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     """
 
     def __init__(
@@ -113,8 +116,10 @@ class HFEngine(InProcessEngine[LiveRequest]):
         load_tokenizer: LoadTokenizer | None = None,
         *,
         on_new_weights: Literal["recompute", "keep"] = "recompute",
+        weight_delta: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
+        self.takes_delta = weight_delta
         self._batch: Batch | None = None
 
     @classmethod

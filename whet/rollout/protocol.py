@@ -233,6 +233,13 @@ class LoadsAdapter(Protocol):
 
 
 @runtime_checkable
+class TakesDelta(Protocol):
+    """The choice of weights that come to its process as their changes since the last version."""
+
+    takes_delta: bool
+
+
+@runtime_checkable
 class Sleeps(Protocol):
     """The ability to leave the device to others between rollouts."""
 

@@ -149,11 +149,11 @@ class Replicas(Ranks):
         self, group: WorkerGroup, max_batch_size: int, *, gathers: bool, weight_sync: Callable[..., str] | None = None
     ) -> None:
         # A rank has a few more than it can run, so that it need not wait for the next ones; a single one has all.
-        most = max_batch_size + max_batch_size // 4 if group.world_size > 1 else sys.maxsize
+        most = max_batch_size + max_batch_size // 4 if len(group.reporting) > 1 else sys.maxsize
         super().__init__(group, Router(most, restarts=RESTARTS), gathers)
         self._weight_sync, self._version = weight_sync, 0
         if weight_sync is None:
-            self.join(range(group.world_size))
+            self.join(group.reporting)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         """Gives waiting requests out, and returns the first events.  Raises: what an engine or a lost worker raises."""
@@ -194,7 +194,7 @@ class Replicas(Ranks):
         with self._turn:
             self.fleet.on_weights(version)
             away = self._calls.values()
-            self.join([n for n in range(self._group.world_size) if n not in self.fleet.ranks and n not in away], None)
+            self.join([n for n in self._group.reporting if n not in self.fleet.ranks and n not in away], None)
             restarting = [rank for call, rank in self._calls.items() if call.method == "restart"]
             # An engine that starts keeps the weights for later.
             processes = {rank: self.fleet.starts.get(rank, 0) for rank in sorted([*self._loading, *restarting])}

@@ -21,12 +21,21 @@ from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError, describe
 from whet.evaluation.evaluate import open_engine
 from whet.guard import LOCAL, with_deadline
-from whet.models.load import context_length, load_config, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import (
+    context_length,
+    is_classifier,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    stop_token_ids,
+    torch_dtype,
+)
 from whet.planning.dtypes import choose
 from whet.rollout.protocol import Request, RolloutEngine, SamplingParams, generate
 from whet.serving.app import App, Settings
 from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread, named
+from whet.serving.scores import ScoreApp
 from whet.tracking.console import long_phase
 
 log = logging.getLogger(__name__)
@@ -43,6 +52,9 @@ def serve(settings: Settings) -> None:
             trusted = settings.trust_remote_code
             folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
             dtype = choose(settings.dtype, "--dtype")
+            if is_classifier(load_config(folder, trust_remote_code=trusted)):
+                _serve_scores(settings, ScoreApp(settings, folder, dtype), bound)
+                return
             model = ModelConfig(path=folder, dtype=dtype, trust_remote_code=trusted)
             chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
             rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
@@ -61,6 +73,18 @@ def serve(settings: Settings) -> None:
             engine = open_engine(rollout, model, folder, version=0 if step is None else step)
             server = _Server(settings, reader, engine, source, dtype)
         server.run(bound)
+
+
+def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> None:
+    """Serves a reward model until a signal.  Raises: ConfigError."""
+    if settings.follow:
+        raise ConfigError("--follow", "set", "no --follow with a reward model", "leave it out")
+    host, port = bound.getsockname()[:2]
+    log.info("serving the reward model %s, as %r, on http://%s:%d/pooling", settings.model, app.name, host, port)
+    config = uvicorn.Config(app.asgi, http=with_deadline(AutoHTTPProtocol), log_level="warning", access_log=False)
+    config.timeout_graceful_shutdown = round(settings.stop_seconds)
+    with _signals_end_quietly():
+        uvicorn.Server(config).run(sockets=[bound])
 
 
 class _Server:

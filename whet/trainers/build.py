@@ -221,7 +221,8 @@ def begin(
     sampled = {"rollout": config.rollout, "trainer.validation": config.trainer.validation}
     check_sampling(config.rollout, sampled)
     read = config.critic.model_path, config.ref.model_path, *config.teacher.model_paths.values()
-    tokenizer = workers.tokenizer_of(config, *read, config.reward_model.model_path)
+    tokenizer = workers.tokenizer_of(config, *read)
+    workers.check_vocabularies(config, tokenizer)
     workers.check_reward_model(config, tokenizer)
     check_stages(config, tokenizer)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
@@ -272,7 +273,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
     """Returns the workers of one process; a worker comes after those that it reads from, as `ref` may from `actor`."""
-    model, ref, critic = config.model, config.ref, config.critic
+    model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
         updates = steps * updates_per_step(role, config.data.train_batch_size)
@@ -297,8 +298,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
         settings = workers.settings_of(model, config.reward_model, config.reward_model.model_path)
         specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
     tokenizer_path = model.tokenizer_path or workers.path_of(model)
-    num_devices = config.cluster.pools[config.cluster.pool_of("rollout")].num_devices
-    sampling = (config.rollout, tokenizer_path, model, num_devices)
+    ranks, devices = (of(config.rollout.engine.options) for of in (cluster.replica_ranks, cluster.replica_devices))
+    sampling = (config.rollout, tokenizer_path, model, devices, ranks)
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
 

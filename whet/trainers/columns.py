@@ -32,6 +32,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PROVIDERS, REJECTIONS, 
 from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
 from whet.rollout.sampling import uniforms
+from whet.trainers.reward_texts import text_batch, text_reader
 from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]
@@ -236,6 +237,7 @@ def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
         "old_log_probs": {"by": config.algorithm.correction.old_log_probs},
         "draws": {"seed": config.trainer.seed},
         "teacher_log_probs": {"teacher": config.teacher, "data": config.data, "environment": config.environment},
+        "rm_scores": {"path": config.reward_model.model_path, "trusted": config.model.trust_remote_code},
         "judge_scores": {"rubric": config.reward_model.rubric, "data": config.data},
     }
 
@@ -313,10 +315,15 @@ def process_rewards(batch: Batch, sources: Sources) -> Values:
 
 
 @register_provider("rm_scores")
-def rm_scores(batch: Batch, sources: Sources) -> Values:
-    """Score of the reward model for the last row of each trajectory, 0 for its other rows.   [B]"""
+def rm_scores(batch: Batch, sources: Sources, *, path: str | None = None, trusted: bool = False) -> Values:
+    """Score of the reward model at `path` for the last row of each trajectory, 0 for its other rows: of the ids, or, in
+    a vocabulary that is not the policy's, of the conversation as text.   [B]"""
     mask = batch["response_mask"] * last_rows(batch)[:, None]
-    scores = sources.start("reward_model", batch.with_columns(response_mask=mask), "scores")
+    read = batch.with_columns(response_mask=mask)
+    reader = None if path is None else text_reader(path, trusted, sources.rollouts.tokenizer)
+    if reader is not None:
+        read = text_batch(read, [each for group in sources.groups for each in group.trajectories], reader)
+    scores = sources.start("reward_model", read, "scores")
     return lambda: scores().sum(1)
 
 

@@ -121,6 +121,11 @@ class Frame:
         return self.config.trainer.val_freq >= 0
 
     @property
+    def saved_roles(self) -> Mapping[str, WorkerGroup]:
+        """The roles whose models change, and are in checkpoints."""
+        return {role: group for role, group in self.roles.items() if role in checkpoint.TRAINED_ROLES}
+
+    @property
     def samples_apart(self) -> bool:
         """Tells whether a validation can run beside the training of the next step."""
         return False
@@ -149,7 +154,7 @@ class Frame:
         try:
             if folder is not None:
                 with phase("loading the checkpoint"):
-                    state = checkpoint.restore(folder, self.roles, self.state())
+                    state = checkpoint.restore(folder, self.saved_roles, self.state())
                 self.step = state["step"]
                 self.load_state(state)
                 self.saved_at = time.monotonic()
@@ -260,7 +265,7 @@ class Frame:
             folder = checkpoint.save(
                 self.run_dir,
                 self.step,
-                roles=self.roles,
+                roles=self.saved_roles,
                 state={**self.state(), **self._weights},
                 score=self.score,
                 metric=self.best_metric,

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from whet.config.schema import ModelConfig, RolloutConfig
@@ -24,11 +27,23 @@ from whet.models.lora import adapted_layers
 from whet.phases import span
 from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.planned import CacheRoom
-from whet.rollout.protocol import Event, LoadsAdapter, Lost, Request, Restarts, SharesModule, Sleeps, Status, Weights
+from whet.rollout.protocol import (
+    Event,
+    LoadsAdapter,
+    Lost,
+    Request,
+    Restarts,
+    SharesModule,
+    Sleeps,
+    Status,
+    TakesDelta,
+    Weights,
+)
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive
+from whet.weight_sync.delta import Base
 from whet.weight_sync.routes import Route, Site, open_inlet
 
 HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
@@ -103,9 +118,32 @@ class Modes:
         self._samples = False
 
 
+class Lent:
+    """The engine of a rank whose devices are those of another rank's engine: it takes part in making weights whole."""
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self.takes_adapter, self.takes_delta = (options.get(name) is True for name in ("adapter", "weight_delta"))
+        self.version = 0
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Reads all weights, as the other ranks do."""
+        for _ in weights:
+            pass
+        self.version = version
+
+    load_adapter = load
+
+    def status(self) -> Status:
+        """No requests."""
+        return Status(self.version, 0, 0)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class RolloutWorker(MeasuredWorker):
     """A rank that samples: from the module of an actor in its process where its engine can, else from weights of its
-    own, which come by `load`."""
+    own, which come by `load`. Of `num_ranks` consecutive ranks the first one has an engine on the devices of all."""
 
     is_replica = True
 
@@ -116,19 +154,36 @@ class RolloutWorker(MeasuredWorker):
         tokenizer_path: str,
         model: ModelConfig,
         num_devices: int = 1,
+        num_ranks: int = 1,
         cache_room: CacheRoom | None = None,
     ) -> None:
         super().__init__(placement)
-        self.dtype, self._model = torch_dtype(config.dtype), model
+        self.dtype, self._model, self._num_ranks = torch_dtype(config.dtype), model, num_ranks
         load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
-        self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices, cache_room)
+        self.engine: Any = Lent(config.engine.options)
+        if self.is_reporting:
+            self._see(placement.visible[self.rank : self.rank + num_ranks])
+            self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices, cache_room)
         self._owns_module = self.is_attached = False
         self._inlet: Inlet | None = None
+        self._base: Base | None = None  # of deltas
         self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
         self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
-        if not self.is_beside_actor():
+        if not self.is_beside_actor() and self.is_reporting:
             self._load()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self._num_ranks
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self._num_ranks
+
+    @property
+    def is_reporting(self) -> bool:
+        return self.rank % self._num_ranks == 0
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(
@@ -229,6 +284,11 @@ class RolloutWorker(MeasuredWorker):
         """Tells whether this rank samples with the trained adapter beside the first weights, and wants it alone."""
         return isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter
 
+    @register(Dispatch.ONE_TO_ALL)
+    def takes_delta(self) -> bool:
+        """Tells whether weights come to this rank as their changes."""
+        return isinstance(self.engine, TakesDelta) and self.engine.takes_delta
+
     def _fill(self, weights: Weights, version: int) -> None:
         with span("weight sync"):
             if isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter:
@@ -246,6 +306,7 @@ class RolloutWorker(MeasuredWorker):
         """Opens this rank's end of the link to the trainer, in the place of an earlier one."""
         self._close_link()
         self._inlet = open_inlet(route, deadline_seconds, self.device)
+        self._base = Base() if self.takes_delta() else None
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str | Broken:
@@ -257,7 +318,7 @@ class RolloutWorker(MeasuredWorker):
         assert self._inlet is not None
         digest = Digest()
         try:
-            weights = receive(self._inlet, version, digest)
+            weights = receive(self._inlet, version, digest, self._base)
             with self._turn:
                 status = self.engine.status()
                 is_sampling = bool(status.running or status.waiting)
@@ -265,9 +326,9 @@ class RolloutWorker(MeasuredWorker):
                     self._is_half_filled = True
                     self._fill(weights, version)
             if is_sampling:
-                gathered = [(name, weight.clone()) for name, weight in weights]
+                gathered = {name: weight.clone() for name, weight in weights if self._base is None}
                 with self._turn:
-                    self._fill(gathered, version)
+                    self._fill((gathered if self._base is None else self._base.weights).items(), version)
         except BaseException as error:
             self._close_link()  # the trainer, which waits for this rank, hears of it
             if isinstance(error, DeadlineError | LinkClosedError):
@@ -281,6 +342,7 @@ class RolloutWorker(MeasuredWorker):
         """Moves what is trained in this process off the device, but for the weights that this rank samples from."""
         for role, engine in self._engines_beside().items():
             engine.offload(weights=not (self.is_attached and role == "actor"))
+        self._meet()
         if isinstance(self.engine, Sleeps):
             self.engine.wake()
 
@@ -289,12 +351,24 @@ class RolloutWorker(MeasuredWorker):
         """Undoes `rollout_mode`, and frees what sampling alone needs."""
         if isinstance(self.engine, Sleeps):
             self.engine.sleep()
+        self._meet()
         for engine in self._engines_beside().values():
             engine.onload()
 
     def close(self) -> None:
         self._close_link()
         self.engine.close()
+
+    def _meet(self) -> None:
+        """Waits for the ranks whose devices an engine uses, in a pool that trains too."""
+        if self._num_ranks > 1 and self.process_group is not None:
+            torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # the hosts meet
+
+    @staticmethod
+    def _see(devices: Sequence[str]) -> None:
+        """Lets the processes that this one starts see the devices of several ranks, of which Ray shows it its own."""
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
     def _close_link(self) -> None:
         if self._inlet is not None:

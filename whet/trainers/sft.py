@@ -77,8 +77,17 @@ class ExamplesRun(Frame):
     def setup(cls, config: Any, lengths: Sequence[int] = ()) -> Setup:
         """The setup that a plan is made from; without lengths every example is taken to be as long as it may be."""
         lengths = tuple(lengths) or (config.data.max_length,)
-        roles, objectives = {"actor": cls.settings_of(config, 1)}, {"actor": cls.objective_of(config)}
-        return Setup(config, roles, objectives, Lengths(lengths, 0))
+        roles = {spec.role: spec.args[0] for spec in cls.specs(config, 1) if spec.args}
+        return Setup(config, roles, {"actor": cls.objective_of(config)}, Lengths(lengths, 0))
+
+    @classmethod
+    def specs(cls, config: Any, total_steps: int) -> list[WorkerSpec]:
+        """The workers of one process; those with a model have its settings as their argument."""
+        return [WorkerSpec("actor", TrainWorker, (cls.settings_of(config, total_steps),))]
+
+    @classmethod
+    def check(cls, config: Any, examples: Sequence[Any]) -> None:
+        """Checks that the examples fit the config.  Raises: DataError."""
 
     def batch(self, examples: Sequence[Any]) -> Batch:
         """Examples as rows."""
@@ -179,6 +188,8 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
             config.data, tokenizer, VAL, rows=val_data, argument="val_data", seed=seed, media_folder=folder
         ).items
     examples, shuffle = loaded.items, config.data.shuffle
+    for each in (examples, val_examples):
+        kind.check(config, each)
     check_media(config, {f"example {number}": each.media for number, each in enumerate(examples)})
     callbacks = [*callbacks, *(load_target(path) for path in config.trainer.callbacks)]
     order = order_of(loaded, seed=seed, shuffle=shuffle)
@@ -189,13 +200,16 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
     counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
     with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
         plan = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster))
-        settings = sized(kind.settings_of(config, total_steps), plan, "actor")
+        specs = [
+            replace(each, args=tuple(sized(settings, plan, each.role) for settings in each.args))
+            for each in kind.specs(config, total_steps)
+        ]
         run = kind(
             config=config,
             opened=opened,
             services=services,
             tokenizer=tokenizer,
-            roles=launch_roles([WorkerSpec("actor", TrainWorker, (settings,))], config.cluster),
+            roles=launch_roles(specs, config.cluster),
             examples=examples,
             val_examples=val_examples,
             loader=loader,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from whet.batch import Batch
-from whet.config.schema import RewardTrainingConfig
+from whet.config.preference import RewardTrainingConfig
 from whet.data.supervised import PreferencePair
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
@@ -78,7 +78,7 @@ class RewardTrainingRun(ExamplesRun):
 
 @register_trainer(
     "train-reward",
-    config="whet.config.schema:RewardTrainingConfig",
+    config="whet.config.preference:RewardTrainingConfig",
     setup="whet.trainers.train_reward:RewardTrainingRun.setup",
     summary="Train a reward model on preference pairs (Bradley-Terry).",
 )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Columns, Objective, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
-from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, WorkerError
+from whet.errors import CheckpointError, ConfigError, DeadlineError, EngineError, ModelError, WorkerError
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
@@ -39,8 +41,10 @@ from whet.planning.speed import training_flops
 from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
+from whet.trainers.reward_texts import text_reader
 from whet.types import Media
 from whet.weight_sync.buckets import Broken, LinkClosedError, Outlet, send
+from whet.weight_sync.delta import Base
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
 
@@ -77,6 +81,7 @@ class TrainWorker(EngineWorker):
         self.settings = settings
         self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
         self._outlets: dict[Way, Outlet] = {}
+        self._base = Base()
         self._flops = 0.0  # operations of updates since they were last asked for
         self._outline = Outline(settings) if profile.peak_flops() else None
         self.start: dict[str, Any] | None = None
@@ -101,6 +106,15 @@ class TrainWorker(EngineWorker):
     def step(self) -> Metrics:
         """Takes an optimizer step with the gradients that were added up. All ranks return the same metrics."""
         return self.engine.step()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def digest(self) -> str:
+        """Tells the model's weights, with an adapter added in, from others; on every rank."""
+        found = hashlib.blake2b(digest_size=16)
+        for name, weight in self.engine.named_weights():
+            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
@@ -155,17 +169,20 @@ class TrainWorker(EngineWorker):
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
         """Opens this rank's ends of links, in the place of earlier ones.  Returns their addresses."""
         self.close()
+        self._base = Base()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
     @register(Dispatch.ONE_TO_ALL)
-    def publish(self, version: int, dtype: str, only_adapter: bool) -> str | Broken | None:
-        """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype; every rank takes part,
-        as making them whole may need it.  Returns their digest; None on a rank that sends to nobody; Broken."""
+    def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
+        """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype, or their changes since
+        the last version of these links; every rank takes part, as making them whole may need it.  Returns their digest;
+        None on a rank that sends to nobody; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             with span("weight sync"):
-                return send(weights, version, list(self._outlets.values()), vars(torch)[dtype])
+                outlets, base = list(self._outlets.values()), self._base if as_delta else None
+                return send(weights, version, outlets, vars(torch)[dtype], base)
         except BaseException as error:
             self.close()  # whoever waits for this rank hears of it
             if isinstance(error, DeadlineError | LinkClosedError):
@@ -282,19 +299,32 @@ def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None
             raise error
 
 
-def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the reward model is a classifier with one label that reads the token ids of the policy.
+def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Checks that the models which give numbers of single tokens have the vocabulary of the policy, where their folders
+    have a tokenizer.  Raises: ConfigError."""
+    teachers = {f"teacher.model_paths.{source}": path for source, path in config.teacher.model_paths.items()}
+    paths = {"critic.model_path": config.critic.model_path, "ref.model_path": config.ref.model_path, **teachers}
+    for key, path in paths.items():
+        if path is None or path == config.model.path:
+            continue
+        with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
+            if text_reader(path, config.model.trust_remote_code, tokenizer) is not None:
+                expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
+                change = (
+                    "name one (the score of a whole text may come from another vocabulary: reward_model.model_path)"
+                )
+                raise ConfigError(key, path, expected, change)
 
-    Raises: ModelError; ConfigError where its vocabulary is another."""
+
+def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Checks that the reward model is a classifier with one label, which reads the token ids of the policy or, with
+    another vocabulary, texts by its own chat template.  Raises: ModelError."""
     path, trusted = config.reward_model.model_path, config.model.trust_remote_code
     if path is None:
         return
     reward_config(path, trust_remote_code=trusted)
-    theirs = load_tokenizer(path, trust_remote_code=trusted).get_vocab()
-    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
-        if theirs.get(token) != number:
-            has = "no token" if token not in theirs else f"the id {theirs[token]} for"
-            found = f"{path}, which has {has} {token!r}"
-            expected = f"{number} for it, as in the policy, whose ids the reward model reads"
-            change = "name a reward model with the policy's vocabulary, such as one trained from the same model"
-            raise ConfigError("reward_model.model_path", found, expected, change)
+    reader = text_reader(path, trusted, tokenizer)
+    if reader is not None and not reader.tokenizer.chat_template:
+        found = "has another vocabulary than the policy, and no chat template to read conversations by"
+        change = "add its chat_template to the folder, or name a reward model with the policy's vocabulary"
+        raise ModelError(f"tokenizer at {path}", found, "a chat template", change)

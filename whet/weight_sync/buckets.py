@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, WeightSyncError
 from whet.rollout.protocol import SharesModule
+from whet.weight_sync.delta import Base
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 HEADER_BYTES = 2**16
@@ -35,24 +36,28 @@ TABLE_WIDTH = 512  # 64-bit words
 COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, so that no bit of a sum is lost
 
 
-def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype) -> str | None:
-    """Sends all weights, floating-point ones in `dtype`.  Returns their digest.
+def send(
+    weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype, base: Base | None = None
+) -> str | None:
+    """Sends all weights, floating-point ones in `dtype`; as deltas where the receivers have the version of `base`,
+    which becomes this one.  Returns their digest.
 
     Every rank iterates over all weights, as gathering them may need it: also one without outlets, which returns None,
     and one whose link broke.
 
     Raises: DeadlineError, LinkClosedError.
     """
-    digest = Digest()
-    packers = [_Packer(outlet, version, digest) for outlet in outlets]
+    digest, before = Digest(), None if base is None else base.begin()
+    packers = [_Packer(outlet, version, digest, before) for outlet in outlets]
     broken: DeadlineError | LinkClosedError | None = None
     for name, weight in weights:
         if packers and broken is None:
             converted = in_dtype(weight, dtype)
             digest.add(name, converted)
+            change = None if base is None else base.replace(name, converted)
             try:
                 for packer in packers:
-                    packer.add(name, converted)
+                    packer.add(name, converted, change)
             except (DeadlineError, LinkClosedError) as error:
                 broken = error
     if broken is not None:
@@ -61,35 +66,47 @@ def send(weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch
         packer.post(is_last=True)
     for outlet in outlets:
         outlet.finish()
+    if base is not None:
+        base.version = version
     return str(digest) if outlets else None
 
 
-def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`.
+def receive(inlet: Inlet, version: int, digest: Digest, base: Base | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas are
+    those to the version of `base`, which becomes this one.
 
     A weight may be a view of the bucket: copy it before the next one is requested.
     Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError.
     """
+    held = None if base is None else base.begin()
     begun = torch.empty(0)  # the bytes of a weight that continues in the next bucket
     due: tuple[str, int] | None = None  # its name, and its next byte
-    header = Header(version=version, digest=None, pieces=[])
+    header = Header(version=version, base=None, digest=None, pieces=[])
     while header.digest is None:
         bucket = inlet.bucket()
         header = Header.read(bucket)
         if header.version != version:
             raise WeightSyncError("weights: version", header.version, f"{version}")
+        if header.base not in (None, held):
+            raise WeightSyncError(f"version {version}: base of its delta", held, f"{header.base}, which it changes")
         for piece in header.pieces:
             if (piece.name, piece.start) != (due or (piece.name, 0)):
                 expected = f"{due or 0}: a bucket was lost or came twice"
                 raise WeightSyncError(f"version {version}: {piece.name}", f"byte {piece.start} arrived", expected)
             octets, end = bucket[piece.offset : piece.offset + piece.size], piece.start + piece.size
-            if piece.size < piece.whole_size:
+            if piece.size < piece.sent_size:
                 if due is None:
-                    begun = torch.empty(piece.whole_size, dtype=torch.uint8, device=bucket.device)
+                    begun = torch.empty(piece.sent_size, dtype=torch.uint8, device=bucket.device)
                 begun[piece.start : end] = octets
                 octets, due = begun, (piece.name, end)
-            if end == piece.whole_size:
-                weight, due = octets.view(piece.torch_dtype).view(piece.shape), None
+            if end == piece.sent_size:
+                due = None
+                if base is not None and piece.delta_size is not None:
+                    weight = base.changed(piece.name, octets)
+                else:
+                    weight = octets.view(piece.torch_dtype).view(piece.shape)
+                    if base is not None:
+                        base.keep(piece.name, weight)
                 digest.add(piece.name, weight)
                 if (checksum := digest.checksum(piece.name)) != piece.checksum:
                     expected = f"{piece.checksum:016x} of the {piece.whole_size} bytes that the trainer sent"
@@ -98,6 +115,8 @@ def receive(inlet: Inlet, version: int, digest: Digest) -> Iterator[tuple[str, t
         if header.digest is not None and header.digest != str(digest):
             raise WeightSyncError(f"version {version}: digest", str(digest), f"{header.digest}, the one sent")
         inlet.release()
+    if base is not None:
+        base.version = version
     inlet.finish()
 
 
@@ -113,7 +132,8 @@ class Piece(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     checksum: int  # of the whole weight
-    start: int  # in the weight
+    delta_size: int | None  # bytes of its delta; None where the weight itself is sent
+    start: int  # in what is sent
     size: int
     offset: int  # in the bucket
 
@@ -129,11 +149,17 @@ class Piece(NamedTuple):
         """Bytes of the whole weight."""
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
+    @property
+    def sent_size(self) -> int:
+        """Bytes in all buckets."""
+        return self.whole_size if self.delta_size is None else self.delta_size
+
 
 class Header(BaseModel):
     """The header of a bucket. The last one of a version has the digest of all weights."""
 
     version: int
+    base: int | None  # version that deltas change
     digest: str | None
     pieces: list[Piece]
 
@@ -158,16 +184,18 @@ def used_bytes(bucket: torch.Tensor) -> int:
 class _Packer:
     """Fills the buckets of one outlet."""
 
-    def __init__(self, outlet: Outlet, version: int, digest: Digest) -> None:
-        self._outlet, self._version, self._digest = outlet, version, digest
+    def __init__(self, outlet: Outlet, version: int, digest: Digest, base: int | None) -> None:
+        self._outlet, self._version, self._digest, self._base = outlet, version, digest, base
         self._bucket: torch.Tensor | None = None
         self._pieces: list[Piece] = []  # with the largest checksum in place of theirs, which `post` reads
         self._header_room = self._end = 0
 
-    def add(self, name: str, weight: torch.Tensor) -> None:
-        """Writes a weight into this bucket and as many more as it needs."""
-        octets, start = bytes_of(weight), 0
-        described = (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), LARGEST)
+    def add(self, name: str, weight: torch.Tensor, delta: torch.Tensor | None = None) -> None:
+        """Writes a weight, or its delta, into this bucket and as many more as it needs."""
+        delta = None if self._base is None else delta
+        octets, start = bytes_of(weight) if delta is None else delta, 0
+        delta_size = None if delta is None else len(delta)
+        described = (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), LARGEST, delta_size)
         while True:
             bucket = self._bucket_with_room(len(json.dumps(described)) + 64)  # 64: three numbers more
             size = min(len(octets) - start, len(bucket) - self._end)
@@ -183,7 +211,8 @@ class _Packer:
         """Sends the bucket; the last one carries the digest of all weights."""
         bucket = self._bucket_with_room(0) if self._bucket is None else self._bucket
         pieces = [piece._replace(checksum=self._digest.checksum(piece.name)) for piece in self._pieces]
-        header = Header(version=self._version, digest=str(self._digest) if is_last else None, pieces=pieces)
+        digest = str(self._digest) if is_last else None
+        header = Header(version=self._version, base=self._base, digest=digest, pieces=pieces)
         text, used = header.model_dump_json().encode(), min(self._end, len(bucket))
         front = bytearray(_SIZES.pack(len(text), used) + text)
         bucket[: len(front)] = torch.frombuffer(front, dtype=torch.uint8).to(bucket.device)
@@ -196,7 +225,7 @@ class _Packer:
             self.post()
         if self._bucket is None:
             self._bucket, self._pieces, self._end = self._outlet.buffer(), [], HEADER_BYTES
-            self._header_room = HEADER_BYTES - _SIZES.size - 128  # 128: version, digest and brackets
+            self._header_room = HEADER_BYTES - _SIZES.size - 160  # 160: versions, digest and brackets
         return self._bucket
 
 

@@ -136,13 +136,13 @@ class BetweenPools:
 
     Links are opened for the first version and reused until the ranks change. Both sides are called at the same time and
     wait for each other, for one bucket at most half of `deadline_seconds`: so the sender is not late itself where a
-    receiver hangs.
+    receiver hangs. Where the rollout takes deltas, the first version over a link is whole.
     """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> None:
         self._actor, self._rollout, self._dtype = actor, rollout, dtype
         self._deadline_seconds = deadline_seconds
-        self._only_adapter = all(rollout.takes_adapter())
+        self._only_adapter, self._as_delta = all(rollout.takes_adapter()), all(rollout.takes_delta())
         self._linked: Mapping[int, int] = {}  # ranks that have a link
 
     def __call__(
@@ -152,7 +152,7 @@ class BetweenPools:
         the ranks that are lost while others go on; without it that is an error.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
-        ranks = ranks or dict.fromkeys(range(self._rollout.world_size), 0)
+        ranks = ranks or dict.fromkeys(self._rollout.reporting, 0)
         losses = dict[int, Loss]()
         while True:
             left = {rank: number for rank, number in ranks.items() if rank not in losses}
@@ -162,7 +162,7 @@ class BetweenPools:
             before = len(losses)
             with ThreadPoolExecutor(2) as threads:  # a pool of one process may be this process, where a call blocks
                 calls = [
-                    threads.submit(self._actor.publish, version, self._dtype, self._only_adapter),
+                    threads.submit(self._actor.publish, version, self._dtype, self._only_adapter, self._as_delta),
                     threads.submit(self._on, "receive", receivers, losses),
                 ]
             errors = [error for call in calls if (error := call.exception()) is not None]

@@ -12,10 +12,13 @@ from transformers import AutoModelForImageTextToText
 
 from tests.models.encoders.conftest import FAMILIES, image_of, picture, text_of, video_of
 from tests.raising import raises
-from whet.errors import DataError, ModelError
+from whet.errors import EngineError
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer, load_value_model, outline
+from whet.models.outputs import ForwardSettings, model_outputs
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.types import Media
 
 Folders = Callable[[str], Path]
@@ -80,40 +83,65 @@ def test_log_probs_and_gradients_equal_transformers_own(family: str, folder_of: 
         else:
             torch.testing.assert_close(weight.grad, other[name].grad, atol=1e-6, rtol=1e-4, msg=name)
     assert all(
-        any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in part.parameters())
-        for part in (model.base_model.get_submodule(name) for name in vision.towers)
+        any(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in weights_of(model, name))
+        for name in vision.towers
     )
 
 
-def test_the_forward_of_gemma_3_holds_with_transformers_mask_and_its_images_are_refused(
-    folder_of: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def weights_of(model: Any, tower: str) -> list[torch.nn.Parameter]:
+    return [weight for name, weight in model.base_model.named_parameters() if f"{name}.".startswith(f"{tower}.")]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_images_of_gemma_3_attend_both_ways(packing: bool, folder_of: Folders) -> None:
+    """Log-probs and gradients of transformers' own mask, with a window shorter than the row, in rows of a batch."""
     folder = folder_of("gemma3")
     model, reference = load_policy(folder), AutoModelForImageTextToText.from_pretrained(folder)
     vision = encoders_of(model)
-    assert vision is not None and vision.by_kind["image"].both_ways
-    with raises(DataError, "gemma3", change=re.compile("Qwen-VL, SmolVLM")):
-        measured(vision)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(vision.by_kind["image"]), "both_ways", False)
-        media = measured(vision)
+    assert vision is not None and vision.both_ways == (515,)
+    media = measured(vision)
     ids = ids_of(folder, media)
     stock = stock_inputs(vision, media, ids)
-    expected = reference(**stock).logits
-    with raises(ModelError, "gemma3", change=re.compile("Qwen-VL, SmolVLM")):
-        vision.encode(model, media)
-    encoded = vision.outputs(vision.features(model, media))
-    causal = model(input_ids=ids, **encoded).logits
+    expected = reference(**stock).logits.log_softmax(-1)
+    causal = reference(**{**stock, "token_type_ids": 0 * ids}).logits.log_softmax(-1)
     assert (causal - expected).abs().max() > 1e-3
-    model.set_attn_implementation("sdpa")
-    rest = {name: value for name, value in stock.items() if name != "pixel_values"}
-    torch.testing.assert_close(model(**rest, **encoded).logits, expected, atol=5e-6, rtol=0)
-    text = {"input_ids": torch.tensor([[300, 301, 302]])}
-    model.set_attn_implementation({"text_config": "whet"})
-    torch.testing.assert_close(model(**text).logits, reference(**text).logits, atol=5e-6, rtol=0)
+    length, sampled = ids.shape[1], 5
+    at = torch.arange(length - sampled, length)
+    column, mask = torch.arange(length)[None].repeat(2, 1), torch.ones(2, length, dtype=torch.int64)
+    batch = {
+        "input_ids": ids.repeat(2, 1),
+        "attention_mask": mask,
+        "position_ids": column,
+        "response_mask": mask[:, -sampled:],
+        "media": [tuple(media)] * 2,
+    }
+    found = model_outputs(model, batch, frozenset({"log_probs"}), ForwardSettings(packing=packing))["log_probs"]
+    own = expected[0, at - 1, ids[0, at]]
+    torch.testing.assert_close(found, own.expand(2, -1), atol=5e-6, rtol=0)
+    found.mean().backward()
+    own.mean().backward()
+    other = dict(reference.named_parameters())
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            worst = (weight.grad - other[name].grad).abs().max()
+            assert worst <= 1e-5 * max(1.0, float(weight.grad.abs().max())), (name, worst)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_the_native_engine_refuses_media_that_attend_both_ways(folder_of: Folders) -> None:
+    folder = folder_of("gemma3")
+    model, engine = load_policy(folder), NativeEngine()
+    vision = encoders_of(model)
+    assert vision is not None
+    media = measured(vision)
+    with raises(EngineError, "row 3", found=re.compile("images.*gemma3"), change=re.compile("engine.name=hf")):
+        engine.check_media(vision, media, "row 3")
+    engine.attach(model, 0)
+    ids = tuple(ids_of(folder, media)[0].tolist())
+    with raises(EngineError, "a request", found=re.compile("images.*gemma3")):
+        generate(engine, [Request("a", ids, SamplingParams(2), 0, media=tuple(media))], 60.0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "llava_onevision"])
 def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str, folder_of: Folders) -> None:
     model = load_policy(folder_of(family))
     vision = encoders_of(model)
@@ -131,9 +159,8 @@ def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str,
     cut = together[1].part(slice(3, 7))
     assert torch.equal(cut.hidden, together[1].hidden[3:7])
     assert [len(layer) for layer in cut.deepstack] == [4] * len(cut.deepstack)
-    token = {"image": vision.forbidden[0], "video": vision.forbidden[-1]}
-    counts = [(each.kind, each.tokens.count) for each in media if each.tokens]
-    ids = torch.tensor([[token[kind] for kind, count in counts for _ in range(count)] + [300]])
+    runs = [(each.tokens.token_id, each.tokens.count) for each in media if each.tokens]
+    ids = torch.tensor([[token for token, count in runs for _ in range(count)] + [300]])
     places = torch.arange(ids.shape[1])[None]
     whole = model.base_model(input_ids=ids, position_ids=places, **vision.outputs(together))[0]
     halves = [half for each in together for half in (each.part(slice(2)), each.part(slice(2, None)))]
@@ -150,7 +177,7 @@ def test_a_dummy_pass_is_0_and_reaches_every_tower(family: str, folder_of: Folde
     assert float(out.detach()) == 0
     out.backward()
     for name in vision.towers:
-        grads = [weight.grad for weight in model.base_model.get_submodule(name).parameters()]
+        grads = [weight.grad for weight in weights_of(model, name)]
         assert any(grad is not None for grad in grads)
         assert all(grad is None or not grad.any() for grad in grads)
 

@@ -8,8 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import whet_parts
 
 from whet.rollout.servers.weights import SHARED, Part, in_parts, packed
 
+Reader = subprocess.Popen[str]
 INSIDE = str(Path(whet_parts.__file__).parent)
 READ = """
 import json, sys
@@ -51,6 +52,23 @@ def weights(device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         memory.fill_(255)
 
 
+@contextmanager
+def reading(count: int) -> Iterator[list[Reader]]:
+    """Other processes that read until the block ends."""
+    command = [sys.executable, "-c", READ]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as running:  # leaving it closes the pipes, and waits for the processes
+        environment = {**os.environ, "PYTHONPATH": INSIDE}
+        yield [running.enter_context(subprocess.Popen(command, env=environment, **pipes)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def readers() -> Iterator[list[Reader]]:
+    """Two: torch takes seconds to load."""
+    with reading(2) as processes:
+        yield processes
+
+
 @pytest.mark.parametrize(
     ("part_bytes", "names"),
     [
@@ -61,9 +79,9 @@ def weights(device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         pytest.param(99, ["abcd"], marks=pytest.mark.slow),
     ],
 )
-def test_another_process_reads_them(part_bytes: int, names: list[str]) -> None:
+def test_another_process_reads_them(part_bytes: int, names: list[str], readers: list[Reader]) -> None:
     """12 + 10 + 8 + 12 bytes, in parts that end as soon as they have as many bytes as they should."""
-    found = read_elsewhere(in_parts(weights(), 2, part_bytes=part_bytes), 2)
+    found = read_elsewhere(in_parts(weights(), 2, part_bytes=part_bytes), readers)
     assert ["".join(each) for each in found] == names
     assert {name: value for part in found for name, value in part.items()} == VALUES
 
@@ -76,7 +94,8 @@ def test_another_process_reads_them_on_an_accelerator(part_bytes: int) -> None:
     """Nothing is left on it when they have read."""
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        found = read_elsewhere(in_parts(weights("cuda"), 2, part_bytes=part_bytes), 2)
+        with reading(2) as readers:
+            found = read_elsewhere(in_parts(weights("cuda"), 2, part_bytes=part_bytes), readers)
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() == before
     assert {name: value for part in found for name, value in part.items()} == VALUES
@@ -90,20 +109,15 @@ def test_parts_end_with_a_layer() -> None:
     assert found == ["embed+0.a+0.b", "1.a+1.b", "head"]
 
 
-def read_elsewhere(told: Iterator[list[Part]], readers: int = 1) -> list[dict[str, Any]]:
+def read_elsewhere(told: Iterator[list[Part]], readers: Sequence[Reader]) -> list[dict[str, Any]]:
     """What other processes find in each part, all the same, before the next one comes."""
-    command, found = [sys.executable, "-c", READ], list[dict[str, Any]]()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**os.environ, "PYTHONPATH": INSIDE}}
-    with ExitStack() as running:
-        started = [running.enter_context(subprocess.Popen(command, text=True, **pipes)) for _ in range(readers)]
-        for part in told:
-            for process, each in zip(started, part, strict=True):
-                print(json.dumps(each), file=process.stdin, flush=True)
-            answers = [json.loads(process.stdout.readline()) for process in started]
-            assert answers == answers[:1] * readers
-            found.append(answers[0])
-        for process in started:
-            process.stdin.close()
+    found = list[dict[str, Any]]()
+    for part in told:
+        for process, each in zip(readers, part, strict=True):
+            print(json.dumps(each), file=process.stdin, flush=True)
+        answers = [json.loads(process.stdout.readline()) for process in readers if process.stdout is not None]
+        assert answers == answers[:1] * len(readers)
+        found.append(answers[0])
     return found
 
 

@@ -26,9 +26,16 @@ CASES: dict[str, dict[str, Any]] = {
     "an adapter added in": {"model.lora.rank": 4},
     "an adapter beside the weights": {"model.lora.rank": 4, "model.lora.alpha": 12.0},
     "two devices in a Ray actor": {"cluster.backend": "ray", "cluster.address": "local", "cluster.placement": SPLIT},
+    "one server on two training ranks": {"cluster.processes": 2, "actor.engine.name": "fsdp"},
+    "changes alone, to another pool": {"rollout.dtype": "bfloat16", "actor.optim.lr": 1e-5, **APART},
     "an adapter sent to another pool": {"model.lora.rank": 4, "model.lora.target_modules": ["q_proj"], **APART},
 }
-OPTIONS = {case: {"adapter": True} for case in ("an adapter beside the weights", "an adapter sent to another pool")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "an adapter beside the weights": {"adapter": True},
+    "an adapter sent to another pool": {"adapter": True},
+    "one server on two training ranks": {"tensor_parallel_size": 2},
+    "changes alone, to another pool": {"weight_delta": True},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -43,7 +50,7 @@ def test_a_run_is_that_of_the_native_engine(
     worst = [line["correction/abs_max"] for line in steps]
     log.info("%s: largest gap of log-probs at each step: %s", case, ", ".join(f"{each:.1e}" for each in worst))
     assert len(steps) == 4
-    if case == "bfloat16":
+    if settings.get("rollout.dtype") == "bfloat16":
         assert max(worst) < 0.1 and max(line["correction/abs_mean"] for line in steps) < 0.01
         return
     assert max(worst) < 2e-5

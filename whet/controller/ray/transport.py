@@ -131,9 +131,11 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def _assign(self, peer: _Actor) -> Any:
         """Makes the actor a rank, with the GPU that another one reserved where they share it."""
-        shared = [] if peer.slot.is_first else [(peer.slot.node, device) for device in peer.slot.devices]
-        gpu_ids = [self._gpu_ids[number] for number in shared] if self._has_gpus else []
+        gpu_ids = [] if peer.slot.is_first else self._gpus_of(peer.slot)
         return peer.handle.assign.remote(self._rank_spec(peer), gpu_ids)
+
+    def _gpus_of(self, slot: Slot) -> list[str]:
+        return [self._gpu_ids[slot.node, device] for device in slot.devices] if self._has_gpus else []
 
     def end_process(self, peer: _Actor) -> None:
         """Kills the actor."""
@@ -218,6 +220,7 @@ class RayTransport(RemoteTransport[_Actor]):
     def _rank_spec(self, peer: _Actor) -> RankSpec:
         first = self._first[peer.pool.name]
         assert peer.location is not None and first is not None and first.store_port is not None
+        ranks = [each.slot for each in self.peers if each.pool.name == peer.pool.name]
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
@@ -226,6 +229,7 @@ class RayTransport(RemoteTransport[_Actor]):
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
+            visible=tuple(",".join(self._gpus_of(slot)) for slot in ranks) if self._has_gpus else (),
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from whet.errors import DataError, ModelError
+from whet.errors import DataError
 from whet.metrics import Metrics
 from whet.models.encoders.cache import BoundedCache
 from whet.types import Media, MediaTokens
@@ -26,11 +26,6 @@ PixelLimits = tuple[int | None, int | None]  # fewest and most pixels of an imag
 Hidden = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # the first fields of `Features` after the kind
 FEATURE_CACHE_BYTES = 2**30
 PREPARING_THREADS = 2
-BOTH_WAYS = (
-    "in it the tokens of an image attend to each other in both directions, and whet's attention is causal",
-    "",
-    "train and sample on text alone, or choose Qwen-VL, SmolVLM or InternVL",
-)
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Encoder(Protocol):
     It is registered as MODEL_TYPE/KIND: `@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video",))`.
     """
 
-    towers: ClassVar[tuple[str, ...]]  # modules of the body that only these media pass through
+    towers: ClassVar[tuple[str, ...]]  # modules and weights of the body that only these media pass, a module first
     auto_class: ClassVar[Any] = AutoModelForImageTextToText  # of transformers, which loads the model
     streams: ClassVar[Mapping[str, str]] = {}  # the encoder output that a kind is part of, where it has another name
     both_ways: ClassVar[bool] = False  # True where the tokens of a media attend to later ones
@@ -119,8 +114,9 @@ class Encoders:
     def __init__(self, by_kind: Mapping[str, Encoder]) -> None:
         self.by_kind, self.own = by_kind, list(dict.fromkeys(by_kind.values()))
         self.kinds, self.config = frozenset(by_kind), self.own[0].config
-        self.towers = tuple(tower for each in self.own for tower in each.towers)
+        self.towers = tuple(dict.fromkeys(tower for each in self.own for tower in each.towers))
         self.forbidden = tuple(token_id for each in self.own for token_id in each.forbidden)
+        self.both_ways = tuple(token_id for each in self.own if each.both_ways for token_id in each.forbidden)
 
     def measured(
         self,
@@ -142,8 +138,6 @@ class Encoders:
             change = "remove it, or change the model"
             raise DataError(media.kind, f"{self.config.model_type} reads {reads} only", reads, change)
         encoder = self.by_kind[media.kind]
-        if encoder.both_ways:
-            raise DataError(self.config.model_type, *BOTH_WAYS)
         if media.kind == "video" and not seconds:
             raise DataError("number of frames", 0, "at least one", "remove the row, or repair the file")
         try:
@@ -181,9 +175,7 @@ class Encoders:
 
     def encode(self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None) -> dict[str, Any]:
         """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
-        tokens; empty without media. `version` as in `features`.  Raises: DataError, ModelError."""
-        if any(self.by_kind[each.kind].both_ways for each in media):
-            raise ModelError(self.config.model_type, *BOTH_WAYS)
+        tokens; empty without media. `version` as in `features`.  Raises: DataError."""
         return self.outputs(self.features(model, media, version))
 
     def features(
@@ -212,6 +204,12 @@ class Encoders:
             streams.setdefault(self.stream(each.kind), []).append(each)
         found = {stream: self.by_kind[group[0].kind].output(group) for stream, group in streams.items()}
         return {"mm_encoder_outputs": found} if found else {}
+
+    def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keywords for transformers' own forward, which makes its mask by them: 1 for tokens of media that attend to
+        each other in both directions."""
+        marked = ids.new_tensor(self.both_ways)
+        return {"token_type_ids": torch.isin(ids, marked).int()} if self.both_ways else {}
 
     def dummy(self, model: PreTrainedModel) -> torch.Tensor:
         """0, computed by the towers from their smallest media: for a rank of a sharded model whose batch has none."""
@@ -242,10 +240,11 @@ class Encoders:
         """Names of the towers' weights in the model, tied ones under each name."""
         parts = [f".{tower}." for tower in self.towers]
         names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-        return [name for name in names if any(part in f".{name}" for part in parts)]
+        return [name for name in names if any(part in f".{name}." for part in parts)]
 
     def _weights(self, model: nn.Module) -> list[nn.Parameter]:
-        return [weight for name in self.towers for weight in body_of(model).get_submodule(name).parameters()]
+        parts = tuple(f"{tower}." for tower in self.towers)
+        return [weight for name, weight in body_of(model).named_parameters() if f"{name}.".startswith(parts)]
 
     def _key(self, media: Media) -> Hashable:
         assert media.tokens is not None

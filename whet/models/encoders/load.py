@@ -8,9 +8,15 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
 
+from whet.errors import ModelError
 from whet.models.encoders.base import Encoders, body_of
 from whet.registry import ENCODERS
+
+# Types of models that read media, in transformers, and load as no causal language model.
+UNREAD = {*auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+UNREAD -= auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
 def names_of(model_type: str) -> list[str]:
@@ -21,9 +27,14 @@ def names_of(model_type: str) -> list[str]:
 def load_encoders(path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Encoders | None:
     """Loads how the model at `path`, with this transformers config, reads media; None for a text model.
 
-    Needs no weights.  Raises: ModelError where files of its processors are missing or do not fit the model.
+    Needs no weights.  Raises: ModelError where files of its processors are missing or do not fit the model, and for a
+    model that sees, has no encoder, and is no language model without its tower.
     """
     families: dict[str, Any] = {each.rpartition("/")[2]: ENCODERS[each].load() for each in names_of(config.model_type)}
+    if not families and config.model_type in UNREAD:
+        expected = f"one of {', '.join(sorted({each.rpartition('/')[0] for each in ENCODERS.names()}))}"
+        change = "choose one of these, or register an encoder (docs/adding-a-model.md)"
+        raise ModelError(f"{path}", f"is {config.model_type}, a model with media that has no encoder", expected, change)
     made = {each: each.load(path, config, trust_remote_code=trust_remote_code) for each in {*families.values()}}
     return Encoders({kind: made[each] for kind, each in families.items()}) if made else None
 

@@ -140,11 +140,12 @@ class SmolVision(TiledVision):
         return {"pixel_values": torch.zeros(1, 1, 3, side, side), "pixel_attention_mask": mask}
 
 
-@register_encoder("internvl/image")
+@register_encoder("internvl/image", aliases=("internvl/video",))
 class InternVision(TiledVision):
-    """InternVL: an image is cut into the grid of tiles nearest to its shape, and added as a whole.
+    """InternVL: an image is cut into the grid of tiles nearest to its shape, and added as a whole; a frame of a video
+    is one tile.
 
-    `max_pixels` lowers, and `min_pixels` raises, the number of tiles within the processor's own range.
+    `max_pixels` lowers, and `min_pixels` raises, the number of an image's tiles within the processor's own range.
     """
 
     processor_name = "GotOcr2ImageProcessor"
@@ -154,6 +155,8 @@ class InternVision(TiledVision):
         self.per_tile = config.image_seq_length
 
     def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
+        if kind == "video":
+            return self._frames(len(seconds))
         fewest, most = self.processor.min_patches, self.processor.max_patches
         low, high = (None if each is None else max(1, min(most, each // self.side**2)) for each in limits)
         most = max(fewest, most if high is None else high)
@@ -165,8 +168,22 @@ class InternVision(TiledVision):
         cut = max(1, tiles - 1)  # without the whole image
         return MediaTokens("<IMG_CONTEXT>", text, self.config.image_token_id, (grid,), (self.side, cut * self.side))
 
+    def _frames(self, count: int) -> MediaTokens:
+        text: list[tuple[str, int]] = []
+        for number in range(1, count + 1):
+            before = f"{'' if number == 1 else chr(10)}Frame{number}: <img>"
+            text += [(before, 1), ("<IMG_CONTEXT>", self.per_tile), ("</img>", 1)]
+        grids = ((1, 1, self.per_tile),) * count
+        return MediaTokens("<video>", tuple(text), self.config.image_token_id, grids, (self.side, self.side))
+
     def prepare(self, media: Media) -> Prepared:
         assert media.tokens is not None
+        if media.kind == "video":
+            return {
+                "pixel_values": self.processor(images(media), crop_to_patches=False, return_tensors="pt")[
+                    "pixel_values"
+                ]
+            }
         cut = media.tokens.size[1] // self.side
         options = {"crop_to_patches": True, "min_patches": cut, "max_patches": cut}
         return {"pixel_values": self.processor(images(media), **options, return_tensors="pt")["pixel_values"]}

@@ -22,6 +22,7 @@ from whet.errors import EngineError
 from whet.models.attention import NAME, PagedContext
 from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
 from whet.models.compiled_layers import compile_layers
+from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.experts import expert_modules
 from whet.models.fixed import fix_tiles
@@ -69,6 +70,8 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         CPU.
     batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
         same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         on_new_weights: Literal["recompute", "keep"] = "recompute",
         batch_invariant: bool = False,
         routed_experts: bool = False,
+        weight_delta: bool = False,
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         if compile and batch_invariant:
@@ -90,7 +94,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             raise EngineError("rollout.engine.options.compile", compile, expected, "unset one of them")
         self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
-        self.routed_experts = routed_experts
+        self.routed_experts, self.takes_delta = routed_experts, weight_delta
         self._routed: list[bytes] = []  # of the rows of the last pass
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
@@ -298,6 +302,13 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
                 stretch.prompt.routed = routed
         return zip(logits, repeat(None) if flow is None else flow.ends, strict=False)
 
+    @classmethod
+    def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
+        if encoders is not None and encoders.both_ways:
+            found = f"has {media[0].kind}s, whose tokens attend in both directions in {encoders.config.model_type}"
+            change = "set rollout.engine.name=hf, or train on text alone"
+            raise EngineError(whose, found, "a model whose media attend to what is before them", change)
+
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
         """Arguments of the model's forward for the media of stretches, each encoded once for a version of the tower."""
         parts = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
@@ -308,6 +319,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         encoders = encoders_of(module)
         if encoders is None:
             return {}
+        self.check_media(encoders, [each for each, _ in parts], "a request")
         if self._tower is None or self._tower[0] != self.policy.version:
             self._tower = self.policy.version, encoders.fingerprint(module)
         features = encoders.features(module, [media for media, _ in parts], self._tower[1])

@@ -63,13 +63,14 @@ class ServerEngine(ServerWords):
         on_new_weights: OnNewWeights,
         weight_transfer: Literal["file", "ipc"],
         weights_dir: str | None,
+        weight_delta: bool,
         start_seconds: float,
         answer_seconds: float,
         restarts: int,
     ) -> None:
         assert model.path is not None
         self.dtype, self.num_devices, self.on_new_weights = dtype, num_devices, on_new_weights
-        self.weight_transfer, self.weights_dir = weight_transfer, weights_dir
+        self.weight_transfer, self.weights_dir, self.takes_delta = weight_transfer, weights_dir, weight_delta
         self.version = FIRST_VERSION
         self.base, _ = split_adapters(model.path)  # adapters come by `load`
         self._answer_seconds, self._start_seconds = answer_seconds, start_seconds

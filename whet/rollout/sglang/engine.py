@@ -63,11 +63,15 @@ class SGLangEngine(ServerEngine):
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
+        the devices of the next ranks, which train there and take turns with it.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
     weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
         accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     server: further arguments of SGLang's server by name, such as context_length.
     """
 
@@ -88,19 +92,22 @@ class SGLangEngine(ServerEngine):
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
+        tensor_parallel_size: Count | None = None,
         restarts: Number = 3,
         weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
+        weight_delta: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             dtype,
             max_batch_size,
-            num_devices,
+            tensor_parallel_size or num_devices,
             model,
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
+            weight_delta=weight_delta,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
@@ -114,7 +121,7 @@ class SGLangEngine(ServerEngine):
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "max_running_requests": max_batch_size,
-            "tp_size": num_devices,
+            "tp_size": self.num_devices,
             "max_total_tokens": max(1, kv_cache_bytes // of_token),
             "trust_remote_code": model.trust_remote_code,
             "weight_version": str(FIRST_VERSION),
@@ -131,7 +138,7 @@ class SGLangEngine(ServerEngine):
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
         self._load_tokenizer, self._stops = cache(load), LastStops()
         self._never = () if self.encoders is None else self.encoders.forbidden
-        given = environment(threads or torch.get_num_threads(), device, num_devices, self._never)
+        given = environment(threads or torch.get_num_threads(), device, self.num_devices, self._never)
         self.launch(command, arguments, given, python=python, port=port, server=server)
 
     def prepare(self) -> None:

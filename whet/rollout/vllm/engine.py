@@ -79,11 +79,15 @@ class VLLMEngine(ServerEngine):
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
+        the devices of the next ranks, which train there and take turns with it.
     restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
         For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
     weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
         accelerator's memory, or in the host's where they did not come on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
     plain: uses public flags and calls of vLLM alone, as with every version but that of `make vllm`. Draws are vLLM's;
         adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
     server: further engine arguments of vLLM by name, such as max_model_len.
@@ -110,20 +114,23 @@ class VLLMEngine(ServerEngine):
         port: Count | None = None,
         start_seconds: Positive = 600.0,
         answer_seconds: Positive = 300.0,
+        tensor_parallel_size: Count | None = None,
         restarts: Number = 3,
         weight_transfer: Literal["file", "ipc"] = "file",
         weights_dir: str | None = None,
+        weight_delta: bool = False,
         plain: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             dtype,
             max_batch_size,
-            num_devices,
+            tensor_parallel_size or num_devices,
             model,
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
+            weight_delta=weight_delta,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
@@ -136,7 +143,7 @@ class VLLMEngine(ServerEngine):
             "tokenizer": tokenizer,
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": max_batch_size,
-            "tensor_parallel_size": num_devices,
+            "tensor_parallel_size": self.num_devices,
             "kv_cache_memory_bytes": kv_cache_bytes,
             # the share that must be free at the start: a trainer may have most, and the cache has a size of its own
             **({} if device == HOST else {"gpu_memory_utilization": 0.01}),
@@ -151,7 +158,7 @@ class VLLMEngine(ServerEngine):
         }
         self.takes_adapter, self._lora = adapter, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
-        given = environment(threads or torch.get_num_threads(), device, num_devices, found is not None)
+        given = environment(threads or torch.get_num_threads(), device, self.num_devices, found is not None)
         self.launch(partial(command, plain=found), arguments, given, python=python, port=port, server=server)
 
     @classmethod

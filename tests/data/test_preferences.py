@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons from rows, in the forms of several frameworks: what is the prompt, what is trained on, in which order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.raising import raises
+from whet.config.preference import ComparisonDataConfig
+from whet.data.preferences import Comparison, build_comparisons
+from whet.data.prompts import PromptFormat
+from whet.errors import DataError
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "1+1"), ("assistant", "2"), ("assistant", "3"))
+)
+
+
+@pytest.fixture
+def tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+def build(
+    tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any], chat: bool = True, **keys: Any
+) -> list[Comparison]:
+    prompt_format = PromptFormat(tokenizer, apply_chat_template=chat)
+    return list(build_comparisons(rows, prompt_format, ComparisonDataConfig(**keys)))
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, made: Comparison) -> tuple[str, list[str]]:
+    """The prompt, and what is trained on of each response."""
+    learned = [[t for t, m in zip(ids, mask, strict=True) if m] for ids, mask in made.responses]
+    return tokenizer.decode(made.prompt_ids), [tokenizer.decode(ids) for ids in learned]
+
+
+PROMPT = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+SHAREGPT = [{"from": "human", "value": "1+1"}]
+FORMS: dict[str, dict[str, Any]] = {
+    "TRL, texts": {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+    "TRL, messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    "TRL, implicit prompt": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "OpenRLHF": {"prompt": "1+1", "chosen": [GOOD], "rejected": [BAD]},
+    "Llama-Factory, alpaca": {"instruction": "1+1", "input": "", "chosen": "2", "rejected": "3"},
+    "Llama-Factory, old": {"instruction": "1+1", "input": "", "output": ["2", "3"]},
+    "Llama-Factory, sharegpt": {
+        "conversations": SHAREGPT,
+        "chosen": {"from": "gpt", "value": "2"},
+        "rejected": {"from": "gpt", "value": "3"},
+    },
+    "Axolotl, chat": {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+    "Axolotl, intel": {"system": "", "question": "1+1", "chosen": "2", "rejected": "3"},
+    "a list": {"prompt": "1+1", "responses": ["3", "2"], "scores": [0.5, 4.0]},
+    "UltraFeedback": {
+        "instruction": "1+1",
+        "completions": [{"response": "3", "overall_score": 2.0}, {"response": "2", "overall_score": 8.5}],
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pair_in_the_form_of(form: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    [made] = build(tokenizer, FORMS[form])
+    assert shown(tokenizer, made) == (PROMPT, ["2<|im_end|>", "3<|im_end|>"])
+    assert made.scores[0] > made.scores[1] and made.num_tokens == len(made.prompt_ids) + 2
+
+
+LABELLED: dict[str, dict[str, Any]] = {
+    "TRL": {"prompt": "1+1", "completion": "2", "label": True},
+    "TRL, messages": {"prompt": [USER], "completion": [GOOD], "label": 1},
+    "OpenRLHF": {"prompt": "1+1", "response": "2", "label": 1},
+    "Llama-Factory": {"messages": [USER, GOOD], "kto_tag": True},
+    "Llama-Factory, sharegpt": {"conversations": [*SHAREGPT, {"from": "gpt", "value": "2"}], "kto_tag": True},
+}
+
+
+@pytest.mark.parametrize("form", LABELLED)
+def test_a_labelled_response_in_the_form_of(form: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    [made] = build(tokenizer, LABELLED[form])
+    assert (shown(tokenizer, made), made.scores) == ((PROMPT, ["2<|im_end|>"]), (1.0,))
+
+
+def test_only_answers_after_the_shared_turns_are_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    again = {"role": "user", "content": "sure"}
+    row = {"chosen": [USER, GOOD, again, GOOD], "rejected": [USER, GOOD, again, BAD, again, GOOD]}
+    [made] = build(tokenizer, row)
+    prompt, learned = shown(tokenizer, made)
+    assert prompt.count("<|im_start|>assistant") == 2 and prompt.endswith("assistant\n")
+    assert learned == ["2<|im_end|>", "3<|im_end|>2<|im_end|>"]
+
+
+def test_a_system_prompt_comes_first(tokenizer: PreTrainedTokenizerBase) -> None:
+    [made] = build(tokenizer, {"system": "be brief", "question": "1+1", "chosen": "2", "rejected": "3"})
+    assert shown(tokenizer, made)[0] == f"<|im_start|>system\nbe brief<|im_end|>\n{PROMPT}"
+
+
+def test_texts_without_a_prompt_share_their_beginning(tokenizer: PreTrainedTokenizerBase) -> None:
+    [made] = build(tokenizer, {"chosen": "1+1=2", "rejected": "1+1=33"}, chat=False)
+    assert shown(tokenizer, made) == ("1+1=", ["2<|im_end|>", "33<|im_end|>"])
+    with raises(DataError, "row 0: prompt"):
+        build(tokenizer, {"chosen": "1+1=2", "rejected": "1+1=33"})
+
+
+def test_lists_are_in_the_order_of_their_scores(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "1+1", "responses": ["3", [GOOD], "4", "1"], "scores": [1, 5, 0.5, 1]}
+    [made] = build(tokenizer, row)
+    assert shown(tokenizer, made)[1] == [f"{text}<|im_end|>" for text in ("2", "3", "1", "4")]
+    assert made.scores == (5.0, 1.0, 1.0, 0.5)
+    pair = made.pair(0, 3)
+    assert (shown(tokenizer, pair)[1], pair.scores) == (["2<|im_end|>", "4<|im_end|>"], (5.0, 0.5))
+
+
+def test_rows_that_teach_nothing_or_are_too_long_are_counted(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    equal, tie = {**pair, "rejected": "2"}, {"prompt": "1", "responses": ["1", "2"], "scores": [1, 1]}
+    long = {**pair, "rejected": "3" * 50}
+    made = build(tokenizer, equal, pair, tie, long, max_length=40)
+    assert len(made) == 1 and re.search(r"\b1 of 4 .*\b2\b", caplog.text)
+    with raises(DataError, "row 1: number of tokens"):
+        build(tokenizer, pair, long, max_length=40, overlong="error")
+    with raises(DataError, "data.max_length"):
+        build(tokenizer, equal)
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "found"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "row 0: field 'rejected'", "missing"),
+        ({"prompt": "a", "completion": "b", "label": 3}, "row 0: field 'label'", "3"),
+        ({"prompt": "a", "responses": ["b"], "scores": [1]}, "row 0: field 'responses'", "b"),
+        ({"prompt": "a", "responses": ["b", "c"]}, "row 0: field 'responses'", ""),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "row 0: field 'scores'", "1"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, "x"]}, "row 0: field 'scores'", "x"),
+        ({"prompt": "a", "chosen": [USER], "rejected": "b"}, "row 0: response", "user"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "row 0: field 'response'", "int"),
+        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "row 0: responses", "1\\+1"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["d.png"]}, "row 0: field 'images'", ""),
+    ],
+)
+def test_a_malformed_row_is_named(
+    row: dict[str, Any], key: str, found: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with raises(DataError, key, found=re.compile(found)):
+        build(tokenizer, row)

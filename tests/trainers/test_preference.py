@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on preferences: losses are those of transformers' log-probs, any split takes the same steps, a resume has
+the same bits, and every kind of reference gives the same numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.raising import raises
+from whet import serialization
+from whet.checkpoints.export import export
+from whet.config import load_config
+from whet.config.preference import PreferenceConfig
+from whet.data.preferences import Comparison
+from whet.errors import ConfigError, DataError, StorageError
+from whet.models.init import init_model
+from whet.registry import PREFERENCE_LOSSES
+from whet.trainers.preference import PreferenceRun, mismatched, picked, to_batch, train_preference
+
+MakeConfig = Callable[..., PreferenceConfig]
+PLAIN = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0}  # AdamW close to plain gradient descent
+
+
+@pytest.fixture
+def preference_config(model_folder: Path, tmp_path: Path) -> MakeConfig:
+    def make(**overrides: Any) -> PreferenceConfig:
+        small: dict[str, Any] = {
+            "model.path": str(model_folder),
+            "model.dtype": "float32",
+            "data.apply_chat_template": False,
+            "data.train_batch_size": 5,
+            "data.max_length": 32,
+            "optim.lr": 1e-3,
+            "trainer.total_steps": 3,
+            "trainer.logger": ["jsonl"],
+            "trainer.run_dir": str(tmp_path / "run"),
+        }
+        return load_config(PreferenceConfig, None, small | overrides, given={"data"}).config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """The response with more of the letter a is the better."""
+    good, bad = ["aab", "aaba", "baa"], ["bb", "cbacb"]
+    return [{"prompt": f"say {x}=", "chosen": one, "rejected": other} for x in "xyz" for one in good for other in bad]
+
+
+@pytest.fixture(scope="module")
+def lists() -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"say {x}=", "responses": ["aaa", "aab", "abb", "bbb"][:size], "scores": [3.0, 2.0, 1.0, 0.5][:size]}
+        for x in "xyzuvw"
+        for size in (2, 3, 4)
+    ]
+
+
+def weights(folder: Path, step: int, role: str = "actor") -> torch.Tensor:
+    state = serialization.load(folder / "checkpoints" / f"global_step_{step}" / f"{role}.state")
+    return torch.cat([weight.flatten() for weight in state["model"].values()])
+
+
+def check_same(one: PreferenceRun, other: PreferenceRun, tolerance: float = 2e-5) -> None:
+    """Compares all numbers but accuracies, which rounding decides where policy and reference are still equal."""
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        counted = {name: value for name, value in mine.items() if "accuracy" not in name}
+        assert counted.keys() <= theirs.keys()
+        assert counted == pytest.approx({name: theirs[name] for name in counted}, rel=tolerance, abs=tolerance)
+
+
+def test_a_batch_by_hand() -> None:
+    one = Comparison((5, 6), (((7, 8), (1, 1)), ((9,), (1,)), ((4, 4), (0, 1))), (2.0, 1.0, 0.0))
+    other = Comparison((3,), (((4,), (1,)), ((5, 5, 5), (1, 1, 1))), (1.0, 0.0))
+    batch = to_batch([one, other], 0, "pair", 4)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 4, 4, 0], [0, 3, 4, 0, 0], [0, 3, 5, 5, 5]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert batch["response_mask"].tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 0], [1, 1, 1]]
+    assert (batch["uid"].tolist(), batch["label"].tolist()) == ([0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0])
+    batch = to_batch([one, other], 0, "list", 3)
+    assert batch["scores"].tolist() == [2.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    assert batch["response_mask"].any(1).tolist() == [True, True, True, True, True, False]
+    assert [picked(7, 3), picked(2, 3), picked(5, 2)] == [[0, 3, 6], [0, 1], [0, 4]]
+
+
+def test_every_prompt_gets_the_response_of_another_row() -> None:
+    examples = [Comparison((n,), (((n, n), (1, 1)),), (1.0,)) for n in range(9)]
+    made = mismatched(examples, 3, 5)
+    assert [each.prompt_ids[0] for each in made] == list(range(9))
+    assert sorted(each.responses[0][0][0] for each in made) == list(range(9))
+    assert all(each.responses[0][0][0] != each.prompt_ids[0] for each in made)
+    assert made == mismatched(examples, 3, 5) != mismatched(examples, 3, 6)
+
+
+def log_prob(model: Any, tokenizer: Any, prompt: str, response: str) -> float:
+    """S(l) of a response with its end token, by transformers."""
+    ids, start = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id], len(tokenizer.encode(prompt))
+    with torch.no_grad():
+        found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return float(found[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][start - 1 :].sum())
+
+
+def test_the_loss_is_that_of_transformers_log_probs(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
+) -> None:
+    """A reference of its own, so that no difference is 0; for KTO also the point that rewards are compared with."""
+    alphabet = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=alphabet, num_layers=2, seed=5)
+    changes = {"trainer.total_steps": 1, "data.shuffle": False, "optim.lr": 0.0, "reference.model_path": str(other)}
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(path) for path in (model_folder, other))
+
+    def ratio(prompt: str, response: str) -> float:
+        return log_prob(policy, tokenizer, prompt, response) - log_prob(reference, tokenizer, prompt, response)
+
+    moved = [(ratio(row["prompt"], row["chosen"]), ratio(row["prompt"], row["rejected"])) for row in rows[:5]]
+    [record] = train_preference(preference_config(**changes), data=rows).history
+    expected = [math.log1p(math.exp(-0.1 * (chosen - rejected))) for chosen, rejected in moved]
+    assert record["preference/loss"] == pytest.approx(sum(expected) / 5, rel=1e-5)
+    assert record["preference/chosen_moved"] == pytest.approx(sum(each for each, _ in moved) / 5, rel=1e-5)
+    assert record["preference/accuracy"] == pytest.approx(sum(one > two for one, two in moved) / 5)
+
+    changes |= {"loss": "kto", "trainer.run_dir": str(tmp_path / "kto")}
+    run = train_preference(preference_config(**changes), data=rows)
+    text = tokenizer.decode
+    pairs = [
+        (text(each.prompt_ids), text(each.responses[0][0][:-1]))
+        for each in mismatched(run.examples[:5], run.config.trainer.seed, 0)
+    ]
+    point = max(0.0, 0.1 * sum(ratio(*pair) for pair in pairs) / len(pairs))
+    flat = [(0.1 * value - point) * sign for both in moved for value, sign in zip(both, (1, -1), strict=True)]
+    assert run.history[0]["preference/loss"] == pytest.approx(
+        sum(1 - 1 / (1 + math.exp(-each)) for each in flat) / 10, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo", "simpo", "bco"])
+def test_it_learns_the_preference(
+    loss: str, preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changes = {"trainer.total_steps": 6, "data.train_batch_size": 9, "loss": loss}
+    run = train_preference(preference_config(**changes), data=rows, val_data=rows[::4])
+    last = run.history[-1]
+    assert last["val/accuracy"] == 1.0 and last["val/chosen_reward"] > last["val/rejected_reward"]
+    out = export(tmp_path / "run", tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert log_prob(model, tokenizer, "say x=", "aab") > log_prob(model, tokenizer, "say x=", "bb")
+
+
+LOSSES = ["dpo", "kto", "wpo", "plackett_luce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine.packing": False, "max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 40},
+        {"engine.share_prompts": False},
+        {"engine.name": "fsdp"},
+        {"cluster.processes": 2},
+        {"cluster.processes": 2, "engine.name": "fsdp"},
+    ],
+    ids=str,
+)
+def test_any_split_of_a_batch_takes_the_same_steps(
+    changes: dict[str, Any], loss: str, preference_config: MakeConfig, lists: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    data = lists if loss == "plackett_luce" else [each for each in lists if len(each["responses"]) == 2]
+    if loss == "kto":
+        data = [{"prompt": e["prompt"], "completion": r, "label": r[1] == "a"} for e in lists for r in e["responses"]]
+    one = train_preference(preference_config(**PLAIN, loss=loss), data=data)
+    there = {"trainer.run_dir": str(tmp_path / "other")}
+    other = train_preference(preference_config(**PLAIN, **changes, **there, loss=loss), data=data)
+    check_same(one, other)
+    before, after = (
+        dict(AutoModelForCausalLM.from_pretrained(export(tmp_path / name, tmp_path / name / "out")).named_parameters())
+        for name in ("run", "other")
+    )
+    apart = torch.cat([(before[name] - after[name]).flatten() for name in before])
+    assert apart.norm() < 1e-5 * torch.cat([weight.flatten() for weight in before.values()]).norm()
+
+
+def stop_at_three(run: PreferenceRun) -> None:
+    if run.step == 3:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "bco"},
+        {"loss": "kto", "model.lora.rank": 4},
+        {"reference.mode": "cached"},
+        {"reference.update_steps": 2},
+    ],
+    ids=str,
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    changes: dict[str, Any], preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    both = {"optim.schedule": "cosine", "trainer.save_freq": 1, "trainer.total_steps": 5, **changes}
+    train_preference(preference_config(**both, **{"trainer.run_dir": str(tmp_path / "straight")}), data=rows)
+    with pytest.raises(KeyboardInterrupt):
+        train_preference(preference_config(**both), data=rows, callbacks=[stop_at_three])
+    resumed = train_preference(preference_config(**both), data=rows)
+    assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_2"
+    assert torch.equal(weights(tmp_path / "run", 5), weights(tmp_path / "straight", 5))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
+
+
+def test_a_cached_reference_is_the_frozen_one(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    frozen = train_preference(preference_config(), data=rows, val_data=rows[:3])
+    changes = {"reference.mode": "cached", "reference.file": str(tmp_path / "kept"), "loss": "dpo"}
+    there = {"trainer.run_dir": str(tmp_path / "cached")}
+    cached = train_preference(preference_config(**changes, **there), data=rows, val_data=rows[:3])
+    check_same(frozen, cached)
+    assert list(cached.roles) == ["actor"] and set(frozen.roles) == {"actor", "ref"}
+    written = (tmp_path / "kept").stat().st_mtime_ns
+    again = {"trainer.run_dir": str(tmp_path / "again"), "loss": "ipo"}
+    train_preference(preference_config(**changes | again), data=rows[::-1], val_data=rows[:3])
+    assert (tmp_path / "kept").stat().st_mtime_ns == written  # the same rows in another order
+    other = {"trainer.run_dir": str(tmp_path / "third")}
+    with raises(StorageError, str(tmp_path / "kept"), found=re.compile(r"\brows\b")):
+        train_preference(preference_config(**changes, **other), data=rows[:-1])
+    moved = {"model.path": str(export(tmp_path / "cached", tmp_path / "out"))}
+    other = {"trainer.run_dir": str(tmp_path / "fourth")}
+    with raises(StorageError, str(tmp_path / "kept"), found=re.compile(r"\bmodel\b")):
+        train_preference(preference_config(**changes, **other, **moved), data=rows, val_data=rows[:3])
+
+
+def test_a_lost_cache_of_a_run_is_an_error(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changes = {"reference.mode": "cached", "trainer.save_freq": 1}
+    train_preference(preference_config(**changes, **{"trainer.total_steps": 1}), data=rows)
+    (tmp_path / "run" / "reference.safetensors").unlink()
+    with raises(StorageError, str(tmp_path / "run" / "reference.safetensors")):
+        train_preference(preference_config(**changes), data=rows)
+
+
+def test_a_moving_reference_is_the_policy_of_some_steps_ago(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changes = {"reference.update_steps": 2, "trainer.total_steps": 5, "trainer.save_freq": 1}
+    run = train_preference(preference_config(**changes), data=rows)
+    moved = [abs(record["preference/chosen_moved"]) for record in run.history]
+    assert moved[0] < 1e-5 and moved[2] < 1e-5 and moved[4] < 1e-5 and min(moved[1], moved[3]) > 1e-3
+    assert torch.equal(weights(tmp_path / "run", 5, "ref"), weights(tmp_path / "run", 4))
+
+
+def test_an_adapter_is_its_own_reference(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    adapted = {"model.lora.rank": 4, "optim.lr": 1e-2}
+    run = train_preference(preference_config(**adapted), data=rows)
+    path = {"reference.model_path": run.config.model.path, "trainer.run_dir": str(tmp_path / "other")}
+    check_same(run, train_preference(preference_config(**adapted, **path), data=rows))
+    assert run.history[-1]["preference/chosen_moved"] > 0.1
+
+
+def test_without_a_reference_its_log_probs_are_zero(preference_config: MakeConfig, rows: list[dict[str, Any]]) -> None:
+    run = train_preference(preference_config(**{"reference.mode": "none", "trainer.total_steps": 1}), data=rows)
+    [record] = run.history
+    assert record["preference/chosen_moved"] == record["preference/chosen_log_probs"] < -5
+
+
+def test_what_cannot_be(preference_config: MakeConfig, rows: list[dict[str, Any]]) -> None:
+    with raises(DataError, "comparison 0", expected=re.compile("loss=dpo")):
+        train_preference(preference_config(), data=[{"prompt": "a", "completion": "b", "label": True}])
+    scored = [{"prompt": "a", "responses": ["b", "c", "d"], "scores": [0.1, 0.2, 0.3]}]
+    with raises(DataError, "comparison 0", expected=re.compile("loss=kto")):
+        train_preference(preference_config(loss="kto"), data=scored)
+    with raises(ConfigError, "reference.mode", found="cached"):
+        preference_config(**{"reference.mode": "cached", "reference.update_steps": 3})
+    with raises(ConfigError, "reference.mode", found="cached"):
+        preference_config(**{"reference.mode": "cached", "loss": "kto"})
+    with raises(ConfigError, "reference.update_steps", found=3):
+        preference_config(**{"reference.update_steps": 3, "model.lora.rank": 4})
+    with raises(ConfigError, "loss_options.bta", found=1.0):
+        preference_config(**{"loss_options.bta": 1.0})
+
+
+def test_a_loss_of_ones_own(preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from whet import register_preference_loss\n"
+        "@register_preference_loss('squared', of='pair')\n"
+        "def squared(log_probs, response_mask, *, margin=2.0):\n"
+        "    sums = (log_probs * response_mask).sum(1)\n"
+        "    return (sums[::2] - sums[1::2] - margin).square(), sums\n"
+    )
+    changes = {"loss": f"{tmp_path / 'mine.py'}:squared", "loss_options.margin": 1.0, "trainer.total_steps": 8}
+    run = train_preference(preference_config(**changes), data=rows)
+    losses = [record["preference/loss"] for record in run.history]
+    assert losses[-1] < 0.3 * losses[0] and list(run.roles) == ["actor"]
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["preference/loss"] == losses[0]
+
+
+def test_every_loss_says_what_it_compares() -> None:
+    assert {each.marks["of"] for each in PREFERENCE_LOSSES} == {"pair", "label", "list"}

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configs of `whet preference` and `whet train-reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import NonNegativeFloat, PositiveInt
+
+from whet.config.schema import ExamplesConfig, ExamplesDataConfig, TrainerConfig
+from whet.config.section import Choice, Place, Section, Values, key
+from whet.errors import ConfigError
+from whet.registry import PREFERENCE_LOSSES, Entry
+
+
+class ResponsesDataConfig(ExamplesDataConfig):
+    """Examples with several responses to a prompt: texts or messages; without a prompt, whole conversations."""
+
+    chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
+    rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
+    overlong: Literal["drop", "error"] = key("drop", "what to do with rows of which one response is over max_length")
+
+
+class PreferenceDataConfig(ResponsesDataConfig):
+    """The pairs of `whet train-reward`."""
+
+    margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
+
+    builder: ClassVar[str] = "whet.data.supervised:build_pairs"
+
+
+class ComparisonDataConfig(ResponsesDataConfig):
+    """The rows: chosen and rejected, a response and a label, or a list with scores; pairs are its best and worst."""
+
+    list_size: PositiveInt = key(
+        4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
+    )
+
+    builder: ClassVar[str] = "whet.data.preferences:build_comparisons"
+
+
+class ReferenceConfig(Section):
+    """The reference, whose log-probs a loss compares with; without a loss that reads them there is none."""
+
+    mode: Literal["frozen", "cached", "none"] = key(
+        "frozen",
+        "frozen: a second model, or the same with its adapter off; cached: one pass over all rows before the first "
+        "step, kept in a file; none: all log-probs 0",
+    )
+    model_path: str | None = key(None, "model of the reference; unset: model.path, the policy at its start")
+    file: str | None = key(None, "file of cached log-probs; unset: reference.safetensors in the run's folder")
+    update_steps: PositiveInt | None = key(None, "steps after which the reference becomes the policy; unset: never")
+
+
+class PreferenceConfig(ExamplesConfig):
+    """The config of `whet preference`."""
+
+    data: ComparisonDataConfig = ComparisonDataConfig()
+    loss: Annotated[str, Choice(PREFERENCE_LOSSES, "loss_options")] = key("dpo", "registered preference loss")
+    loss_options: Values = key({}, "options of the loss")
+    reference: ReferenceConfig = ReferenceConfig()
+    trainer: TrainerConfig = TrainerConfig(experiment_name="preference")
+
+    command: ClassVar[str] = "preference"
+
+    @property
+    def entry(self) -> Entry:
+        """The loss, described."""
+        return PREFERENCE_LOSSES[self.loss]
+
+    @property
+    def of(self) -> str:
+        """The comparisons of the loss: pair, label or list."""
+        return str(self.entry.marks.get("of", "pair"))
+
+    @property
+    def reads_reference(self) -> bool:
+        """Tells whether log-probs of a reference are computed."""
+        return "ref_log_probs" in self.entry.columns and self.reference.mode != "none"
+
+    @property
+    def rows_an_example(self) -> int:
+        """The responses of a comparison."""
+        return self.data.list_size if self.of == "list" else 2
+
+    def problems(self, at: Place) -> Iterator[ConfigError]:
+        if self.of not in ("pair", "label", "list"):
+            expected, change = "pair, label or list", "register it with of=..."
+            yield ConfigError(f"loss {self.loss!r}: of", self.of, expected, change)
+        if self.reference.mode == "cached" and "reference_point" in self.entry.columns:
+            expected = f"frozen: loss={self.loss} reads responses with other prompts, which no file has"
+            yield ConfigError("reference.mode", "cached", expected, "set it to frozen")
+        if self.reference.update_steps is None:
+            return
+        if self.reference.mode != "frozen":
+            expected = "frozen, with reference.update_steps"
+            yield ConfigError("reference.mode", self.reference.mode, expected, "unset one of both")
+        if self.model.lora.rank is not None:
+            expected = "unset, with an adapter: its reference is the model without it"
+            yield ConfigError("reference.update_steps", self.reference.update_steps, expected, "unset one of both")
+
+
+class RewardTrainingConfig(ExamplesConfig):
+    """The config of `whet train-reward`."""
+
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    trainer: TrainerConfig = TrainerConfig(experiment_name="reward")
+    center_coef: NonNegativeFloat = key(
+        0.0, "weight of the squared sum of a pair's scores in the loss, which keeps scores near 0; 0: none"
+    )
+
+    command: ClassVar[str] = "train-reward"
+
+    @property
+    def rows_an_example(self) -> int:
+        return 2
+
+    def problems(self, at: Place) -> Iterator[ConfigError]:
+        if self.model.lora.path is not None:
+            found = f"{self.model.lora.path} is an adapter of a language model"
+            change = "export the merged model first (`whet export`), and name it as model.path"
+            yield ConfigError("model.lora.path", found, "a whole model for `whet train-reward`", change)

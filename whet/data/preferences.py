@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes comparisons from rows: a prompt and responses to it, each with a score. Reads the forms of TRL, OpenRLHF,
+Llama-Factory, Axolotl and UltraFeedback."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whet.config.preference import ResponsesDataConfig
+from whet.data.chat import encode_texts
+from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
+from whet.data.supervised import COMMON, SupervisedExample, common_prefix, encode_conversation, encode_response
+from whet.errors import DataError
+from whet.options import is_number
+from whet.types import Example, Media, Message
+
+logger = logging.getLogger(__name__)
+PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input", "messages", "conversations")
+RESPONSES = ("completion", "response", "output", "answer")
+LISTS = ("responses", "completions", "candidates")
+LABELS = ("label", "kto_tag")
+SCORES = ("scores", "ranks_scores")
+ITEM_SCORES = ("score", "overall_score", "rating")  # of an item of a list that has its score
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "chosen": "assistant", "rejected": "assistant"}
+Response = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, and 1 on those that the policy would sample
+
+
+@dataclass(frozen=True)
+class Comparison(Example):
+    """A prompt and responses to it, the better ones first; of one response the score is 1 for good, 0 for bad."""
+
+    prompt_ids: tuple[int, ...]
+    responses: tuple[Response, ...]
+    scores: tuple[float, ...]
+    media: tuple[Media, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the prompt with the longest response."""
+        return len(self.prompt_ids) + max(len(ids) for ids, _ in self.responses)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return self.prompt_ids, self.responses, self.scores
+
+    def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Returns prompt and response, for each response."""
+        named = {0: ", chosen", 1: ", rejected"} if len(self.responses) == 2 else {}
+        shared = (0,) * len(self.prompt_ids)
+        return {
+            named.get(number, f", response {number + 1}"): ((*self.prompt_ids, *ids), (*shared, *mask))
+            for number, (ids, mask) in enumerate(self.responses)
+        }
+
+    def facts(self) -> Mapping[str, object]:
+        return {"scores": list(self.scores), "lengths": [sum(mask) for _, mask in self.responses]}
+
+    def pair(self, better: int, worse: int) -> Comparison:
+        """Two of the responses, by number."""
+        both = (self.responses[better], self.responses[worse])
+        return Comparison(self.prompt_ids, both, (self.scores[better], self.scores[worse]), self.media)
+
+
+def build_comparisons(
+    rows: Sequence[Row], prompt_format: PromptFormat, data: ResponsesDataConfig, *, numbers: Sequence[int] | None = None
+) -> tuple[Comparison, ...]:
+    """Makes comparisons from rows, in order; `numbers` are the row numbers for errors.
+
+    A row has two responses (chosen, rejected), one with a label, or a list with scores; texts, messages, or whole
+    conversations without a prompt. Dropped are comparisons whose responses, or whose scores, are all equal and, with
+    data.overlong=drop, those over data.max_length.
+    Raises: DataError for a row that has none of these forms, and for one that is too long if data.overlong=error."""
+    made: list[Comparison] = []
+    num_equal = num_long = 0
+    for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
+        noted = len(prompt_format.lost)
+        with at_row(index):
+            comparison = _comparison(index, row, prompt_format, data)
+        del prompt_format.lost[noted + 1 :]  # one of a row
+        distinct = min(len({ids for ids, _ in comparison.responses}), len({*comparison.scores}))
+        is_equal = len(comparison.responses) > 1 and distinct == 1
+        is_long = comparison.num_tokens > data.max_length
+        if is_long and not is_equal and data.overlong == "error":
+            expected = f"at most data.max_length={data.max_length} with its prompt"
+            key, change = f"row {index}: number of tokens", "raise it, or set data.overlong=drop"
+            raise DataError(key, comparison.num_tokens, expected, change)
+        num_equal, num_long = num_equal + is_equal, num_long + (is_long and not is_equal)
+        if not is_equal and not is_long:
+            made.append(comparison)
+    found = f"{num_long} of {len(rows)} rows over data.max_length={data.max_length} tokens, and {num_equal} with"
+    if not made:
+        expected = f"at least one row that is left: dropped {found} equal responses or scores"
+        raise DataError("data.max_length", data.max_length, expected, "raise it, or correct the rows")
+    if num_equal or num_long:
+        logger.warning("dropped %s equal responses or scores", found)
+    prompt_format.warn_lost(len(rows))
+    return tuple(made)
+
+
+def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:
+    responses, scores = _responses(row, data)
+    prompt = _prompt(row, prompt_format, data)
+    answers = [_answer(each, prompt_format) for each in responses]
+    if prompt is None:
+        prompt, answers = _shared_messages(answers, prompt_format)
+    placed, media = prompt_format.with_media(row, prompt) if prompt else ((), ())
+    media = from_row(index, media)
+    examples = [_encode(placed, each, prompt_format, media) for each in answers]
+    order = sorted(range(len(examples)), key=lambda number: -scores[number])  # stable
+    whole = [examples[number] for number in order]
+    shared = _num_shared(whole, bool(prompt))
+    ends = [len(example.loss_mask) - example.loss_mask[::-1].index(1) for example in whole]
+    parts = [
+        (example.input_ids[shared:end], example.loss_mask[shared:end]) for example, end in zip(whole, ends, strict=True)
+    ]
+    if not shared:
+        raise DataError("prompt", "is empty", "at least one token before the responses", "correct the row")
+    return Comparison(whole[0].input_ids[:shared], tuple(parts), tuple(scores[number] for number in order), media)
+
+
+def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
+    """The number of tokens that come before all responses: the prompt, or what whole texts begin with."""
+    first, *others = examples
+    limit = min(each.loss_mask.index(1) for each in examples) if has_prompt or not others else len(first.input_ids)
+    agree = [common_prefix(first.input_ids, other.input_ids) for other in others]
+    return min(limit, *agree, *(len(each.input_ids) - 1 for each in examples))
+
+
+def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[Any], list[float]]:
+    """The responses of a row as they are written, with their scores."""
+    if (listed := _first(row, LISTS)) is not None:
+        return _listed(row, listed)
+    if (label := _first(row, LABELS)) is not None and not all(_first(row, names) for names in COMMON.values()):
+        if not isinstance(row[label], bool) and row[label] not in (0, 1):
+            raise DataError(f"field {label!r}", f"is {row[label]!r}", "true (good) or false (bad)", "correct it")
+        name = _first(row, RESPONSES)
+        if name is not None:
+            return [row[name]], [float(row[label])]
+        field = find_field(row, PROMPTS[-2:], "data.prompt_key", RESPONSES)
+        return [row[field]], [float(row[label])]  # a whole conversation
+    output = row.get("output")
+    if isinstance(output, list) and len(output) == 2 and _first(row, COMMON["chosen_key"]) is None:
+        return output, [1.0, 0.0]  # Llama-Factory's first form
+    keys = [find_field(row, data[key], f"data.{key}", names) for key, names in COMMON.items()]
+    return [row[name] for name in keys], [1.0, 0.0]
+
+
+def _listed(row: Row, name: str) -> tuple[list[Any], list[float]]:
+    """The responses of a list, and their scores: in a field beside it, or in its items."""
+    items = row[name]
+    if not isinstance(items, list) or len(items) < 2:
+        raise DataError(f"field {name!r}", f"is {str(items)[:80]!r}", "a list of two responses or more", "correct it")
+    if (field := _first(row, SCORES)) is not None:
+        scores, responses = row[field], items
+    else:
+        keys = [_first(item, ITEM_SCORES) if isinstance(item, Mapping) else None for item in items]
+        if None in keys:
+            expected = f"a field {' or '.join(SCORES)} beside it, or {' or '.join(ITEM_SCORES)} in each item"
+            raise DataError(f"field {name!r}", "has no scores", expected, "add them")
+        field, scores = name, [item[key] for item, key in zip(items, keys, strict=True)]
+        texts = [_first(item, (*RESPONSES, "content", "text")) for item in items]
+        if None in texts:
+            raise DataError(f"field {name!r}", f"item {texts.index(None)} has no text", "response, content or text")
+        responses = [item[text] for item, text in zip(items, texts, strict=True)]
+    if not isinstance(scores, list) or len(scores) != len(items):
+        raise DataError(f"field {field!r}", f"is {str(scores)[:80]!r}", f"a list of {len(items)} numbers", "correct it")
+    wrong = [score for score in scores if not is_number(score) or not math.isfinite(score)]
+    if wrong:
+        raise DataError(f"field {field!r}", f"has {wrong[0]!r}", "numbers", "correct it")
+    return list(responses), [float(score) for score in scores]
+
+
+def _prompt(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> tuple[Message, ...] | None:
+    """The messages of the prompt; None where the responses are whole conversations."""
+    name = data.prompt_key if row.get(data.prompt_key) is not None else _first(row, PROMPTS)
+    has_responses = any(_first(row, names) is not None for names in (*COMMON.values(), LISTS, RESPONSES))
+    if name is None or (not has_responses and name in PROMPTS[-2:]):
+        return None
+    value = row[name]
+    if isinstance(value, list):
+        row = {**row, name: as_messages(value)}
+    elif name == "instruction" and isinstance(row.get("input"), str) and row["input"]:
+        row = {**row, name: f"{value}\n{row['input']}"}
+    messages = prompt_format.messages(row, name)
+    system = row.get("system")
+    if isinstance(system, str) and system and messages[0].role != "system" and prompt_format.apply_chat_template:
+        messages = (Message("system", system), *messages)
+    return messages
+
+
+def as_messages(value: Any) -> Any:
+    """A list of messages {"role", "content"} of one in ShareGPT's form {"from", "value"}, or of one message."""
+    if isinstance(value, Mapping):
+        return as_messages([value])
+    if not isinstance(value, list):
+        return value
+    return [
+        {"role": ROLES.get(str(each["from"]), each["from"]), "content": each.get("value")}
+        if isinstance(each, Mapping) and "from" in each
+        else each
+        for each in value
+    ]
+
+
+def _answer(value: Any, prompt_format: PromptFormat) -> str | tuple[Message, ...]:
+    """A response as text or messages.  Raises: DataError."""
+    if isinstance(value, str):
+        return value
+    messages = read_messages({"response": as_messages(value)}, "response", "text, or ")
+    if messages[-1].role != "assistant":
+        found = f"ends in a message of the role {messages[-1].role!r}"
+        raise DataError("response", found, "the role 'assistant' last", "correct the row")
+    return tuple(messages)
+
+
+def _shared_messages(
+    answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat
+) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
+    """The messages with which all whole conversations begin, and the rest of each; texts have no such messages."""
+    conversations = [each for each in answers if not isinstance(each, str)]
+    if len(conversations) < len(answers):
+        if prompt_format.apply_chat_template:
+            change = "set data.prompt_key, or data.apply_chat_template=false for whole texts"
+            raise DataError("prompt", "is missing, and a response is a text", "a prompt, or lists of messages", change)
+        return (), answers
+    shared = 0
+    shortest = min(map(len, conversations)) - 1
+    while shared < shortest and len({repr(each[shared]) for each in conversations}) == 1:
+        shared += 1
+    if len(conversations) == 1:
+        shared = shortest
+    if not shared:
+        found = f"begin with other messages: {conversations[0][0].content!r}"
+        raise DataError("responses", found, "conversations with the same first message", "set data.prompt_key")
+    return conversations[0][:shared], [each[shared:] for each in conversations]
+
+
+def _encode(
+    prompt: Sequence[Message],
+    answer: str | tuple[Message, ...],
+    prompt_format: PromptFormat,
+    media: tuple[Media, ...],
+) -> SupervisedExample:
+    """Prompt and response; the mask is 1 on what the policy would sample after the prompt."""
+    if isinstance(answer, str) and not prompt:
+        return _whole_text(answer, prompt_format)
+    if isinstance(answer, str):
+        return encode_response(prompt, answer, prompt_format, media)
+    prompt_format.refuse_media({}, answer, "images and videos in the prompt alone")
+    example = encode_conversation((*prompt, *answer), prompt_format, media)
+    [head] = prompt_format.encode([prompt], media=[media])
+    start = common_prefix(head, example.input_ids)
+    return SupervisedExample(example.input_ids, (0,) * start + example.loss_mask[start:], media)
+
+
+def _whole_text(text: str, prompt_format: PromptFormat) -> SupervisedExample:
+    """A text without a prompt and its end token; what all responses begin with becomes the prompt."""
+    [ids] = encode_texts(prompt_format.tokenizer, [text], add_special_tokens=True)
+    if not ids:
+        raise DataError("response", "is an empty text without a prompt", "at least one token", "correct it")
+    return SupervisedExample((*ids, prompt_format.tokenizer.eos_token_id), (0, *[1] * len(ids)))
+
+
+def _first(row: Row, names: Sequence[str]) -> str | None:
+    return next((name for name in names if row.get(name) is not None), None)

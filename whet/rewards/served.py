@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of a reward model behind a server: whet's own (`whet serve`), vLLM's or SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal
+
+from whet.errors import RewardError
+from whet.http import CallError, Http, insist, read as read_reply, shown
+from whet.limits import read_json
+from whet.options import Number, Positive
+from whet.registry import register_reward
+from whet.rewards.result import finite
+
+Api = Literal["pooling", "classify", "score", "sglang"]
+PATHS: Mapping[Api, str] = {"pooling": "/pooling", "classify": "/classify", "score": "/v1/score", "sglang": "/classify"}
+SHOWN_BYTES = 200
+
+
+@register_reward("reward_server", checked_by="whet.rewards.served:check_options")
+async def compute_score(
+    solution_str: str,
+    prompt_str: str = "",
+    conversation: Sequence[Mapping[str, Any]] = (),
+    *,
+    endpoint: str,
+    model: str = "",
+    api: Api = "pooling",
+    template: str | None = None,
+    key_variable: str = "OPENAI_API_KEY",
+    retries: Number = 4,
+    request_seconds: Positive = 20.0,
+    deadline_seconds: Positive = 25.0,
+) -> dict[str, float]:
+    """The score that a reward model at `endpoint` (http://127.0.0.1:8000) gives the conversation, messages of the
+    prompt and after it; text goes over, so that its vocabulary may be any.
+
+    `api` is the path and its form: pooling and classify of vLLM and `whet serve`, sglang (/classify with a text), or
+    score (vLLM's /v1/score: a cross-encoder reads the last message of the prompt and the response). The server renders
+    the messages with its chat template; with `template`, a folder or hub name whose tokenizer has one, they are
+    rendered here, as sglang needs it. Of a number for each token the last one counts. `key_variable` is the environment
+    variable of the key. `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`.
+    Raises: RewardError."""
+    body: dict[str, Any] = {"model": model} if model else {}
+    if api == "score":
+        body |= {"text_1": prompt_str, "text_2": solution_str}
+    elif template is None:
+        body |= {"messages": list(conversation), "add_generation_prompt": False}
+    else:
+        text = tokenizer_at(template).apply_chat_template(list(conversation), tokenize=False)
+        body |= {"text": text} if api == "sglang" else {"input": text, "add_special_tokens": False}
+    body |= {} if api == "sglang" else {"use_activation": False}  # else vLLM gives a sigmoid of the score
+    address = endpoint.rstrip("/").removesuffix("/v1") + PATHS[api]
+    secret = os.environ.get(key_variable)
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+
+    async def attempt(number: int) -> float:
+        async with (
+            asyncio.timeout(request_seconds),
+            client().stream("POST", address, body, headers=headers) as reply,
+        ):
+            content = await read_reply(reply, passes=True)
+        try:
+            return finite("score", last_number(read_json(content)))
+        except (ValueError, LookupError, TypeError) as error:
+            said = content[:SHOWN_BYTES].decode(errors="replace")
+            raise CallError(f"its reply has no score ({error}): {said}", passes=False) from error
+
+    try:
+        return {"reward": await insist(attempt, deadline_seconds, int(retries) + 1, (address, solution_str))}
+    except CallError as error:
+        found = f"no score within {deadline_seconds:g} s and {int(retries) + 1} attempts: {error}"
+        change = f"correct endpoint, model={model!r}, api={api} or the key in {key_variable}, or raise the deadline"
+        raise RewardError(f"reward model at {shown(address)}", found, "a reply with one number", change) from error
+
+
+def last_number(reply: Any) -> float:
+    """The score in a reply: that of the one text, of its last token where it has one for each.
+
+    Raises: ValueError, LookupError, TypeError."""
+    rows = reply["data"] if isinstance(reply, dict) and "data" in reply else reply
+    row = rows[0] if isinstance(rows, list) else rows
+    value = next((row[name] for name in ("probs", "embedding", "score", "data") if name in row), None)
+    while isinstance(value, list):
+        if len(value) != 1 and not isinstance(value[-1], list):
+            raise ValueError(f"{len(value)} numbers of one text, where a reward model has one label")
+        value = value[-1]
+    return float(value)
+
+
+def check_options(*, endpoint: str = "http://", api: Api = "pooling", template: str | None = None, **_: object) -> None:
+    """Raises: RewardError for an endpoint that is no address, and for sglang without a template."""
+    if not endpoint.startswith(("http://", "https://")):
+        raise RewardError("endpoint", endpoint, "an address such as http://127.0.0.1:8000")
+    if api == "sglang" and template is None:
+        change = "name the folder of the reward model's tokenizer"
+        raise RewardError("template", None, "a tokenizer with a chat template: SGLang's /classify reads a text", change)
+
+
+@cache
+def client() -> Http:
+    """The connections of this process."""
+    return Http()
+
+
+@cache
+def tokenizer_at(path: str) -> Any:
+    """The tokenizer of a folder or hub name.  Raises: RewardError where it has no chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise RewardError("template", path, "a tokenizer with a chat template", "name another")
+    return tokenizer

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of a reference in a file: computed once, for all examples, and used by every run on the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whet import serialization
+from whet.batch import Batch
+from whet.data.preferences import Comparison
+from whet.errors import StorageError
+
+log = logging.getLogger(__name__)
+Key = tuple[str, int]  # digest of an example, number of its response
+Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.preference.rows_of`
+
+
+class ReferenceCache:
+    """Log-probs of responses, each [R] of its own length, and digests of what they were computed from."""
+
+    def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
+        self.inputs, self._log_probs = inputs, log_probs
+
+    @classmethod
+    def load(cls, path: Path, inputs: Mapping[str, str]) -> ReferenceCache:
+        """Reads a file.  Raises: StorageError where it was computed from other inputs, or is damaged."""
+        try:
+            saved = serialization.load(path)
+            found = {str(name): str(digest) for name, digest in saved["inputs"].items()}
+            parts = saved["log_probs"].split(saved["lengths"])
+            keys = [(str(digest), int(number)) for digest, number in saved["keys"]]
+            log_probs = dict(zip(keys, parts, strict=True))
+        except (*serialization.MALFORMED, OSError) as error:
+            raise StorageError(str(path), f"cannot be read ({error!r})", "a file of this run", "delete it") from error
+        for name, digest in inputs.items():
+            if found.get(name) != digest:
+                change = "delete it, or name another as reference.file"
+                raise StorageError(str(path), f"is of another {name} ({found.get(name)})", digest, change)
+        log.info("the reference's log-probs of %d responses come from %s", len(keys), path)
+        return cls(found, log_probs)
+
+    @classmethod
+    def make(
+        cls,
+        path: Path,
+        inputs: Mapping[str, str],
+        batches: Iterator[tuple[Rows, Batch]],
+        forward: Callable[[Batch], Tensor],
+    ) -> ReferenceCache:
+        """Computes the log-probs of all rows with `forward` ([B, R]), of batches with their rows, and writes the
+        file."""
+        log_probs: dict[Key, Tensor] = {}
+        for rows, batch in batches:
+            for (_, example, number), row in zip(rows, forward(batch), strict=True):
+                if number is None:
+                    continue
+                log_probs[digest_of(example), number] = row[: len(example.responses[number][0])].float().clone()
+        values = torch.cat([*log_probs.values(), torch.zeros(0)])
+        lengths = [len(each) for each in log_probs.values()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keys = [list(each) for each in log_probs]
+        serialization.save(path, {"inputs": dict(inputs), "keys": keys, "lengths": lengths, "log_probs": values})
+        log.info("wrote the reference's log-probs of %d responses to %s", len(keys), path)
+        return cls(inputs, log_probs)
+
+    def column(self, rows: Rows, width: int) -> Tensor:
+        """The log-probs of rows, 0 in empty ones.   [B, R]"""
+        found = torch.zeros(len(rows), width)
+        for row, (_, example, number) in zip(found, rows, strict=True):
+            if number is not None:
+                values = self._log_probs[digest_of(example), number]
+                row[: len(values)] = values
+        return found
+
+
+def digest_of(example: Comparison) -> str:
+    """The digest of an example's tokens and media."""
+    media = [each.digest for each in example.media]
+    return hashlib.sha256(json.dumps([example.content, media]).encode()).hexdigest()
+
+
+def digest_of_all(examples: Sequence[Comparison]) -> str:
+    """The digest of examples as a set."""
+    return hashlib.sha256("".join(sorted({*map(digest_of, examples)})).encode()).hexdigest()
