@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import SMALL_RUN
-from tests.controller.ray_pools import train
 from whet.config import TrainConfig, load_config
 from whet.planning.scale import places
 
@@ -73,6 +72,8 @@ def test_every_rank_is_where_the_plan_puts_it(tmp_path: Path) -> None:
 def test_a_run_on_shares_of_pretended_gpus(model_folder: Path, tmp_path: Path) -> None:
     """Actor and reference on halves of a GPU, the rollout on another node's, rewards on processors: the numbers are
     those of a run on the host."""
+    from ray_pools import train  # imports Ray
+
     (tmp_path / "graders.py").write_text(REWARD)
     alone = {name: {**pool, "processes": 1} for name, pool in POOLS.items()} | {"sample": {"roles": ["rollout"]}}
     values = {
