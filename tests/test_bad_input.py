@@ -182,13 +182,15 @@ def test_models_that_are_no_reward_models(qwen25_folder: Path) -> None:
         reward_config("three")
     wrong("reward model of several labels", str(raised.value))
     tokenizer = load_tokenizer("lm")
-    tokenizer.train_new_from_iterator(["another text"], 260).save_pretrained("fewer")
+    fewer = tokenizer.train_new_from_iterator(["another text"], 260)
+    fewer.chat_template = None
+    fewer.save_pretrained("fewer")
     Path("fewer", "config.json").write_text(json.dumps({**config, "id2label": {"0": "score"}}))
     policy = copy.deepcopy(tokenizer)
     run = TrainConfig.model_validate({"model": {"path": "lm"}, "reward_model": {"model_path": "fewer"}})
     with pytest.raises(WhetError) as raised:
         check_reward_model(run, policy)
-    wrong("reward model of another vocabulary", str(raised.value))
+    wrong("reward model of another vocabulary, no template", str(raised.value))
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,7 @@ ROLLOUT_ENGINES = Registry(
     "rollout engine",
     "rollout",
     "register_rollout",
-    ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model", "cache_room"),
+    ("dtype", "max_batch_size", "load_tokenizer", "device", "num_devices", "model", "cache_room", "span"),
 )
 KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Registry))
 # `whet algorithms` does not list these.

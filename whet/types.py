@@ -117,6 +117,11 @@ class Example(Protocol):
         """More that `whet data` shows."""
         return {}
 
+    @staticmethod
+    def notes(items: Sequence[Any]) -> list[str]:
+        """What `whet data` says of all examples together."""
+        return []
+
 
 @dataclass(frozen=True)
 class Turn:

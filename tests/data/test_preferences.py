@@ -149,3 +149,13 @@ def test_a_malformed_row_is_named(
 ) -> None:
     with raises(DataError, key, found=re.compile(found)):
         build(tokenizer, row)
+
+
+def test_data_says_how_much_the_length_tells(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The better response is the longer one twice, once the shorter one and once as long: (2 + 0.5) / 4."""
+    pairs = [("22", "3"), ("222", "33"), ("2", "333"), ("2", "3")]
+    made = build(tokenizer, *({"prompt": "1", "chosen": good, "rejected": bad} for good, bad in pairs))
+    [note] = Comparison.notes(made)
+    assert "62.5%" in note and "of 4 " in note and "1.00 to" in note  # 3 + 4 + 2 + 2 tokens each
+    [note] = Comparison.notes(build(tokenizer, *({"prompt": "1", "completion": "2", "label": good} for good in (1, 0))))
+    assert note.startswith("1 of 2")

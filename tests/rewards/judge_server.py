@@ -38,6 +38,7 @@ class Judge:
         self._lock = threading.Lock()
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.paths: list[str] = []
         self.times: list[float] = []
         self.running = self.most = 0
         self.address = ""
@@ -49,6 +50,7 @@ class Judge:
             self.times.append(time.monotonic())
             self.bodies.append(body)
             self.keys.append(handler.headers.get("Authorization"))
+            self.paths.append(handler.path)
             self.running += 1
             self.most = max(self.most, self.running)
             count = len(self.bodies)

@@ -188,7 +188,8 @@ class Ranks:
     """A worker group whose ranks are in this process; a restart takes some polls of the others."""
 
     def __init__(self, *hosts: Host, restart_takes: int) -> None:
-        self.hosts, self.world_size, self.restart_takes = hosts, len(hosts), restart_takes
+        self.hosts, self.restart_takes = hosts, restart_takes
+        self.world_size, self.reporting = len(hosts), [*range(len(hosts))]
         self.calls: list[tuple[int, str]] = []
 
     def start_on(self, rank: int, method: str, *arguments: Any) -> Ranks.Call:

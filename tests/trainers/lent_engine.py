@@ -16,6 +16,7 @@ from whet.controller.dispatch import register
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Weights
+from whet.rollout.servers.process import Span
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import TrainWorker
 
@@ -32,8 +33,19 @@ class Together:
     """The native engine with weights of its own, as a server has; its methods are those of the engine."""
 
     def __init__(
-        self, dtype: torch.dtype, num_devices: int, model: ModelConfig, *, folder: str, tensor_parallel_size: int = 1
+        self,
+        dtype: torch.dtype,
+        num_devices: int,
+        model: ModelConfig,
+        span: Span | None = None,
+        *,
+        folder: str,
+        tensor_parallel_size: int = 1,
+        weights_dir: str | None = None,
+        weight_transfer: str = "file",
+        restarts: int = 0,
     ) -> None:
+        self.span = span
         self._engine, self._folder, self.devices = NativeEngine(dtype=dtype), folder, num_devices
         module: Any = load_policy(str(model.path))
         self._engine.attach(module.requires_grad_(False), 0, is_own=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,26 @@ from lent_engine import Looking, Noting
 from tests.raising import raises
 from whet.config import TrainConfig
 from whet.controller.launch import launch
-from whet.controller.worker import Placement, ResourcePool, WorkerSpec
+from whet.controller.worker import Host, Placement, ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import generate
 from whet.rollout.replicas import Replicas
+from whet.rollout.servers.process import Span
 from whet.trainers.build import plan, worker_specs
 from whet.trainers.rollout_worker import Lent, Modes, RolloutWorker
 from whet.weight_sync.routes import weight_sync
 
 MakeConfig = Callable[..., TrainConfig]
+SHARED = {"weights_dir": "/tmp", "weight_transfer": "file", "restarts": 0}
 ENGINE = f"{Path(__file__).parent / 'lent_engine.py'}:Together"
 
 
 def together(train_config: MakeConfig, processes: int, size: int, folder: Path, **changes: Any) -> TrainConfig:
-    options = {"folder": str(folder), "tensor_parallel_size": size}
+    options = {"folder": str(folder), "tensor_parallel_size": size, **SHARED}
+    options |= {name: changes.pop(name) for name in SHARED if name in changes}
     engine = {"rollout.engine.name": ENGINE, "rollout.engine.options": options, "actor.engine.name": "fsdp"}
     return train_config({**engine, "cluster.processes": processes, "rollout.free_cache_engine": True, **changes})
 
@@ -89,15 +92,39 @@ def test_a_rank_without_an_engine_reads_all_weights(train_config: MakeConfig, tm
     worker.close()
 
 
+def ranked(config: TrainConfig, hosts: Sequence[Host], rank: int) -> Looking:
+    """The worker of a rank on Ray."""
+    [args] = [spec.args for spec in worker_specs(config, plan(config), 1) if spec.role == "rollout"]
+    return Looking(Placement("rollout", rank, len(hosts), hosts=hosts), *args)
+
+
 def test_ray_shows_the_first_rank_the_devices_of_all(
     train_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    config = together(train_config, 4, 2, tmp_path)
-    [args] = [spec.args for spec in worker_specs(config, plan(config), 1) if spec.role == "rollout"]
-    worker = Looking(Placement("rollout", 2, 4, visible=("7", "0", "5", "3")), *args)
-    assert worker.visible() == "5,3" and worker.engine.devices == 2
+    hosts = [Host("node", "10.0.0.1", device) for device in ("7", "0", "5", "3")]
+    worker = ranked(together(train_config, 4, 2, tmp_path), hosts, 2)
+    assert worker.visible() == "5,3" and (worker.engine.devices, worker.engine.span) == (2, None)
     worker.close()
+
+
+def test_a_server_on_two_nodes_has_a_part_on_each(
+    train_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 4 to 7 of two nodes with two devices each: 4 has the front, 6 the part of its node, 5 and 7 nothing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hosts = [Host(f"node {rank // 2}", f"10.0.0.{rank // 2}", str(rank % 2)) for rank in range(8)]
+    config = together(train_config, 8, 4, tmp_path, **{"cluster.backend": "ray", "cluster.nnodes": 4})
+    workers = [ranked(config, hosts, rank) for rank in (4, 5, 6, 7)]
+    front, part = Span(2, 0, "10.0.0.2", 28_504), Span(2, 1, "10.0.0.2", 28_504)
+    parts = [None if isinstance(worker.engine, Lent) else worker.engine for worker in workers]
+    assert parts[1:] == [None] * 3 and parts[0].span == front and parts[0].devices == 4
+    behind = [worker.engine._part for worker in workers[1:]]
+    assert behind[0] is None and behind[1].span == part and behind[2] is None
+    assert [worker.is_reporting for worker in workers] == [True, False, False, False]
+    assert workers[2].visible() == "0,1"
+    for worker in workers:
+        worker.close()
 
 
 @pytest.mark.parametrize(
@@ -111,8 +138,19 @@ def test_ranks_that_engines_cannot_share(
         together(train_config, processes, size, tmp_path)
 
 
-def test_an_engine_stays_on_a_node(train_config: MakeConfig, tmp_path: Path) -> None:
-    nodes = {"cluster.backend": "ray", "cluster.nnodes": 2}
+def test_an_engine_is_on_a_node_or_on_whole_ones(train_config: MakeConfig, tmp_path: Path) -> None:
+    nodes, size = {"cluster.backend": "ray", "cluster.nnodes": 2}, "rollout.engine.options.tensor_parallel_size"
     assert together(train_config, 4, 2, tmp_path, **nodes).cluster.replica_ranks({"tensor_parallel_size": 2}) == 2
-    with raises(ConfigError, "rollout.engine.options.tensor_parallel_size", found=4):
-        together(train_config, 4, 4, tmp_path, **nodes)
+    with raises(ConfigError, size, found=3):  # of 6 ranks, 3 to a node; 2 to a node cross it
+        together(train_config, 12, 3, tmp_path, **{**nodes, "cluster.nnodes": 3})
+    assert together(train_config, 4, 4, tmp_path, **nodes).cluster.replica_devices({"tensor_parallel_size": 4}) == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("weights_dir", None), ("weight_transfer", "ipc"), ("restarts", 3)], ids=str
+)
+def test_a_server_on_several_nodes_needs_a_shared_folder(
+    option: str, value: object, train_config: MakeConfig, tmp_path: Path
+) -> None:
+    with raises(ConfigError, f"rollout.engine.options.{option}", found=value):
+        together(train_config, 4, 4, tmp_path, **{"cluster.backend": "ray", "cluster.nnodes": 2}, **{option: value})

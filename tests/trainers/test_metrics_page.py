@@ -26,7 +26,7 @@ from tests.algorithms.conftest import _make_batch
 from tests.models.nano import nano_model
 from whet.checkpoints.export import export
 from whet.columns import COLUMNS
-from whet.config import RewardTrainingConfig, SFTConfig, load_config
+from whet.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
 from whet.data.drawn.figures import counting
 from whet.metrics import Metrics
 from whet.models.init import init_model
@@ -37,6 +37,7 @@ from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.measure import measure_environment, measure_groups
+from whet.trainers.preference import train_preference
 from whet.trainers.rollout_worker import Direct
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
@@ -268,6 +269,11 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in additions]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in pairs[:2]))
     train_reward(load_config(RewardTrainingConfig, None, common | fine | to_pairs, given={"data"}).config, data=pairs)
+    longer = [*pairs, *({**row, "rejected": ""} for row in pairs)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in (longer[0], longer[-1])))
+    for loss in ("dpo", "kto"):
+        own = {"loss": loss, "trainer.run_dir": str(tmp_path / loss)}
+        train_preference(load_config(PreferenceConfig, None, common | fine | own, given={"data"}).config, data=longer)
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": 1}
     monkeypatch.setattr(Direct, "num_lost", 1)  # for rollout/lost_ranks

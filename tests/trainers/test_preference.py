@@ -22,6 +22,7 @@ from whet.config import load_config
 from whet.config.preference import PreferenceConfig
 from whet.data.preferences import Comparison
 from whet.errors import ConfigError, DataError, StorageError
+from whet.metrics import Metrics
 from whet.models.init import init_model
 from whet.registry import PREFERENCE_LOSSES
 from whet.trainers.preference import PreferenceRun, mismatched, picked, to_batch, train_preference
@@ -275,6 +276,21 @@ def test_without_a_reference_its_log_probs_are_zero(preference_config: MakeConfi
     run = train_preference(preference_config(**{"reference.mode": "none", "trainer.total_steps": 1}), data=rows)
     [record] = run.history
     assert record["preference/chosen_moved"] == record["preference/chosen_log_probs"] < -5
+
+
+def test_a_warning_where_all_responses_become_less_likely(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train_preference(preference_config(**{"trainer.total_steps": 1}), data=rows)
+    assert run.has_warned is False
+    for chosen, expected in ((-0.4, False), (-2.0, True), (-2.0, True)):
+        run.history.append(
+            {"preference/chosen_moved": chosen, "preference/chosen_log_probs": -10.0 + chosen}
+            | {"preference/rejected_moved": -9.0, "preference/rejected_log_probs": -19.0}
+        )
+        run.check_health(run.batch(run.examples[:1]), Metrics())
+        assert run.has_warned is expected
+    assert len([each for each in caplog.records if each.levelname == "WARNING" and " 2.0 " in each.getMessage()]) == 1
 
 
 def test_what_cannot_be(preference_config: MakeConfig, rows: list[dict[str, Any]]) -> None:

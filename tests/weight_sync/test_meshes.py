@@ -73,6 +73,7 @@ def exported(group: WorkerGroup, model: Path, out: Path) -> dict[str, torch.Tens
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("groups", "sizes"),
     CASES,

@@ -210,6 +210,7 @@ def _summary(found: Preview) -> Iterator[str]:
     if found.data_sources:
         listed = ", ".join(f"{name} {count}" for name, count in found.data_sources.most_common(10))
         yield f"data sources: {listed}"
+    yield from found.notes
     if found.num_unanswered:
         yield f"{found.num_unanswered} rows have no ground truth"
 

@@ -5,6 +5,7 @@ that they need, and the cluster. No torch, as in `checks`."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import Any
 from whet import registry
 from whet.columns import COLUMNS
 from whet.config import schema
-from whet.config.cluster import ROLES, ClusterConfig
+from whet.config.cluster import ROLES, ClusterConfig, devices_of
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
 from whet.config.section import Place, entry_at
 from whet.errors import ConfigError, did_you_mean, pip_install
@@ -332,20 +333,31 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
 
 
 def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
-    """Requires whole replicas of the rollout on the ranks of its pool, each on one node."""
+    """Requires whole replicas of the rollout on the ranks of its pool, each on one node or on whole ones."""
     options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
-    if not isinstance(size := options.get("tensor_parallel_size"), int) or size < 1:
+    size, where = options.get("tensor_parallel_size"), "rollout.engine.options"
+    if not isinstance(size, int) or size < 1:
         return
-    name, key = cluster.pool_of("rollout"), "rollout.engine.options.tensor_parallel_size"
-    pool, ranks = cluster.pools[name], cluster.replica_ranks(options)
+    name, key = cluster.pool_of("rollout"), f"{where}.tensor_parallel_size"
+    pool, ranks, slots = cluster.pools[name], cluster.replica_ranks(options), cluster.slots()
     if size % pool.num_devices or pool.processes % ranks:
         expected = f"a size that divides the {pool.processes * pool.num_devices} devices of the pool {name}"
         yield ConfigError(key, size, f"{expected}, in whole ranks", "change it, or the processes of the pool")
         return
-    nodes = [slot.node for slot in cluster.slots() if slot.pool.name == name]
-    if any(len({*nodes[first : first + ranks]}) > 1 for first in range(0, len(nodes), ranks)):
-        here = cluster.devices_here
-        expected = f"all devices of a server on one node, which has {here}: weights lie in the memory of its machine"
+    here, own = Counter(node for node, _ in devices_of(slots)), [slot for slot in slots if slot.pool.name == name]
+    servers = [Counter(node for node, _ in devices_of(own[at : at + ranks])) for at in range(0, len(own), ranks)]
+    if all(len(server) == 1 for server in servers):
+        return
+    if all(server[node] == here[node] for server in servers for node in server):
+        needs = {"weights_dir": "a folder that all nodes share", "weight_transfer": "file", "restarts": "0"}
+        for option, wanted in needs.items():
+            found = options.get(option)
+            if found is None or (option != "weights_dir" and str(found) != wanted):
+                expected = f"{wanted}, as a server has devices of {len(servers[0])} nodes"
+                yield ConfigError(f"{where}.{option}", found, expected, f"set it, or lower {key}")
+    else:
+        devices, most = cluster.replica_devices(options), cluster.devices_here
+        expected = f"all {devices} devices of a server on one node, which has {most}, or on whole nodes"
         yield ConfigError(key, size, expected, "lower it")
 
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Annotated, Literal
 
 from annotated_types import Gt, Lt
@@ -177,10 +178,11 @@ class ClusterConfig(Section):
     def replica_ranks(self, options: Mapping[str, object]) -> int:
         """Consecutive ranks of the rollout on whose devices an engine with these options computes; 1 where it has those
         of its own rank alone."""
-        sizes = [options.get(f"{name}_parallel_size") for name in ("tensor", "pipeline")]
-        own = self.pools[self.pool_of("rollout")].num_devices
-        tensor, pipeline = (size if isinstance(size, int) else 0 for size in sizes)
-        return max(1, (tensor or own) * (pipeline or 1) // own)
+        server, own = options.get("server"), self.pools[self.pool_of("rollout")].num_devices
+        names = ("pipeline_parallel_size", "pp_size")  # of vLLM's and SGLang's arguments
+        stages = [server.get(name) for name in names] if isinstance(server, Mapping) else []
+        sizes = [size for size in (options.get("tensor_parallel_size"), *stages) if isinstance(size, int)]
+        return max(1, prod(sizes) // own) if sizes else 1
 
     def replica_devices(self, options: Mapping[str, object]) -> int:
         """Devices of an engine of the rollout with these options."""

@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from whet import devices
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, is_concurrent
-from whet.controller.worker import Layout, Placement, ResourcePool, Worker, WorkerSpec, cores
+from whet.controller.worker import Host, Layout, Placement, ResourcePool, Worker, WorkerSpec, cores
 from whet.errors import WhetError, WorkerError
 from whet.processes.frames import BrokenMessageError, Frame, send
 from whet.processes.template import Caller, Serve, name_process, sendable
@@ -54,7 +54,7 @@ class RankSpec:
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
     deadline_seconds: float
-    visible: tuple[str, ...] = ()  # devices of each rank of the pool, where a process sees its own alone
+    hosts: tuple[Host, ...] = ()  # of all ranks of the pool, where they may be on several machines
 
     def set_device(self) -> torch.device:
         """Limits torch to this process's part of the cores.  Returns the device to compute on."""
@@ -143,7 +143,7 @@ class LocalWorkers:
             neighbours=self.by_role,
             address=LOOPBACK if own is None else own.address,
             device=self._device,
-            visible=() if own is None else own.visible,
+            hosts=() if own is None else own.hosts,
         )
         worker = self.by_role[spec.role] = spec.cls(placement, *spec.args, **spec.kwargs)
         return Layout(worker.dp_rank, worker.dp_size, worker.is_reporting)

@@ -6,13 +6,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from whet.config.cluster import ClusterConfig, ResourcePool as ResourcePool
 from whet.devices import HOST
 from whet.errors import ConfigError
+
+
+class Host(NamedTuple):
+    """The machine of a rank, its address, and the devices that the rank sees, as CUDA_VISIBLE_DEVICES names them."""
+
+    node: str
+    address: str
+    devices: str
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Placement:
     neighbours: Mapping[str, Worker] = field(default_factory=dict)  # see `Worker`
     address: str = "127.0.0.1"  # under which workers on other machines reach this one
     device: torch.device = HOST  # shared by the roles of this process
-    visible: Sequence[str] = ()  # on Ray the devices of each rank, as CUDA_VISIBLE_DEVICES names them
+    hosts: Sequence[Host] = ()  # on Ray those of all ranks of the pool
 
 
 class Worker:

@@ -59,6 +59,21 @@ class Comparison(Example):
     def facts(self) -> Mapping[str, object]:
         return {"scores": list(self.scores), "lengths": [sum(mask) for _, mask in self.responses]}
 
+    @staticmethod
+    def notes(items: Sequence[Any]) -> list[str]:
+        """Tells how much of the order the length gives away: of the best and the worst, the share whose better response
+        is the longer, ties counting half."""
+        lengths = [[sum(mask) for _, mask in each.responses] for each in items if len(each.responses) > 1]
+        if not lengths:
+            good = [each.scores[0] for each in items]
+            return [f"{sum(good):g} of {len(good)} responses are good"] if good else []
+        longer = sum((each[0] > each[-1]) + 0.5 * (each[0] == each[-1]) for each in lengths) / len(lengths)
+        ratio = sum(each[0] for each in lengths) / max(1, sum(each[-1] for each in lengths))
+        return [
+            f"the better response is the longer one in {longer:.1%} of {len(lengths)} comparisons (lengths {ratio:.2f} "
+            "to 1): far from 50% a model can learn the length alone"
+        ]
+
     def pair(self, better: int, worse: int) -> Comparison:
         """Two of the responses, by number."""
         both = (self.responses[better], self.responses[worse])

@@ -53,6 +53,7 @@ class Preview:
     data_sources: Counter[str]
     num_unanswered: int
     rows: list[Shown]
+    notes: list[str] = field(default_factory=list)  # of all rows together
 
     @property
     def num_over(self) -> int:
@@ -107,6 +108,7 @@ def preview(
         data_sources=Counter(prompt.data_source for prompt in prompts),
         num_unanswered=with_answers * sum(prompt.ground_truth is None for prompt in prompts),
         rows=[row for number, item in chosen[:num_rows] for row in _shown(number, item, limit)],
+        notes=[] if prompts else type(whole.items[0]).notes(whole.items),
     )
 
 

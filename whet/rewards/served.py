@@ -84,7 +84,7 @@ def last_number(reply: Any) -> float:
     Raises: ValueError, LookupError, TypeError."""
     rows = reply["data"] if isinstance(reply, dict) and "data" in reply else reply
     row = rows[0] if isinstance(rows, list) else rows
-    value = next((row[name] for name in ("probs", "embedding", "score", "data") if name in row), None)
+    value: Any = next((row[name] for name in ("probs", "embedding", "score", "data") if name in row), None)
     while isinstance(value, list):
         if len(value) != 1 and not isinstance(value[-1], list):
             raise ValueError(f"{len(value)} numbers of one text, where a reward model has one label")

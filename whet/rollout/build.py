@@ -43,6 +43,7 @@ from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
 from whet.rollout.sampling import bad_word_ids
+from whet.rollout.servers.process import Span
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,11 @@ def rollout_engine(
     model: ModelConfig,
     num_devices: int = 1,
     cache_room: CacheRoom | None = None,
+    span: Span | None = None,
 ) -> RolloutEngine:
     """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
     `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
-    `cache_room`: beside what is trained in the process."""
+    `cache_room`: beside what is trained in the process; `span`: of a server on several nodes."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_prepared(model.media_cache_gib)
     given = {
@@ -73,6 +75,7 @@ def rollout_engine(
         "num_devices": num_devices,
         "cache_room": cache_room,
         "model": model,
+        "span": span,
     }
     engine: RolloutEngine = entry.make(given, entry.resolve_options(config.engine.options, "rollout.engine.options"))
     return engine

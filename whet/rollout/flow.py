@@ -341,9 +341,9 @@ class Flow:
     def _start(self) -> list[Command]:
         """Fills the room: takes prompts, and names their draws by the step that will read them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
-        most_live = self.most_outstanding + self._extra
-        most_live -= 0 if self.training is None else wanted  # even one of fewer groups
-        # With dropped ones: behind more of them a group would wait for too many steps.
+        taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
+        most_live = self.most_outstanding + self._extra - taken
+        # Dropped groups count too: behind more of them one would wait for too many steps.
         most_queued = min(most + most_live - wanted, most * max(1, self.last_step + 1 - self.next_step))
         room = int(min(most_live - live, most_queued - len(self.queue)))
         if not self.is_ahead and (self._waits_for is None or self._undecided):

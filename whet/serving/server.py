@@ -80,7 +80,7 @@ def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> No
     if settings.follow:
         raise ConfigError("--follow", "set", "no --follow with a reward model", "leave it out")
     host, port = bound.getsockname()[:2]
-    log.info("serving the reward model %s, as %r, on http://%s:%d/pooling", settings.model, app.name, host, port)
+    log.info("serving %s, as %r, on http://%s:%d/v1/models, /pooling, /classify", settings.model, app.name, host, port)
     config = uvicorn.Config(app.asgi, http=with_deadline(AutoHTTPProtocol), log_level="warning", access_log=False)
     config.timeout_graceful_shutdown = round(settings.stop_seconds)
     with _signals_end_quietly():

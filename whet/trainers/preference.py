@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +39,7 @@ from whet.trainers.schedule import Schedule
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
 
+log = logging.getLogger(__name__)
 COLUMNS = (
     Column("loss", ("preference/loss",), ".4f"),
     Column("accuracy", ("preference/accuracy",), ".3f"),
@@ -159,6 +161,7 @@ class PreferenceRun(ExamplesRun):
     config: PreferenceConfig
     log_ratios: tuple[float, int] = (0.0, 0)  # sum and number of S(l - b) of all rows so far, for `mean_log_ratio`
     cached: ReferenceCache | None = None
+    has_warned: bool = False  # of better responses that become less likely
 
     @classmethod
     def objective_of(cls, config: PreferenceConfig) -> ComparisonObjective:
@@ -283,6 +286,23 @@ class PreferenceRun(ExamplesRun):
         losses, rewards = objective.function(columns)
         objective.measure(metrics, "val/", losses, rewards, columns)
         return metrics
+
+    def check_health(self, batch: Batch, metrics: Metrics) -> None:
+        super().check_health(batch, metrics)
+        last, lost = self.history[-1], [name for name in ("chosen", "rejected") if self._fell(name)]
+        if len(lost) == 2 and not self.has_warned:
+            self.has_warned = True
+            log.warning(
+                "step %d: the better responses have lost %.1f nats and the worse ones %.1f: both become less likely, "
+                "and others that no row has take their place; add an SFT term (loss=rpo), lower optim.lr or raise beta",
+                *(self.step, -last["preference/chosen_moved"], -last["preference/rejected_moved"]),
+            )
+
+    def _fell(self, name: str) -> bool:
+        """Tells whether responses lost a tenth of their log-prob since the reference."""
+        last = self.history[-1]
+        moved = last.get(f"preference/{name}_moved", 0.0)
+        return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "log_ratios": list(self.log_ratios)}

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.local_workers import LocalWorkers
-from whet.controller.worker import Placement
+from whet.controller.worker import Host, Placement
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import TrainEngine
 from whet.errors import DeadlineError, LostReplicaError, WhetError
@@ -33,12 +33,14 @@ from whet.rollout.protocol import (
     Lost,
     Request,
     Restarts,
+    RolloutEngine,
     SharesModule,
     Sleeps,
     Status,
     TakesDelta,
     Weights,
 )
+from whet.rollout.servers.process import Span
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
@@ -46,6 +48,7 @@ from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, rec
 from whet.weight_sync.delta import Base
 from whet.weight_sync.routes import Route, Site, open_inlet
 
+MEETING_PORT = 28_500  # and the rank's number: of a server on several nodes
 HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
 
 
@@ -119,9 +122,11 @@ class Modes:
 
 
 class Lent:
-    """The engine of a rank whose devices are those of another rank's engine: it takes part in making weights whole."""
+    """The engine of a rank whose devices are those of another rank's engine: it takes part in making weights whole.
+    `part` is the part of the server on this node, where the other rank is on another one."""
 
-    def __init__(self, options: Mapping[str, object]) -> None:
+    def __init__(self, options: Mapping[str, object], part: RolloutEngine | None = None) -> None:
+        self._part = part
         self.takes_adapter, self.takes_delta = (options.get(name) is True for name in ("adapter", "weight_delta"))
         self.version = 0
 
@@ -134,11 +139,13 @@ class Lent:
     load_adapter = load
 
     def status(self) -> Status:
-        """No requests."""
+        """Returns a status without requests."""
         return Status(self.version, 0, 0)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Ends the part."""
+        if self._part is not None:
+            self._part.close()
 
 
 class RolloutWorker(MeasuredWorker):
@@ -160,10 +167,10 @@ class RolloutWorker(MeasuredWorker):
         super().__init__(placement)
         self.dtype, self._model, self._num_ranks = torch_dtype(config.dtype), model, num_ranks
         load = cache(partial(load_tokenizer, tokenizer_path, trust_remote_code=model.trust_remote_code))
-        self.engine: Any = Lent(config.engine.options)
-        if self.is_reporting:
-            self._see(placement.visible[self.rank : self.rank + num_ranks])
-            self.engine = rollout_engine(config, self.dtype, load, self.device, model, num_devices, cache_room)
+        made, (span, is_first) = None, self._place(placement.hosts)
+        if is_first:
+            made = rollout_engine(config, self.dtype, load, self.device, model, num_devices, cache_room, span)
+        self.engine: Any = made if self.is_reporting else Lent(config.engine.options, made)
         self._owns_module = self.is_attached = False
         self._inlet: Inlet | None = None
         self._base: Base | None = None  # of deltas
@@ -364,11 +371,20 @@ class RolloutWorker(MeasuredWorker):
         if self._num_ranks > 1 and self.process_group is not None:
             torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # the hosts meet
 
-    @staticmethod
-    def _see(devices: Sequence[str]) -> None:
-        """Lets the processes that this one starts see the devices of several ranks, of which Ray shows it its own."""
-        if devices:
+    def _place(self, hosts: Sequence[Host]) -> tuple[Span | None, bool]:
+        """The part of the engine on this node, where it has several, and whether this rank starts it: the first one on
+        the node. On Ray the processes that this one starts then see the devices of all that are here."""
+        first = self.dp_rank * self._num_ranks
+        together = hosts[first : first + self._num_ranks]
+        if not together or self._num_ranks == 1:
+            return None, self.is_reporting
+        nodes, own = [*dict.fromkeys(each.node for each in together)], together[self.rank - first].node
+        here = [index for index, each in enumerate(together) if each.node == own]
+        is_first = self.rank == first + here[0]
+        if is_first and any(devices := [together[index].devices for index in here]):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        span = Span(len(nodes), nodes.index(own), together[0].address, MEETING_PORT + first)
+        return span if len(nodes) > 1 else None, is_first
 
     def _close_link(self) -> None:
         if self._inlet is not None:

@@ -34,7 +34,7 @@ from whet.controller.ray.session import all_nodes, attempt, connected, head_addr
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec
+from whet.controller.worker import Host, Layout, ResourcePool, WorkerSpec
 from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -134,6 +134,10 @@ class RayTransport(RemoteTransport[_Actor]):
         gpu_ids = [] if peer.slot.is_first else self._gpus_of(peer.slot)
         return peer.handle.assign.remote(self._rank_spec(peer), gpu_ids)
 
+    def _host(self, peer: _Actor) -> Host:
+        assert peer.location is not None
+        return Host(peer.location.node_id, peer.location.address, ",".join(self._gpus_of(peer.slot)))
+
     def _gpus_of(self, slot: Slot) -> list[str]:
         return [self._gpu_ids[slot.node, device] for device in slot.devices] if self._has_gpus else []
 
@@ -220,7 +224,6 @@ class RayTransport(RemoteTransport[_Actor]):
     def _rank_spec(self, peer: _Actor) -> RankSpec:
         first = self._first[peer.pool.name]
         assert peer.location is not None and first is not None and first.store_port is not None
-        ranks = [each.slot for each in self.peers if each.pool.name == peer.pool.name]
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
@@ -229,7 +232,7 @@ class RayTransport(RemoteTransport[_Actor]):
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
-            visible=tuple(",".join(self._gpus_of(slot)) for slot in ranks) if self._has_gpus else (),
+            hosts=tuple(self._host(each) for each in self.peers if each.pool.name == peer.pool.name),
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:

@@ -63,7 +63,7 @@ class LlavaVision(ImageEncoder):
             rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
         else:
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-        most = int(self.config.vision_aspect_ratio.strip("anyres_max_"))
+        most = int(self.config.vision_aspect_ratio.removeprefix("anyres_max_"))
         ratio = sqrt(rows * columns / (most * self.across**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
 

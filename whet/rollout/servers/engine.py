@@ -29,7 +29,7 @@ from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.environment import Environment, Package, find_environment, longest
 from whet.rollout.servers.media import QWEN, Sees, SharedMedia, check_media
-from whet.rollout.servers.process import HttpError, Server, free_port
+from whet.rollout.servers.process import HttpError, Server, Span, free_port
 from whet.rollout.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.types import Failure, Media
@@ -59,18 +59,19 @@ class ServerEngine(ServerWords):
         max_batch_size: int,
         num_devices: int,
         model: ModelConfig,
+        span: Span | None = None,
         *,
         on_new_weights: OnNewWeights,
         weight_transfer: Literal["file", "ipc"],
         weights_dir: str | None,
-        weight_delta: bool,
         start_seconds: float,
         answer_seconds: float,
         restarts: int,
     ) -> None:
         assert model.path is not None
         self.dtype, self.num_devices, self.on_new_weights = dtype, num_devices, on_new_weights
-        self.weight_transfer, self.weights_dir, self.takes_delta = weight_transfer, weights_dir, weight_delta
+        self.weight_transfer, self.weights_dir, self.span = weight_transfer, weights_dir, span
+        self.devices_here = num_devices // (1 if span is None else span.nodes)
         self.version = FIRST_VERSION
         self.base, _ = split_adapters(model.path)  # adapters come by `load`
         self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
@@ -88,7 +89,7 @@ class ServerEngine(ServerWords):
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
         self._restarts = restarts  # that are left
         self._loss: LostReplicaError | None = None  # why the server is lost
-        self._kept = KeptWeights(weights_dir)
+        self._kept = KeptWeights(weights_dir, is_shared=span is not None)
         self.options: Mapping[str, Any] = {}  # that `refused` reads
 
     def launch(
@@ -107,7 +108,7 @@ class ServerEngine(ServerWords):
         found = find_environment(self.package, python)
         found.check_arguments(own, arguments)
         self.max_length = longest(self.length_option, own, self.positions)
-        whole = {**arguments, **own}
+        whole = {**arguments, **own, **({} if self.span is None else self.spanning(self.span))}
 
         def start() -> Server:
             chosen = free_port(port)

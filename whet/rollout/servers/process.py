@@ -17,6 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,16 @@ HEALTH_SECONDS = 5.0
 EXAMINE_SECONDS = 20.0  # for a busy machine
 TICK_SECONDS = 0.1
 END_SECONDS = 10.0  # between asking the processes to end and killing them
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a server that one of several nodes has."""
+
+    nodes: int
+    number: int  # of the node; the server answers on node 0
+    address: str  # of node 0, where the parts meet
+    port: int
 
 
 class HttpError(EngineError):

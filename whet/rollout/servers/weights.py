@@ -56,13 +56,18 @@ class Adapter:
 class WeightsFile:
     """A safetensors file, in memory or in a folder, that is written weight by weight. It has no name that could remain
     after a crash: it is a descriptor of this process, and the kernel frees it with the last process that has it open.
+    Only one that other machines read, which share the folder, has a name.
 
     Raises: WeightSyncError, in all methods, where there is no room."""
 
-    def __init__(self, folder: str | None = None, header_bytes: int = HEADER_BYTES) -> None:
+    def __init__(self, folder: str | None = None, header_bytes: int = HEADER_BYTES, *, is_shared: bool = False) -> None:
         self._folder, self._header_bytes = folder, header_bytes
-        self._file, self._header, self._end = _opened(folder), dict[str, object](), 0
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._header, self._end, self._name = dict[str, object](), 0, None
+        if is_shared:
+            self._file, self._name = tempfile.mkstemp(".safetensors", "whet-weights-", folder)
+        else:
+            self._file = _opened(folder)
+        self.path = self._name or f"/proc/{os.getpid()}/fd/{self._file}"
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         """Writes a weight."""
@@ -80,11 +85,15 @@ class WeightsFile:
             expected = f"at most {self._header_bytes - 8}, in a file for the server"
             raise WeightSyncError(self.path, found, expected, "set rollout.engine.options.weight_transfer=ipc")
         _write(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0, self._folder)
+        if self._name is not None:
+            os.fsync(self._file)  # before other machines are told of it
 
     def close(self) -> None:
         """Lets go of the file."""
         with suppress(OSError):
             os.close(self._file)
+            if self._name is not None:
+                Path(self._name).unlink()
 
 
 def octets_of(weight: torch.Tensor) -> torch.Tensor:
@@ -166,8 +175,8 @@ class KeptWeights:
     """The newest weights in a file, for a server that reads them as a whole or starts again; `folder` as for
     WeightsFile."""
 
-    def __init__(self, folder: str | None) -> None:
-        self._folder, self.version = folder, -1
+    def __init__(self, folder: str | None, *, is_shared: bool = False) -> None:
+        self._folder, self._is_shared, self.version = folder, is_shared, -1
         self.file: WeightsFile | None = None  # None where none are kept
 
     @property
@@ -180,7 +189,7 @@ class KeptWeights:
         """The weights as they come; behind the last one they are kept in the place of older ones.
         Raises: what `weights` raises; WeightSyncError where there is no room."""
         with ExitStack() as unfinished:
-            file = WeightsFile(self._folder)
+            file = WeightsFile(self._folder, is_shared=self._is_shared)
             unfinished.callback(file.close)
             for name, weight in weights:
                 file.add(name, weight)

@@ -13,6 +13,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.servers.process import Span
 from whet.rollout.servers.weights import Part
 from whet.types import FinishReason, Versions
 
@@ -45,6 +46,11 @@ class ServerWords(ABC):
     @abstractmethod
     def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
         """Returns the error of a sampling parameter that a server with these options cannot follow."""
+
+    @classmethod
+    @abstractmethod
+    def spanning(cls, span: Span) -> dict[str, Any]:
+        """The arguments of the part that a node has of a server on several."""
 
     @abstractmethod
     def prepare(self) -> None:

