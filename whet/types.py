@@ -119,7 +119,7 @@ class Example(Protocol):
 
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
-        """What `whet data` says of all examples together."""
+        """Facts of all examples together, for `whet data`."""
         return []
 
 
