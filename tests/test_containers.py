@@ -3,33 +3,32 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
 import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from tests.docs.pages import ROOT, Block, check_command
+from tests.planning.test_scale import recipe
+from whet.config import TrainConfig, load_config
+from whet.planning.first import bytes_of, host_bytes
+from whet.planning.scale import places
 
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
-JOB = ROOT / "examples" / "kubernetes" / "rayjob.yaml"
-# Fields of ray.io/v1 that the example has, as https://ray-project.github.io/kuberay/reference/api/ names them.
-FIELDS = {
-    "RayJobSpec": {
-        "entrypoint",
-        "backoffLimit",
-        "shutdownAfterJobFinishes",
-        "ttlSecondsAfterFinished",
-        "rayClusterSpec",
-    },
-    "RayClusterSpec": {"rayVersion", "headGroupSpec", "workerGroupSpecs"},
-    "HeadGroupSpec": {"rayStartParams", "template"},
-    "WorkerGroupSpec": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
-}
+JOBS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+# Of ray.io/v1 RayJob in KubeRay v1.7.0 (github.com/ray-project/kuberay, Apache-2.0, commit 59d663ae): the schema of
+# helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml without status and descriptions, as JSON.
+SCHEMA = ROOT / "tests" / "rayjob_schema.json.gz"
 
 
 def arguments(name: str) -> dict[str, str]:
@@ -42,9 +41,27 @@ def pinned(package: str) -> str:
     return re.findall(rf"^{package}==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 
 
-@pytest.fixture
-def job() -> dict[str, Any]:
-    return yaml.safe_load(JOB.read_text(encoding="utf-8"))
+@pytest.fixture(params=JOBS, ids=[path.stem for path in JOBS])
+def job(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(request.param.read_text(encoding="utf-8"))
+    return found
+
+
+def closed(schema: Any) -> Any:
+    """A schema of Kubernetes as JSON Schema, which refuses fields without a name; the server would drop them."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in schema:
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    return Draft202012Validator(closed(json.loads(gzip.decompress(SCHEMA.read_bytes()))))
 
 
 def test_the_versions_are_those_of_the_other_files() -> None:
@@ -84,30 +101,76 @@ def test_hadolint_finds_nothing(name: str) -> None:
     assert not found.stdout and not found.returncode, found.stdout
 
 
-def test_the_job_has_fields_of_kuberay(job: dict[str, Any]) -> None:
+def test_the_job_is_one_of_kuberays_schema(job: dict[str, Any], validator: Draft202012Validator) -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    cluster = job["spec"]["rayClusterSpec"]
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    for kind, found in zip(FIELDS, (job["spec"], cluster, head, workers), strict=True):
-        assert set(found) == FIELDS[kind], kind
-    assert cluster["rayVersion"] == pinned("ray")
+    assert [error.json_path for error in validator.iter_errors(job)] == []
+    assert job["spec"]["rayClusterSpec"]["rayVersion"] == pinned("ray")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("spec.rayClusterSpec.workerGroupSpecs.0.replica", 8),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.replicas", "8"),
+        ("spec.rayClusterSpec.headGroupSpec.template.spec.containers.0.resources.limit", {}),
+        ("spec.rayClusterSpec.headGroupSpec.template.spec.volumes.0.emptyDir", []),
+        ("spec.shutdownAfterJobFinished", True),
+    ],
+)
+def test_the_schema_refuses_slips(
+    job: dict[str, Any], validator: Draft202012Validator, field: str, value: object
+) -> None:
+    *path, last = field.split(".")
+    changed = json.loads(json.dumps(job))
+    inner = changed
+    for name in path:
+        inner = inner[int(name) if name.isdecimal() else name]
+    inner[last] = value
+    [error] = validator.iter_errors(changed)
+    assert error.json_path.removeprefix("$.").replace("[", ".").replace("]", "").startswith(".".join(path))
 
 
 def test_the_pods_are_those_that_the_command_asks_for(job: dict[str, Any]) -> None:
     command = shlex.split(job["spec"]["entrypoint"])
-    check_command(command, Block(JOB, 1, "yaml", "", "", "", ""))
-    settings = dict(word.split("=", 1) for word in command if "=" in word)
-    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    pod = workers["template"]["spec"]
-    assert settings["cluster.backend"] == "ray"
-    assert workers["replicas"] == int(settings["cluster.nnodes"])
-    for kind in ("requests", "limits"):
-        gpus = pod["containers"][0]["resources"][kind]["nvidia.com/gpu"]
-        assert gpus == int(settings["cluster.n_gpus_per_node"])
-    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-    for each in (head, pod):
+    check_command(command, Block(JOBS[0], 1, "yaml", "", "", "", ""))
+    assert command[:2] == ["whet", "train"]
+    config = load_config(TrainConfig, command[2], command[3:], checked=False).config
+    cluster = job["spec"]["rayClusterSpec"]
+    pods, cpus = list[dict[str, Any]](), list[float]()
+    for group in cluster["workerGroupSpecs"]:
+        pods += [group["template"]["spec"]] * group["replicas"]
+    assert config.cluster.backend == "ray" and len(pods) == config.cluster.nnodes
+    for pod, gpus in zip(pods, config.cluster.gpus, strict=True):
+        resources = pod["containers"][0]["resources"]
+        assert resources["requests"] == resources["limits"] and resources["limits"].get("nvidia.com/gpu", 0) == gpus
+        cpus.append(resources["limits"]["cpu"])
+    wanted = Counter[int]()
+    for slot in config.cluster.slots():
+        wanted[slot.node] += math.ceil(slot.cpus)
+    assert all(number <= cpus[node] for node, number in wanted.items())
+    for each in (cluster["headGroupSpec"]["template"]["spec"], *pods):
         (container,) = each["containers"]
         assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in each["volumes"]]
         assert container["image"].rpartition("/")[2] == "whet:gpu"
         assert str(each["securityContext"]["runAsUser"]) == arguments("Dockerfile.gpu")["UID"]
-    assert settings["trainer.run_dir"].startswith("/shared/")
+    assert str(config.trainer.run_dir).startswith("/shared/")
+
+
+def test_a_large_recipe_fits_into_its_nodes(tmp_path: Path) -> None:
+    """What its ranks keep on the host, by the formulas of the plan, beside the memory of /dev/shm."""
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "qwen3_235b.yaml").read_text(encoding="utf-8"))
+    command = shlex.split(job["spec"]["entrypoint"])
+    config, shape = recipe("qwen3_235b_a22b_math_gspo", tmp_path, command[4:])
+    pod = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    gib = {
+        "limit": pod["containers"][0]["resources"]["limits"]["memory"],
+        "shm": pod["volumes"][1]["emptyDir"]["sizeLimit"],
+    }
+    room = {name: int(value.removesuffix("Gi")) * 2**30 for name, value in gib.items()}
+    assert host_bytes(config, shape) == round(shape["weights"] * 16 / 32 * 8) < 0.7 * (room["limit"] - room["shm"])
+    assert bytes_of(config, shape, True, 131.0) < 131 * 2**30
+    found = [*places(config)]
+    assert [(each.pool, each.node, each.devices) for each in found[-2:]] == [
+        ("sample", 7, tuple(range(8))),
+        ("score", 8, ()),
+    ]

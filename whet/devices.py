@@ -24,6 +24,8 @@ BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions for its products,
 # Values of ONEDNN_MAX_CPU_ISA, in small letters, that keep oneDNN from these instructions.
 WITHOUT_BFLOAT16 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
 
+_share = 1.0  # of the accelerator's memory, for this process
+
 
 def count() -> int:
     """Returns the number of accelerators that this process sees."""
@@ -72,7 +74,15 @@ def memory(device: torch.device | int) -> MemoryUse | None:
     except RuntimeError:  # MPS has no such allocator
         return None
     held, allocated = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
-    return MemoryUse(free, total, held, allocated)
+    return MemoryUse(min(free, max(0, round(_share * total) - held)), round(_share * total), held, allocated)
+
+
+def take_share(share: float) -> None:
+    """Limits this process to a share of its accelerator's memory."""
+    global _share
+    _share = share
+    if share < 1 and here().type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def needed_for_tensors(tensor_bytes: int) -> int:

@@ -50,3 +50,8 @@ def test_mean_window_drops_all_right_and_all_wrong_by_default() -> None:
     assert not call(FILTERS["mean_window"], {"values": [0.0] * 8}, {})
     assert not call(FILTERS["mean_window"], {"values": [1.0] * 8}, {})
     assert call(FILTERS["mean_window"], {"values": [1.0] * 7 + [0.0]}, {})
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0], [1.0, 1.0], []])
+def test_first_finished_keeps_every_group(values: list[float]) -> None:
+    assert call(FILTERS["first_finished"], {"values": values}, {"extra": 0.5}) is True

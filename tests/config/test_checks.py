@@ -71,6 +71,19 @@ SECTIONS_AND_REFUSALS: list[Refusal] = [
         "hermes",
         "environment.agents.helper.tools ",
     ),
+    (
+        "{rollout: {max_staleness: 1}, algorithm: {correction: {weight: importance}, filter: {name: dapo, "
+        "options: {extra: 0.5}}}, cluster: {placement: {a: {}, b: {roles: [rollout]}}}}",
+        "algorithm.filter.options.extra",
+        0.5,
+        "rollout.max_staleness=1, .* several steps; set it to 0",
+    ),
+    (
+        "reward: {domains: {maths: {function: gsm8k, filter: {name: first_finished}}}}",
+        "reward.domains.maths.filter.options.extra",
+        0.25,
+        "a filter of a domain",
+    ),
     ("model: {path: null}", "model.path", None, ""),
     ("model: {path: ./nowhere}", "model.path", re.compile(r"^\./nowhere "), ""),
     ("model: {path: train.jsonl}", "model.path", re.compile(r"^train\.jsonl "), ""),

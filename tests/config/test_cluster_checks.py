@@ -40,11 +40,26 @@ RAY = "cluster: {backend: ray, "
         (f"{RAY}n_gpus_per_node: 2, placement: {TWO_POOLS}}}", "placement", "3 processes", "^2, .*=1 x .*=2"),
         ("cluster: {placement: {train: {devices: 2}}}", "placement.train.devices", 2, "^1 .* all:"),
         (
-            RAY + "nnodes: 2, n_gpus_per_node: 2, placement: "
-            "{train: {}, sample: {devices: 2, roles: [rollout]}, look: {roles: [ref]}}}",
+            RAY + "nnodes: 2, n_gpus_per_node: 3, placement: "
+            "{train: {processes: 2}, sample: {processes: 2, devices: 2, roles: [rollout]}}}",
             "placement.sample.devices",
             2,
-            "has 2;",
+            "^2 free on one node for rank 1 of 2; the nodes have 3, 3;",
+        ),
+        (RAY + "nnodes: 2, n_gpus_per_node: [8]}", "n_gpus_per_node", [8], "^a number for each of .*=2;"),
+        (RAY + "nnodes: 2, n_gpus_per_node: [2, 0]}", "n_gpus_per_node", [2, 0], "node 1 .*; add a pool"),
+        (
+            RAY + "nnodes: 2, n_gpus_per_node: [2, 1], placement: "
+            "{train: {processes: 2, devices: 0.5}, judge: {processes: 2, devices: 0.5, roles: [ref]}}}",
+            "placement",
+            "2 devices",
+            r"^3, the GPUs of cluster.n_gpus_per_node=\[2, 1\]; ",
+        ),
+        (
+            f"{RAY}n_gpus_per_node: 1, placement: {{score: {{roles: [reward]}}, train: {{roles: [actor]}}}}}}",
+            "placement",
+            "2 processes",
+            "^1, ",
         ),
         (f"cluster: {{processes: 2, placement: {TWO_POOLS}}}", "processes", 2, "cluster.placement"),
         ("cluster: {placement: {train: {}, sample: {}}}", "placement.sample.roles", [], "critic.* train;"),
@@ -90,6 +105,11 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(
         f"cluster: {{backend: ray, nnodes: 3, placement: {TWO_POOLS}}}",
         "cluster: {n_gpus_per_node: 4}",
         "cluster: {n_gpus_per_node: 4, placement: {train: {processes: 2}, sample: {devices: 2, roles: [rollout]}}}",
+        f"{RAY}nnodes: 2, n_gpus_per_node: 2, placement: "
+        "{train: {}, sample: {devices: 2, roles: [rollout]}, look: {roles: [ref]}}}",
+        f"{RAY}nnodes: 3, n_gpus_per_node: [2, 1, 0], "
+        "placement: {train: {processes: 3}, score: {roles: [reward]}}}",
+        f"{RAY}n_gpus_per_node: 1, placement: {{train: {{devices: 0.5}}, look: {{devices: 0.5, roles: [ref]}}}}}}",
         "{model: {lora: {rank: 4}}, ref: {model_path: x}, cluster: {placement: {train: {}, look: {roles: [ref]}}}}",
     ],
 )
@@ -109,6 +129,7 @@ def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"nnodes": 2}, 2),
         ({"nnodes": 2, "n_gpus_per_node": 8}, 16),
         ({"n_gpus_per_node": 4}, 4),
+        ({"nnodes": 3, "n_gpus_per_node": [8, 4, 0]}, 12),
         ({"nnodes": 2, "processes": 6}, 6),
         ({}, 1),
     ],

@@ -12,7 +12,7 @@ from controller_workers import Actor, Rollout, wait_until_gone
 
 from tests.raising import raises
 from whet.config.cluster import ClusterConfig
-from whet.controller.worker import ResourcePool, WorkerSpec, pools_of, ranks_of, with_roles
+from whet.controller.worker import ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, DataError, WorkerError
 from whet.protocol import DataProto
@@ -193,14 +193,3 @@ def test_the_first_pool_has_what_no_other_names() -> None:
         ResourcePool(2, ("actor", "critic", "rollout"), "train"),
         ResourcePool(1, ("teacher:gsm8k", "teacher:*"), "judge"),
     ]  # nothing for spare to host
-
-
-@pytest.mark.slow
-def test_a_rank_of_several_devices_begins_at_its_first() -> None:
-    """Pools of 2 ranks with a device each, 2 with two each, and 1: devices 0, 1, (2, 3), (4, 5), 6."""
-    pools = [ResourcePool(2, name="train"), ResourcePool(2, name="sample", devices=2), ResourcePool(1, name="look")]
-    ranks, devices = ranks_of(pools)
-    assert [(pool.name, rank, first) for pool, rank, first in ranks] == [
-        *(("train", 0, 0), ("train", 1, 1), ("sample", 0, 2), ("sample", 1, 4), ("look", 0, 6))
-    ]
-    assert devices == 7

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from tests.raising import raises
 from whet.cli.app import app
 from whet.config import TrainConfig, load_config, problems
-from whet.controller.worker import ResourcePool, WorkerSpec, pools_of, ranks_of
+from whet.controller.worker import ResourcePool, WorkerSpec, pools_of
 from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
 from whet.planning.first import bytes_of, changed, host_bytes, shape_of
@@ -67,9 +68,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str, folder: Path) -> tuple[TrainConfig, dict[str, float]]:
+def recipe(name: str, folder: Path, words: Sequence[str] = ()) -> tuple[TrainConfig, dict[str, float]]:
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-    keys = [f"model.path={folder}", "data.train_files=[]"]
+    keys = [*words, f"model.path={folder}", "data.train_files=[]"]
     config = load_config(TrainConfig, name, keys, checked=False).config
     found = shape_of(str(folder))
     assert found is not None
@@ -110,10 +111,10 @@ def test_places_are_those_of_a_launch(tmp_path: Path) -> None:
     config, _ = recipe("qwen3_30b_a3b_math_gspo", tmp_path)
     specs = [WorkerSpec(role, object, (), {}) for role in ("actor", "ref", "rollout")]  # type: ignore[arg-type]
     pools = pools_of(config.cluster, specs)
-    found, here = [*places(config)], config.cluster.devices_here
+    found = [*places(config)]
     assert pools[1] == ResourcePool(2, ("rollout",), "sample", 4)
-    assert [(each.pool, each.rank, each.node * here + each.devices[0]) for each in found] == [
-        (pool.name, rank, first) for pool, rank, first in ranks_of(pools)[0]
+    assert [(each.pool, each.rank, each.node, each.devices) for each in found] == [
+        (slot.pool.name, slot.rank, slot.node, slot.devices) for slot in config.cluster.slots(pools)
     ]
     assert [each.devices for each in found[-2:]] == [(0, 1, 2, 3), (4, 5, 6, 7)] and found[-1].node == 1
 

@@ -30,7 +30,7 @@ from whet.phases import phase
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
 from whet.rollout.driver import SWITCH_SECONDS, Background
-from whet.rollout.flow import Admitted, Command, Filter, Flow, HandOut, Run
+from whet.rollout.flow import Abort, Admitted, Command, Filter, Flow, HandOut, Run, keep_all
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group, Prompt, RewardResult, Trajectory
@@ -73,12 +73,15 @@ class Bench:
         self.flow = Flow(1, batch_size, Numbered(first), no_episodes, k, **options)
         self.running = list[Prompt]()
         self.handed_out = list[HandOut]()
+        self.aborted = list[str]()
         self.admitted = dict[str, tuple[int, int]]()  # version, and step of the draws, by prompt
 
     def carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, HandOut):
                 self.handed_out.append(command)
+            elif isinstance(command, Abort):
+                self.aborted += command.prompts
             elif isinstance(command, Run):
                 for prompt, step in command.episodes:  # type: ignore[attr-defined]
                     self.running.append(prompt)
@@ -111,6 +114,42 @@ def test_without_staleness_prompts_are_started_when_a_step_asks() -> None:
     assert not bench.running
     bench.carry_out(bench.flow.ask(1))
     assert len(bench.running) == 4
+
+
+def test_a_batch_is_the_first_to_end_of_more_groups_whatever_the_order_of_their_scores() -> None:
+    """Six begin for four; those that end last are aborted, and the next step takes other prompts."""
+    bench = Bench(0, group_filter=Filter(keep_all, {}, extra=0.5))
+    bench.carry_out(bench.flow.on_version(0))
+    bench.carry_out(bench.flow.ask(1))
+    begun = list(bench.running)
+    assert [prompt.index for prompt in begun] == [0, 1, 2, 3, 4, 5]
+    assert {step for _, step in bench.admitted.values()} == {1}
+    for index in (5, 2, 0, 4, 3):
+        bench.carry_out(bench.flow.on_sampled(scored(begun[index])))
+    for index in (3, 4, 0, 2):
+        bench.score(begun[index])
+        assert not bench.handed_out
+    bench.score(begun[5])
+    [handed_out] = bench.handed_out
+    assert [group.prompt.index for group in handed_out.kept] == [0, 2, 4, 5] and handed_out.num_aborted == 2
+    assert bench.aborted == ["0:1", "0:3"]
+    bench.carry_out([*bench.flow.on_sampled(scored(begun[1])), *bench.flow.on_version(1), *bench.flow.ask(2)])
+    assert [prompt.index for prompt in bench.running[1:]] == [6, 7, 8, 9, 10, 11]
+
+
+def test_a_filter_takes_the_first_that_it_keeps_and_refills_behind_all() -> None:
+    bench = Bench(0, batch_size=2, group_filter=Filter(lambda values: sum(values) > 0, {}, max_refills=1, extra=0.5))
+    bench.carry_out(bench.flow.on_version(0))
+    bench.carry_out(bench.flow.ask(1))
+    for accuracy in (0.0, 1.0, 0.0):  # one of three is kept: one is missing, and two begin
+        bench.carry_out(bench.flow.on_sampled(scored(bench.running[0])))
+        bench.score(bench.running[0], accuracy)
+    assert [prompt.index for prompt in bench.running] == [3, 4] and not bench.handed_out
+    bench.carry_out(bench.flow.on_sampled(scored(bench.running[1])))
+    bench.score(bench.running[1])
+    [handed_out] = bench.handed_out
+    assert [group.prompt.index for group in handed_out.kept] == [1, 4]
+    assert [group.prompt.index for group in handed_out.dropped] == [0, 2] and bench.aborted == ["0:3"]
 
 
 def test_a_slow_group_is_waited_for_and_keeps_its_place() -> None:

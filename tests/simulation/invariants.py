@@ -208,8 +208,11 @@ def permits_are_what_runs(world: World) -> None:
 
 @holds(11, "event")
 def outstanding_groups_stay_within_the_bound(world: World) -> None:
-    """B + floor(k B) groups: admitted, not dropped, and not part of the weights that sample."""
-    most = world.plan.batch_size + math.floor(world.plan.staleness * world.plan.batch_size)
+    """B + floor(k B) groups, and `extra` ones: admitted, not dropped, and not part of the weights that sample."""
+    ahead = math.floor(world.plan.staleness * world.plan.batch_size) + math.ceil(
+        world.plan.extra * world.plan.batch_size
+    )
+    most = world.plan.batch_size + ahead
     stream = world.flow
     live = sum(each.is_kept is not False for each in stream.queue.values())
     found = live + (len(stream.training.kept) if stream.training else 0)
@@ -228,7 +231,9 @@ def whole_groups_are_handed_out(world: World, handed_out: HandOut) -> None:
         require(12, all(each.prompt.uid == group.prompt.uid for each in group.trajectories), "a group of two prompts")
     kept, size = len(handed_out.kept), world.plan.batch_size
     taken, group_filter = kept + len(handed_out.dropped), world.flow.group_filter
-    most = size if group_filter is None else size * (1 + group_filter.max_refills)
+    most = (
+        size if group_filter is None else (size + math.ceil(size * world.plan.extra)) * (1 + group_filter.max_refills)
+    )
     require(12, taken <= most, f"step {handed_out.step} took {taken} groups, {most} allowed")
     is_exhausted = taken == most or (world.plan.staleness == 0 and group_filter is not None)
     require(12, kept == size or is_exhausted, f"{kept} groups in a step that took {taken} of {most}")
@@ -307,8 +312,8 @@ def no_home_is_remembered_from_older_weights(world: World) -> None:
 
 @holds(18, "hand_out")
 def without_staleness_steps_are_those_of_the_synchronous_loop(world: World, handed_out: HandOut) -> None:
-    """Equal groups, tokens and weights."""
-    if world.plan.staleness == 0:
+    """Equal groups, tokens and weights. With `extra` groups the order in which they end decides."""
+    if world.plan.staleness == 0 and not world.plan.extra:
         kept, weights = synchronous_steps(world.plan)[handed_out.step - 1]
         found = handed_out.kept or handed_out.dropped[: handed_out.wanted]
         require(18, found == kept, f"step {handed_out.step} differs from the synchronous one")

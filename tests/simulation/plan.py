@@ -59,6 +59,7 @@ class Plan:
     stalls: float = 0.03  # share of messages that take seconds
     environment_ranks: int = 1
     reward_ranks: int = 1
+    extra: float = 0.0  # groups that a step begins beside its batch, as a share of it
     faults: tuple[Fault, ...] = ()
 
     @classmethod
@@ -88,6 +89,7 @@ class Plan:
             environment_ranks=draw.randint(1, 3),
             reward_ranks=draw.randint(1, 3),
             faults=tuple(sorted([*drawn, *_placed(draw, faults=faults)], key=lambda fault: fault.at)),
+            extra=draw.choice([0.0, 0.5, 1.0]) if k == 0 else 0.0,
         )
         return plain if faults else replace(plain, twice=0.0, stalls=0.0)
 
@@ -108,7 +110,14 @@ class Plan:
             yield replace(self, faults=self.faults[half:])
         for index in range(len(self.faults)):
             yield replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
-        for name, floor in (("twice", 0.0), ("stalls", 0.0), ("filters", False), ("aborts", False), ("capacity", 1000)):
+        for name, floor in (
+            ("twice", 0.0),
+            ("stalls", 0.0),
+            ("filters", False),
+            ("extra", 0.0),
+            ("aborts", False),
+            ("capacity", 1000),
+        ):
             if getattr(self, name) != floor:
                 yield replace(self, **{name: floor})
         for name in (

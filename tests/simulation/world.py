@@ -27,7 +27,7 @@ from whet.rollout import flow as flowing, snapshot as saving
 from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.fleet import RETRIES, Done, Give, Router, Task
-from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst
+from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst, keep_all
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.rollouts import with_outcomes
 from whet.types import Group, Prompt, Trajectory
@@ -64,7 +64,9 @@ def params_of(plan: Plan) -> SamplingParams:
 
 def filter_of(plan: Plan) -> Filter | None:
     """The filter of a schedule."""
-    return Filter(actors.mixed, {}, max_refills=2) if plan.filters else None
+    if not plan.filters and not plan.extra:
+        return None
+    return Filter(actors.mixed if plan.filters else keep_all, {}, max_refills=2, extra=plan.extra)
 
 
 def trained_weights(before: int, groups: Iterable[Group]) -> int:
@@ -183,6 +185,9 @@ class World:
                 self.driver.add(command.episodes, self._on_sampled)
             elif isinstance(command, flowing.Score):
                 self._score(command.trajectories)
+            elif isinstance(command, flowing.Abort):
+                self.driver.abandon_prompts(command.prompts)
+                self.dropped |= {*command.prompts}
             elif isinstance(command, flowing.HandOut):
                 self.check("hand_out", command)
                 self.batches[command.step] = command

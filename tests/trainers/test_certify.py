@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from whet.config.algorithm import CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
+from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
 from whet.trainers.certify import (
@@ -16,11 +17,16 @@ from whet.trainers.certify import (
     STALENESS,
     SUMS,
     Certified,
+    Step,
     World,
     certify,
+    columns_of,
+    jacobian,
+    kept_first,
     kl_error,
     multiplicity,
     objective_gradient,
+    outputs_of,
     plain,
     rows,
     rows_of,
@@ -149,3 +155,44 @@ def test_the_table_has_everything() -> None:
     assert {("KL in the loss", "k3_ratio"), ("KL in the loss", "k3+"), ("KL in the reward", "k1")} <= names
     for kind in (ADV_ESTIMATORS, POLICY_LOSSES):
         assert {(kind.kind, entry.name) for entry in kind if entry.alias_of is None} <= names
+
+
+def test_the_first_to_end_by_counting() -> None:
+    """Against all ways to sample three groups, in all orders of those that end together."""
+    durations, weights = torch.tensor([1, 2, 2, 3]), torch.tensor([0.1, 0.2, 0.3, 0.2], dtype=torch.float64)
+    found, kinds = torch.zeros(4, dtype=torch.float64), [*range(4), None]  # None: a group that the filter drops
+    for first, *others in itertools.product(kinds, repeat=3):
+        if first is None:
+            continue
+        chance = math.prod(0.2 if each is None else float(weights[each]) for each in others)
+        for order in itertools.permutations(range(3)):
+            ended = sorted(
+                (float(durations[each]), order[i]) for i, each in enumerate([first, *others]) if each is not None
+            )
+            found[first] += chance / 6 * ((float(durations[first]), order[0]) in ended[:2])
+    assert kept_first(durations, weights, 2, 1).tolist() == pytest.approx(found.tolist())
+    assert kept_first(durations, weights, 2, 0).tolist() == pytest.approx([1.0] * 4)
+    assert float(weights @ kept_first(durations, weights / 0.8, 2, 1) / 0.8) == pytest.approx(2 / 3)
+
+
+def test_over_sampling_is_biased_towards_short_responses() -> None:
+    """Exact without it; with it the gradient is that of groups which end early, here by sampling batches."""
+
+    def of(extra: float) -> AlgorithmConfig:
+        return plain(filter=FilterConfig(name="first_finished", options={"extra": extra}))
+
+    assert certify(of(0.0), SMALL, mode=SUMS).relative_error < 1e-8
+    errors = [certify(of(extra), SMALL, mode=SUMS).relative_error for extra in (0.25, 0.5, 1.0)]
+    assert errors == sorted(errors) and errors[0] > 0.02
+    world, step = SMALL, Step.of(of(0.5), SMALL, SUMS)
+    mean, _ = step.expected_gradient(2, 0.0, 0.0)
+    probabilities, lengths = world.log_probs(world.table(1)).sum(-1).exp(), world.mask.sum(-1)
+    columns, outputs = columns_of(world, world.table(1), world.table(1)), outputs_of(world, world.table(1))
+    pairs = [*itertools.product(range(len(world.responses)), repeat=2)]
+    slopes = -torch.stack([step.slope(pair, columns, outputs) for pair in pairs]) @ jacobian(world, world.table(1))
+    draw = torch.Generator().manual_seed(0)
+    batches = torch.multinomial(probabilities, 2 * 6 * 200_000, replacement=True, generator=draw).view(-1, 6, 2)
+    durations = lengths[batches].amax(-1) + torch.rand(batches.shape[:2], generator=draw)  # ties in any order
+    first = batches.gather(1, durations.argsort(-1)[:, :4, None].expand(-1, -1, 2))
+    counts = (first[..., 0] * len(world.responses) + first[..., 1]).flatten().bincount(minlength=len(pairs)).double()
+    assert ((counts / counts.sum()) @ slopes).tolist() == pytest.approx(mean.tolist(), abs=0.005)

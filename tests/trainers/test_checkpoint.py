@@ -109,7 +109,16 @@ def test_a_checkpoint_holds_what_it_says(train_config: MakeConfig, additions: Ro
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(GRPO, id="grpo"), pytest.param(PPO, id="gae with a critic", marks=pytest.mark.slow)]
+    "algorithm",
+    [
+        pytest.param(GRPO, id="grpo"),
+        pytest.param(PPO, id="gae with a critic", marks=pytest.mark.slow),
+        pytest.param(
+            {**GRPO, "algorithm.filter.name": "first_finished", "algorithm.filter.options.extra": 0.5},
+            id="the first to end",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 @pytest.mark.parametrize("stopped_after", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_stopped_run_goes_on_to_the_bits_of_one_that_never_stopped(

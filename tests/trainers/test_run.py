@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 from whet.config import TrainConfig
 from whet.trainers import run as runs
-from whet.trainers.build import train
+from whet.trainers.build import build, train
+from whet.trainers.rl import fit
 from whet.trainers.run import copy_media
-from whet.types import Group, Media, Prompt, Trajectory, Turn
+from whet.types import Group, Media, Prompt, RewardItem, RewardResult, Trajectory, Turn
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -62,6 +65,49 @@ def test_dropped_groups_are_written_apart(train_config: MakeConfig, additions: R
             groups.setdefault(each["index"], set()).add(each["accuracy"])
             assert each["dropped_by"] == "dapo, which reads the group's accuracy"
         assert all(len(accuracies) == 1 for accuracies in groups.values())
+
+
+class Late:
+    """Scores that come after a number of looks that follows from the text, or at once."""
+
+    scores_alone = True
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def submit_batch(self, items: Sequence[RewardItem]) -> LateOutcomes:
+        delay = sum(len(item.solution_str) * 7 % 5 for item in items) * self.looks
+        return LateOutcomes([RewardResult(length(item.solution_str), 1.0) for item in items], delay)
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class LateOutcomes:
+    found: list[RewardResult]
+    left: int
+
+    def done(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def result(self) -> list[RewardResult]:
+        return self.found
+
+
+@pytest.mark.slow
+def test_a_batch_of_the_first_to_end_has_the_same_bits_however_late_scores_come(
+    train_config: MakeConfig, additions: Rows, tmp_path: Path
+) -> None:
+    overrides = {"algorithm.filter.name": "first_finished", "algorithm.filter.options.extra": 0.5, "rollout.n": 2}
+    for looks in (0, 3):
+        folder = {"trainer.run_dir": str(tmp_path / str(looks)), "data.max_response_length": 24}
+        with closing(build(train_config(overrides | folder), Late(looks), additions)) as run:
+            run.train(fit)
+        assert [record["filter/aborted_groups"] for record in run.history] == [2, 2]
+    assert (tmp_path / "0/metrics.jsonl").read_bytes() == (tmp_path / "3/metrics.jsonl").read_bytes()
+    indices = [each["index"] for each in lines(tmp_path / "0/rollouts/step_000001.jsonl")]
+    assert len({*indices}) == 4 and len(indices) == 8
 
 
 @pytest.mark.slow

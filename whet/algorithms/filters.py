@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters: choose the groups to train on. Each gets the metric of a group's trajectories, without failed ones, and
-returns True to keep the group. The caller decides what replaces dropped groups."""
+returns True to keep the group. The caller decides what replaces dropped groups.
+
+The caller (`rollout/flow.py`) reads an option `extra`: a step begins with (1 + extra) batches of prompts, and aborts
+those that have not ended when the batch is full."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
 
-from whet.options import Finite
+from whet.options import Finite, NonNegative
 from whet.registry import register_filter
 from whet.rounding import alike, all_alike
 
 
 @register_filter("dynamic_sampling", aliases=("dapo",))
-def dynamic_sampling(values: Sequence[float]) -> bool:
+def dynamic_sampling(values: Sequence[float], *, extra: NonNegative = 0.0) -> bool:
     """Keeps a group whose values differ by more than rounding: else the advantage is 0 and nothing is learned.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
@@ -29,3 +32,13 @@ def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0
     """
     mean = fmean(values) if values else low
     return low < mean < high and not alike(mean, low) and not alike(mean, high)
+
+
+@register_filter("first_finished")
+def first_finished(values: Sequence[float], *, extra: NonNegative = 0.25) -> bool:
+    """Keeps every group: of (1 + extra) batches of prompts that begin together the batch that ends first.
+
+    Over-sampling, as in ROLL (https://arxiv.org/abs/2506.06122). A group ends with its longest response, so that long
+    ones are trained on less often than they are sampled: the gradient is biased towards short responses.
+    """
+    return True

@@ -108,10 +108,11 @@ def list_ranks(config: RunConfig) -> None:
     from whet.planning.scale import places
 
     for each in places(config):
-        devices = ", ".join(map(str, each.devices))
+        numbers = ", ".join(map(str, each.devices))
+        devices = f"device{'s' * (len(each.devices) > 1)} {numbers}" if each.devices else "processors"
+        devices = f"{devices} ({each.share:g} of it)" if each.devices and each.share < 1 else devices
         at = "".join(f", {name} {place}" for name, place in each.at.items())
-        place = f"node {each.node}, device{'s' * (len(each.devices) > 1)} {devices}"
-        typer.echo(f"{each.pool} rank {each.rank}: {place}: {', '.join(each.roles)}{at}")
+        typer.echo(f"{each.pool} rank {each.rank}: node {each.node}, {devices}: {', '.join(each.roles)}{at}")
 
 
 def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:

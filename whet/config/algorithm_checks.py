@@ -5,6 +5,7 @@ that they need, and the cluster. No torch, as in `checks`."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,11 +14,11 @@ from typing import Any
 from whet import registry
 from whet.columns import COLUMNS
 from whet.config import schema
-from whet.config.cluster import ROLES, ClusterConfig
+from whet.config.cluster import ROLES, ClusterConfig, devices_of
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
 from whet.config.section import Place, entry_at
 from whet.errors import ConfigError, did_you_mean, pip_install
-from whet.registry import ENGINES, load_target
+from whet.registry import ENGINES, FILTERS, load_target
 
 DEFAULT_AGGREGATION = "token-mean"
 AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_length")  # parameters of an aggregation
@@ -127,6 +128,24 @@ def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
     if chosen is not None:
         expected = f"at least 2 with algorithm.filter.name={chosen}, which compares the responses to one prompt"
         yield ConfigError("rollout.n", rollout.n, expected, "raise it, or unset algorithm.filter.name")
+
+
+def extra_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError]:
+    """Refuses filters that begin more groups than a batch has where groups are sampled ahead, and for a domain."""
+    config = at.whole
+    if not isinstance(config, schema.TrainConfig):
+        return
+    filters = {f"reward.domains.{name}": each.filter for name, each in config.reward.domains.items()}
+    stale = f"rollout.max_staleness={rollout.max_staleness:g}, which lets long responses go on over several steps"
+    why = dict.fromkeys(filters, "a filter of a domain") | ({"algorithm": stale} if rollout.max_staleness else {})
+    for key, chosen in (filters | {"algorithm": config.algorithm.filter}).items():
+        if chosen.name is None:
+            continue
+        where = f"{key}.filter.options"
+        entry = entry_at(FILTERS, f"{key}.filter.name", chosen.name)
+        extra = entry.resolve_options(chosen.options, where).get("extra", 0)
+        if extra and key in why:
+            yield ConfigError(f"{where}.extra", extra, f"0 with {why[key]}", "set it to 0, or choose another filter")
 
 
 def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[ConfigError]:
@@ -257,40 +276,52 @@ def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
         expected = "host:port, or no address; Ray's client would send every batch through one server"
         change = "start whet on a node of the cluster (`ray job submit -- whet train ...`)"
         yield ConfigError("cluster.address", cluster.address, expected, change)
+    yield from _nodes(cluster)
+    yield from _pools(cluster)
+
+
+def _nodes(cluster: ClusterConfig) -> Iterator[ConfigError]:
+    """Checks that the ranks of all pools fill the nodes."""
     total, nodes, gpus = cluster.devices, cluster.nnodes, cluster.n_gpus_per_node
-    unit = "devices" if any(pool.devices > 1 for pool in cluster.pools.values()) else "processes"
+    unit = "devices" if any(pool.devices != 1 for pool in cluster.pools.values()) else "processes"
     key, found = ("cluster.placement", f"{total} {unit}") if cluster.placement else ("cluster.processes", total)
-    if gpus > 0 and total != nodes * gpus:
+    if len(cluster.gpus) != nodes:
+        expected = f"a number for each of cluster.nnodes={nodes}"
+        yield ConfigError("cluster.n_gpus_per_node", gpus, expected, "make the two agree")
+    elif any(cluster.gpus) and total != sum(cluster.gpus):
+        each = f"cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus}"
+        given = each if isinstance(gpus, int) else f"cluster.n_gpus_per_node={gpus}"
         expected = (
-            f"{nodes * gpus}, the GPUs of cluster.nnodes={nodes} x cluster.n_gpus_per_node={gpus}; a process has one "
-            "GPU, or those in devices of its pool"
+            f"{sum(cluster.gpus)}, the GPUs of {given}; a process has one GPU, or as many as devices of its pool says"
         )
         yield ConfigError(key, found, expected, "make the two numbers equal")
-    elif total % nodes:
+    elif not any(cluster.gpus) and total % nodes:
         near = f"{total - total % nodes or nodes} or {total + nodes - total % nodes}"
         yield ConfigError(key, found, f"a multiple of cluster.nnodes={nodes}", f"try {near}")
-    yield from _pools(cluster)
+    else:
+        try:
+            used = {slot.node for slot in cluster.slots()}
+        except ConfigError as error:
+            yield error
+            return
+        if empty := {*range(nodes)} - used:
+            change = "add a pool of environment or reward, or remove the node"
+            yield ConfigError("cluster.n_gpus_per_node", gpus, f"a process on node {min(empty)} too", change)
 
 
 def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
     if cluster.placement and cluster.processes > 1:
         expected = "no value with cluster.placement, whose pools have sizes of their own"
         yield ConfigError("cluster.processes", cluster.processes, expected, "unset one of the two keys")
-    owners, first = dict[str, str](), 0
+    owners = dict[str, str]()
     for number, (name, pool) in enumerate(cluster.placement.items()):
         key = f"cluster.placement.{name}"
         if not pool.roles and number > 0:
             expected = f"some of {', '.join(ROLES)}: roles in no pool go to the first, {next(iter(cluster.placement))}"
             yield ConfigError(f"{key}.roles", [], expected, "list some, or remove the pool")
-        if pool.devices > 1 and pool.roles != ["rollout"]:
+        if pool.devices > 1 and pool.roles != ["rollout"] and cluster.needs_device(name):
             expected = f"1 with the roles {', '.join(pool.roles) or 'all'}: a training engine computes on one device"
             yield ConfigError(f"{key}.devices", pool.devices, expected, "lower it, or give the rollout a separate pool")
-        here, last = cluster.devices_here, first + pool.processes * pool.devices
-        if any(start // here != (start + pool.devices - 1) // here for start in range(first, last, pool.devices)):
-            expected = f"all devices of a process on one node, which has {here}"
-            change = "name this pool first, or change devices or cluster.nnodes"
-            yield ConfigError(f"{key}.devices", pool.devices, expected, change)
-        first = last
         for role in pool.roles:
             if role not in ROLES:
                 hint = did_you_mean(role, ROLES, "correct the name", quoted=False)
@@ -308,22 +339,25 @@ def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
     if not isinstance(size, int) or size < 1:
         return
     name, key = cluster.pool_of("rollout"), f"{where}.tensor_parallel_size"
-    pool, here, ranks = cluster.pools[name], cluster.devices_here, cluster.replica_ranks(options)
-    before = [*cluster.pools.values()][: [*cluster.pools].index(name)]
-    first, devices = sum(each.processes * each.devices for each in before), cluster.replica_devices(options)
-    last = first + pool.processes * pool.devices
-    if size % pool.devices or pool.processes % ranks:
-        expected = f"a size that divides the {last - first} devices of the pool {name}, in whole ranks"
-        yield ConfigError(key, size, expected, "change it, or the processes of the pool")
-    elif devices > here and devices % here == first % here == 0:
+    pool, ranks, slots = cluster.pools[name], cluster.replica_ranks(options), cluster.slots()
+    if size % pool.num_devices or pool.processes % ranks:
+        expected = f"a size that divides the {pool.processes * pool.num_devices} devices of the pool {name}"
+        yield ConfigError(key, size, f"{expected}, in whole ranks", "change it, or the processes of the pool")
+        return
+    here, own = Counter(node for node, _ in devices_of(slots)), [slot for slot in slots if slot.pool.name == name]
+    servers = [Counter(node for node, _ in devices_of(own[at : at + ranks])) for at in range(0, len(own), ranks)]
+    if all(len(server) == 1 for server in servers):
+        return
+    if all(server[node] == here[node] for server in servers for node in server):
         needs = {"weights_dir": "a folder that all nodes share", "weight_transfer": "file", "restarts": "0"}
         for option, wanted in needs.items():
             found = options.get(option)
             if found is None or (option != "weights_dir" and str(found) != wanted):
-                expected = f"{wanted}, as a server has devices of {devices // here} nodes"
+                expected = f"{wanted}, as a server has devices of {len(servers[0])} nodes"
                 yield ConfigError(f"{where}.{option}", found, expected, f"set it, or lower {key}")
-    elif any(start // here != (start + devices - 1) // here for start in range(first, last, devices)):
-        expected = f"all {devices} devices of a server on one node, which has {here}, or on whole nodes"
+    else:
+        devices, most = cluster.replica_devices(options), cluster.devices_here
+        expected = f"all {devices} devices of a server on one node, which has {most}, or on whole nodes"
         yield ConfigError(key, size, expected, "lower it")
 
 

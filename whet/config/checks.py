@@ -18,6 +18,7 @@ from whet.config.algorithm_checks import (
     cluster_rule,
     critic_rule,
     engine_rule,
+    extra_rule,
     group_rule,
     neighbours_rule,
     optim_rule,
@@ -333,7 +334,7 @@ RULES: list[tuple[type[schema.Section], Rule]] = [
     for rule in (
         *(_chosen, _model, _pixels, _files, _sampling, _staleness, _reward),
         *(_reward_model, _mix, _trainer, _output),
-        *(group_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
+        *(group_rule, extra_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
         *(engine_rule, cluster_rule, processes_rule, neighbours_rule, replica_rule),
     )
 ]

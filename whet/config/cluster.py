@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of processes and pools, and the questions about it: which pool hosts a role, how many ranks it has."""
+"""The config of processes and pools, and the questions about it: which pool hosts a role, how many ranks it has, which
+node and devices a rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Gt, Lt
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from whet.config.section import Section, key
+from whet.errors import ConfigError
 
 # In `roles` of a pool; teacher means all teachers.
 ROLES = ("actor", "critic", "environment", "ref", "reward", "reward_model", "rollout", "teacher")
+WITHOUT_MODEL = ("environment", "reward")
 ADDRESS = (
     "host:port of a running Ray cluster, auto, or local; unset: RAY_ADDRESS, else a cluster on this machine, else a "
     "new one that ends with the run"
@@ -20,6 +27,14 @@ ADDRESS = (
 PROCESSES = (
     "ranks of every role; 1 with backend=local runs in the calling process; 1 with several GPUs or nodes means one for "
     "each"
+)
+GPUS = (
+    "GPUs to reserve on each node, one for each process, or as devices of its pool says; a list has the number of each "
+    "node, as [8, 8, 4, 0]; 0: none"
+)
+DEVICES = (
+    "GPUs of each process: several only for a rollout engine that computes on several; less than 1: a share of a GPU, "
+    "which processes of other pools may share; of a pool of environment and reward alone: processors"
 )
 PLACEMENT = (
     f"pools of processes by name, each {{processes: , devices: , roles: [{', '.join(ROLES)}]}}; roles in no pool go to "
@@ -32,8 +47,49 @@ class PoolConfig(Section):
     """A pool: processes that some roles share."""
 
     processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
-    devices: PositiveInt = key(1, "GPUs of each process; several only for a rollout engine that computes on several")
+    devices: PositiveInt | Annotated[float, Gt(0), Lt(1)] = key(1, DEVICES)
     roles: list[str] = key([], f"roles of the pool, from {', '.join(ROLES)}")
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that a process sees."""
+        return math.ceil(self.devices)
+
+    @property
+    def share(self) -> float:
+        """The share of each device that a process may use."""
+        return min(1.0, self.devices)
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """A pool of processes. Each hosts one rank of every role of the pool."""
+
+    processes: int = 1
+    roles: tuple[str, ...] = ()  # empty: the only pool, which hosts all roles
+    name: str = "main"
+    devices: float = 1  # of each process; below 1 a share of one
+    needs_device: bool = True  # else it is on processors alone, and `devices` is their number
+
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise ConfigError(f"pool {self.name}: processes", self.processes, "at least 1", "set cluster.processes")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The node of a rank, and its devices there."""
+
+    pool: ResourcePool
+    rank: int
+    node: int
+    devices: tuple[int, ...] = ()  # numbers on the node; none on processors alone
+    is_first: bool = True  # of the ranks that share its device
+
+    @property
+    def cpus(self) -> float:
+        """The processors that the process is counted with."""
+        return max(1.0, self.pool.devices)
 
 
 class ClusterConfig(Section):
@@ -41,8 +97,8 @@ class ClusterConfig(Section):
 
     backend: Literal["local", "ray"] = key("local", "local: processes on this machine; ray: actors on a Ray cluster")
     address: str | None = key(None, ADDRESS)
-    nnodes: PositiveInt = key(1, "Ray nodes, with the same number of processes on each")
-    n_gpus_per_node: NonNegativeInt = key(0, "GPUs to reserve on each node, one for each process; 0: none")
+    nnodes: PositiveInt = key(1, "Ray nodes")
+    n_gpus_per_node: NonNegativeInt | list[NonNegativeInt] = key(0, GPUS)
     processes: PositiveInt = key(1, PROCESSES)
     placement: dict[str, PoolConfig] = key({}, PLACEMENT)
     deadline_seconds: PositiveFloat = key(1800.0, "longest wait for one call of a worker, in seconds")
@@ -53,8 +109,11 @@ class ClusterConfig(Section):
         match values:
             case dict() if values.get("processes", 1) == 1 and not values.get("placement"):
                 nodes, gpus = values.get("nnodes", 1), values.get("n_gpus_per_node", 0)
-                if type(nodes) is int and type(gpus) is int and nodes * max(gpus, 1) > 1:
-                    return {**values, "processes": nodes * max(gpus, 1)}
+                if type(nodes) is not int:
+                    return values
+                given = gpus if isinstance(gpus, list) else [gpus] * nodes
+                if all(type(each) is int for each in given) and max(sum(given), nodes) > 1:
+                    return {**values, "processes": sum(given) or nodes}
         return values
 
     @property
@@ -63,14 +122,40 @@ class ClusterConfig(Section):
         return self.placement or {"main": PoolConfig(processes=self.processes)}
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs to reserve on each node."""
+        given = self.n_gpus_per_node
+        return tuple(given) if isinstance(given, list) else (given,) * self.nnodes
+
+    @property
     def devices(self) -> int:
-        """Devices of all pools; on the host shares of its cores."""
-        return sum(pool.processes * pool.devices for pool in self.pools.values())
+        """Devices of all pools; on Ray without GPUs shares of the nodes' processors."""
+        return len(devices_of(ranks_of(self._counted(None))))
 
     @property
     def devices_here(self) -> int:
-        """The number of devices of one node."""
-        return -(-self.devices // self.nnodes)
+        """The number of devices of the node with the most."""
+        return max(Counter(node for node, _ in devices_of(self.slots())).values())
+
+    def needs_device(self, pool: str) -> bool:
+        """Tells whether the processes of a pool compute on devices; the first hosts what no pool lists."""
+        return pool == next(iter(self.pools)) or not {*self.pools[pool].roles} <= {*WITHOUT_MODEL}
+
+    def slots(self, pools: Iterable[ResourcePool] | None = None) -> list[Slot]:
+        """The slots of the ranks of pools, by default all.  Raises: ConfigError where the nodes have no room."""
+        counted = self._counted(pools)
+        here = -(-len(devices_of(ranks_of(counted))) // self.nnodes)
+        return ranks_of(counted, self.gpus if any(self.gpus) else [here] * self.nnodes)
+
+    def _counted(self, pools: Iterable[ResourcePool] | None) -> list[ResourcePool]:
+        """The pools, by default all. On Ray without GPUs all take devices of a node: shares of its processors."""
+        if pools is None:
+            pools = [
+                ResourcePool(each.processes, tuple(each.roles), name, each.devices, self.needs_device(name))
+                for name, each in self.pools.items()
+            ]
+        alike = self.backend == "ray" and not any(self.gpus)
+        return [replace(pool, needs_device=True) if alike else pool for pool in pools]
 
     @property
     def stays_here(self) -> bool:
@@ -93,7 +178,7 @@ class ClusterConfig(Section):
     def replica_ranks(self, options: Mapping[str, object]) -> int:
         """Consecutive ranks of the rollout on whose devices an engine with these options computes; 1 where it has those
         of its own rank alone."""
-        server, own = options.get("server"), self.pools[self.pool_of("rollout")].devices
+        server, own = options.get("server"), self.pools[self.pool_of("rollout")].num_devices
         names = ("pipeline_parallel_size", "pp_size")  # of vLLM's and SGLang's arguments
         stages = [server.get(name) for name in names] if isinstance(server, Mapping) else []
         sizes = [size for size in (options.get("tensor_parallel_size"), *stages) if isinstance(size, int)]
@@ -101,8 +186,56 @@ class ClusterConfig(Section):
 
     def replica_devices(self, options: Mapping[str, object]) -> int:
         """Devices of an engine of the rollout with these options."""
-        return self.replica_ranks(options) * self.pools[self.pool_of("rollout")].devices
+        return self.replica_ranks(options) * self.pools[self.pool_of("rollout")].num_devices
 
     def processes_key(self, role: str) -> str:
         """The config key of the number of ranks of a role."""
         return f"cluster.placement.{self.pool_of(role)}.processes" if self.placement else "cluster.processes"
+
+
+def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) -> list[Slot]:
+    """The slots of all ranks, pool by pool, where each of `nodes` has so many devices; by default a node with enough.
+
+    A rank takes the first devices that are free on one node, or a share of the first that has room for it and no rank
+    of its pool. On processors alone it takes a node without devices, if there are some, with the fewest ranks.
+    Raises: ConfigError."""
+    free = [[1.0] * number for number in nodes or [0]]
+    slots: list[Slot] = []
+    for pool in pools:
+        number, size = math.ceil(pool.devices), min(1.0, pool.devices) - 1e-6
+        fits = (
+            (node, first)
+            for node, own in enumerate(free)
+            for first in range(len(own) - number + 1)
+            if min(own[first : first + number]) >= size
+        )
+        for rank in range(pool.processes):
+            if not pool.needs_device:
+                slots.append(Slot(pool, rank, _emptiest(free, slots)))
+                continue
+            found = next(fits, None)
+            if found is None and nodes is None:
+                found = 0, len(free[0])
+                free[0] += [1.0] * number
+            if found is None:
+                sizes = ", ".join(map(str, nodes or ()))
+                expected = f"{number} free on one node for rank {rank} of {pool.processes}; the nodes have {sizes}"
+                change = "name the pools with the most devices first, or change devices or the nodes"
+                raise ConfigError(f"cluster.placement.{pool.name}.devices", pool.devices, expected, change)
+            node, first = found
+            taken = range(first, first + number)
+            slots.append(Slot(pool, rank, node, tuple(taken), free[node][first] == 1.0))
+            for device in taken:
+                free[node][device] -= min(1.0, pool.devices)
+    return slots
+
+
+def _emptiest(free: list[list[float]], slots: list[Slot]) -> int:
+    """The node with the fewest ranks, among those without devices if there are some."""
+    ranks = Counter(slot.node for slot in slots)
+    return min((node for node, own in enumerate(free) if not own or all(free)), key=lambda node: ranks[node])
+
+
+def devices_of(slots: Iterable[Slot]) -> set[tuple[int, int]]:
+    """The devices of all ranks, each as node and number."""
+    return {(slot.node, device) for slot in slots for device in slot.devices}

@@ -18,12 +18,12 @@ from multiprocessing import connection
 from typing import Any
 
 from whet import devices
-from whet.config.cluster import ClusterConfig
+from whet.config.cluster import ClusterConfig, devices_of, ranks_of
 from whet.controller import wire
 from whet.controller.dispatch import Arguments
 from whet.controller.local_workers import BUILD, LOOPBACK, PUT_MAIN, SOCKET_BYTES, LocalWorkers, RankSpec, main_module
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, ranks_of, with_roles
+from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import RAISE_DEADLINE, Reply, Transport, WorkerGroup, closed_error, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 from whet.phases import phase
@@ -53,9 +53,9 @@ def launch(
     A single pool of one process without Ray is this process: calls are direct, arguments are passed by reference, and
     there are no deadlines. Otherwise new processes are started. Each imports the caller's main module, so a script
     needs `if __name__ == "__main__":`. `deadline_seconds` bounds the start, every collective and every wait for a call.
-    Sockets listen on the loopback address only. On Ray a process is an actor; ranks fill one node after the other, pool
-    by pool, with the same number on each of the `cluster.nnodes` nodes. The processes, and all that they started, end
-    with `close`, with the first failure, and with this process, even after kill -9.
+    Sockets listen on the loopback address only. On Ray a process is an actor; `cluster.slots` gives each its node. The
+    processes, and all that they started, end with `close`, with the first failure, and with this process, even after
+    kill -9.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
     """
@@ -142,16 +142,16 @@ class ProcessTransport(RemoteTransport[_Process]):
         prepare, main = "whet.controller.local_workers:prepare", pickle.dumps(main_module())
         self._server = ForkServer(prepare, main, stdout=None, name="ranks")
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
-        ranks, wanted = ranks_of(pools)
-        found = devices.count()
+        slots = ranks_of(pools)
+        found, wanted = devices.count(), len(devices_of(slots))
         if 0 < found < wanted:
-            log.warning("%d processes for %d accelerators: all processes compute on the host", wanted, found)
-        for pool, rank, first in ranks:
+            log.warning("%d devices for %d accelerators: all processes compute on the host", wanted, found)
+        for slot in slots:
             spec = RankSpec(
-                pool=pool,
-                rank=rank,
-                device_index=first if found >= wanted else None,
-                devices_here=wanted,
+                pool=slot.pool,
+                rank=slot.rank,
+                device_index=slot.devices[0] if slot.devices and found >= wanted else None,
+                devices_here=round(sum(each.cpus for each in slots)),
                 store=(LOOPBACK, self._store.port),
                 address=LOOPBACK,
                 deadline_seconds=deadline_seconds,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from whet.config.cluster import ClusterConfig
+from whet.config.cluster import ClusterConfig, ResourcePool as ResourcePool
 from whet.devices import HOST
 from whet.errors import ConfigError
 
@@ -93,37 +93,16 @@ class Layout:
     is_reporting: bool
 
 
-@dataclass(frozen=True)
-class ResourcePool:
-    """A pool of processes. Each hosts one rank of every role of the pool."""
-
-    processes: int = 1
-    roles: tuple[str, ...] = ()  # empty: the only pool, which hosts all roles
-    name: str = "main"
-    devices: int = 1  # of each process
-
-    def __post_init__(self) -> None:
-        if self.processes < 1:
-            raise ConfigError(f"pool {self.name}: processes", self.processes, "at least 1", "set cluster.processes")
-
-
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
     """The pools of the config's placement with the roles of `specs`, without pools that host no role."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
     return [
-        ResourcePool(cluster.pools[name].processes, roles, name, cluster.pools[name].devices)
+        ResourcePool(
+            cluster.pools[name].processes, roles, name, cluster.pools[name].devices, cluster.needs_device(name)
+        )
         for name, roles in hosted.items()
         if roles
     ]
-
-
-def ranks_of(pools: Sequence[ResourcePool]) -> tuple[list[tuple[ResourcePool, int, int]], int]:
-    """The ranks of all pools, each as pool, rank and the number of its first device; and the number of all devices."""
-    ranks, first = list[tuple[ResourcePool, int, int]](), 0
-    for pool in pools:
-        ranks += [(pool, rank, first + rank * pool.devices) for rank in range(pool.processes)]
-        first += pool.processes * pool.devices
-    return ranks, first
 
 
 def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:

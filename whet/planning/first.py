@@ -97,8 +97,10 @@ def _accelerator_gib() -> float | None:
 
 
 def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None) -> int:
-    """Bytes of the largest process, on the host or on an accelerator, of `gib` if that is known."""
-    return max(_bytes_of_pool(config, shape, on_device, pool, gib) for pool in config.cluster.pools)
+    """Bytes of the largest process on the host, or of the fullest accelerator, of `gib` if that is known."""
+    shares = {name: pool.share if on_device else 1.0 for name, pool in config.cluster.pools.items()}
+    of_pool = ((name, share, None if gib is None else gib * share) for name, share in shares.items())
+    return max(round(_bytes_of_pool(config, shape, on_device, name, own) / share) for name, share, own in of_pool)
 
 
 def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:

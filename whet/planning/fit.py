@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,22 +66,25 @@ def rooms(setup: Setup) -> list[Room]:
     Raises: ModelError."""
     cluster, free = setup.config.cluster, setup.host or free_memory()
     plans = {name: estimate.plan_memory(setup, name) for name in cluster.pools}
-    counts = {name: -(-pool.processes // cluster.nnodes) for name, pool in cluster.pools.items()}
+    nodes = defaultdict[int, list[estimate.Memory]](list)
+    for slot in cluster.slots():
+        nodes[slot.node].append(plans[slot.pool.name])
+    fullest = max(nodes.values(), key=lambda node: sum(plan.resident_bytes for plan in node))
     host = Room(
         "memory" if free is None else free.bound,
-        sum(plan.resident_bytes * counts[name] for name, plan in plans.items()),
-        sum(plan.touched_bytes * counts[name] for name, plan in plans.items()),
+        sum(plan.resident_bytes for plan in fullest),
+        sum(plan.touched_bytes for plan in fullest),
         None if free is None else free.bytes,
-        max(plans.values(), key=lambda plan: plan.resident_bytes),
-        processes=sum(counts.values()),
+        max(fullest, key=lambda plan: plan.resident_bytes),
+        processes=len(fullest),
     )
-    device = setup.device
-    if device is None:
-        return [host]
     of = {name: f" of the pool {name}" if cluster.placement else "" for name in plans}
+    own = ((name, setup.device_of(name)) for name in plans if cluster.needs_device(name))
     return [host] + [
         Room(f"{device.bound}{of[name]}", plan.device_bytes, plan.device_tensor_bytes, device.bytes, plan, True)
-        for name, plan in plans.items()
+        for name, device in own
+        for plan in [plans[name]]
+        if device is not None
     ]
 
 
@@ -100,7 +104,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
         needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
         bound = upper_bound(setup)
         is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
-        if is_large or (setup.device is not None and bound > setup.device.bytes / 2):
+        share = min(pool.share for pool in cluster.pools.values())
+        if is_large or (setup.device is not None and bound > share * setup.device.bytes / 2):
             found = rooms(setup)
             room = max(found, key=lambda each: each.used)
             if room.free is not None and room.tensors > room.free:

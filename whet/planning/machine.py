@@ -38,7 +38,7 @@ def uses_accelerators(cluster: ClusterConfig) -> bool:
     """Tells whether a run computes on accelerators: those that Ray reserves, or enough of this machine's."""
     from whet import devices
 
-    return cluster.n_gpus_per_node > 0 if cluster.backend == "ray" else devices.count() >= cluster.devices
+    return any(cluster.gpus) if cluster.backend == "ray" else devices.count() >= cluster.devices
 
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:

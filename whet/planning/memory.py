@@ -99,6 +99,13 @@ class Setup:
     host: FreeMemory | None = None  # the memory of a node; None for what this machine has free
     media_share: float = 0.0  # of the tokens of prompts, those of images and videos
 
+    def device_of(self, pool: str) -> FreeMemory | None:
+        """The accelerator of each process of a pool, or its share of one; None on the host."""
+        share, whole = self.config.cluster.pools[pool].share, self.device
+        if whole is None or share == 1 or not self.config.cluster.needs_device(pool):
+            return whole
+        return FreeMemory(round(whole.bytes * share), f"{share:g} of {whole.bound}", round(whole.total * share))
+
     @property
     def has_server(self) -> bool:
         """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
@@ -177,9 +184,10 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
     """The most tokens of a forward pass of a role: the number that is set; else what an accelerator of known memory has
     room for beside all that is there in an update; else a number for the device."""
     role, model = setup.roles[name], setup.outlines[name]
-    if role.max_tokens_per_micro_batch is not None or setup.device is None or not setup.device.total:
+    device = setup.device_of(setup.config.cluster.pool_of(name))
+    if role.max_tokens_per_micro_batch is not None or device is None or not device.total:
         return role.micro_batch_tokens(model.device_type)
-    return tokens_within(room_for_tensors(setup.device.total), *_pass_bytes(setup, name))
+    return tokens_within(room_for_tensors(device.total), *_pass_bytes(setup, name))
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:

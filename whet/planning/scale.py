@@ -45,6 +45,7 @@ class Place:
     rank: int
     node: int
     devices: tuple[int, ...]  # numbers on the node
+    share: float  # of each
     roles: tuple[str, ...]
     at: Mapping[str, int]  # coordinates in the mesh, where the pool trains with one
 
@@ -104,7 +105,7 @@ def _shown(cluster: ClusterConfig) -> str:
 def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Iterator[dict[str, object]]:
     """Yields changes of a config for a number of accelerators, the ones with least communication first."""
     role, prefix = section_of(config, "actor")
-    here = min(gpus, config.cluster.n_gpus_per_node or OF_A_NODE)
+    here = min(gpus, max(config.cluster.gpus) or OF_A_NODE)
     nodes: dict[str, object] = {"cluster.nnodes": gpus // here, "cluster.n_gpus_per_node": here}
     if gpus > here:
         nodes["cluster.backend"] = "ray"
@@ -144,29 +145,28 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
         return {"main": PoolConfig(processes=gpus)} if devices == 1 else None
     pools, is_asked = dict[str, PoolConfig](), devices == 1
     for name, pool in config.cluster.placement.items():
-        here, rest = divmod(pool.processes * pool.devices * gpus, config.cluster.devices)
-        each = 1
-        if isinstance(config, TrainConfig) and pool.roles == ["rollout"]:
+        if not config.cluster.needs_device(name):
+            pools[name] = pool
+            continue
+        here, rest = divmod(pool.processes * pool.num_devices * gpus, config.cluster.devices)
+        each: float = min(1, pool.devices)
+        if isinstance(config, TrainConfig) and pool.roles == ["rollout"] and each == 1:
             each, is_asked = devices, True
-        if rest or not here or here % each:
+        if rest or not here or here % max(1, each):
             return None
-        pools[name] = pool.model_copy(update={"processes": here // each, "devices": each})
+        pools[name] = pool.model_copy(update={"processes": int(here // max(1, each)), "devices": each})
     return pools if is_asked else None
 
 
 def places(config: RunConfig) -> Iterator[Place]:
     """Yields the place of every rank, as a launch places it."""
-    from whet.controller.worker import ResourcePool, ranks_of  # loads torch
-
-    role, here = section_of(config, "actor")[0], config.cluster.devices_here
+    role = section_of(config, "actor")[0]
     actors = None if role.engine.name == "single" else config.cluster.pool_of("actor")
-    pools = config.cluster.pools.items()
-    given = [ResourcePool(pool.processes, tuple(pool.roles), name, pool.devices) for name, pool in pools]
-    for pool, rank, first in ranks_of(given)[0]:
-        node, device = divmod(first, here)
-        at = mesh_of(config, "actor").at(rank) if pool.name == actors else {}
-        numbers = tuple(range(device, device + pool.devices))
-        yield Place(pool.name, rank, node, numbers, pool.roles or ("all roles",), at)
+    for slot in config.cluster.slots():
+        pool = slot.pool
+        at = mesh_of(config, "actor").at(slot.rank) if pool.name == actors else {}
+        share, roles = min(1.0, pool.devices), pool.roles or ("all roles",)
+        yield Place(pool.name, slot.rank, slot.node, slot.devices, share, roles, at)
 
 
 def _word(value: object) -> str:

@@ -158,6 +158,12 @@ class Driver:
                 self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
             self._carry_out(episode, episode.start())
 
+    def abandon_prompts(self, uids: Sequence[str]) -> None:
+        """Ends the training episodes of prompts without a word."""
+        gone = {*uids}
+        found = [each.id for each in self.episodes if each.prompt.uid in gone and each.rules.purpose == "rollout"]
+        self._abandon(found)
+
     def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
         """Submits trajectories to one or several functions in the next turn; `on_scored` gets all their outcomes."""
         self._to_score.append((submit, on_scored))

@@ -88,12 +88,13 @@ class ReturnedFirst:
 @dataclass(frozen=True)
 class Filter:
     """The choice of groups to train on: `keeps` reads the `metric` of a group's trajectories that did not fail.
-    Prompts of some domains may have a filter of their own."""
+    Prompts of some domains may have a filter of their own. A step begins with a share of `extra` groups more."""
 
     keeps: Callable[..., bool]
     options: Mapping[str, Any]
     metric: str = "accuracy"
     max_refills: int = 4
+    extra: float = 0.0
     of_domain: Mapping[str, Filter] = field(default_factory=dict)
 
     def keep(self, group: Group) -> bool:
@@ -113,6 +114,13 @@ class Run:
     """Run episodes, and tell `on_sampled` the trajectory of each."""
 
     episodes: list[Episode]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End the episodes of prompts without a word."""
+
+    prompts: list[str]  # uids
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,7 @@ class HandOut:
     wanted: int
     kept: list[Group]
     dropped: list[Group]
+    num_aborted: int = 0  # of the groups that began beside a batch
 
     @property
     def groups(self) -> list[Group]:
@@ -144,7 +153,7 @@ class HandOut:
         return self.kept or self.dropped[: self.wanted]
 
 
-Command = Run | Score | Chosen | HandOut
+Command = Run | Abort | Score | Chosen | HandOut
 
 
 @dataclass
@@ -156,6 +165,7 @@ class Admitted:
     scored: dict[int, Trajectory] = field(default_factory=dict)  # by number of the sample
     is_kept: bool | None = None  # unknown until all are scored
     sampled: dict[int, Trajectory] = field(default_factory=dict)  # those that ended, without scores
+    place: float = math.inf  # among the groups of its step, in the order in which they ended
 
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
         """The group of its samples, scored or as they were sampled."""
@@ -177,6 +187,9 @@ class Flow:
     times as many as are short, in rounds; what a step that was left had begun is forgotten. With k > 0 they are started
     as soon as there is room, and a step takes the first B groups that are kept, of the next (1 + `max_refills`) B
     admitted ones at most. In both, a step gets fewer than B groups only where so many came to nothing.
+
+    With k = 0 the filter may ask for `extra` groups. A step then takes the first B that are kept in the order in which
+    they ended, however late their scores come; the others are aborted, and their prompts are not begun again.
     """
 
     n: int  # trajectories of a prompt
@@ -241,6 +254,8 @@ class Flow:
         if admitted is None:  # of a step that was left
             return []
         admitted.sampled[trajectory.sample] = trajectory
+        if len(admitted.sampled) == self.n:
+            admitted.place = min(admitted.place, sum(len(each.sampled) == self.n for each in self.queue.values()))
         together = self._together(admitted, SAMPLED)
         ended = [each for one in together for each in one.group(one.sampled).trajectories]
         ended = [trajectory] if self.scores_alone else ended
@@ -276,6 +291,11 @@ class Flow:
         return sum(each.is_kept is not False for each in list(self.queue.values()))
 
     @property
+    def _extra(self) -> int:
+        """Groups that begin beside a batch."""
+        return 0 if self.is_ahead or self.group_filter is None else math.ceil(self.group_filter.extra * self.batch_size)
+
+    @property
     def _undecided(self) -> list[Admitted]:
         """Groups of which not all trajectories are scored."""
         return [each for each in self.queue.values() if each.is_kept is None]
@@ -291,7 +311,7 @@ class Flow:
         """The groups that are scored and decided together, with k = 0 a round; none before all have ended."""
         if len(ended(admitted)) < self.n:
             return []
-        together = [admitted] if self.is_ahead else self._undecided
+        together = [admitted] if self.is_ahead or self._extra else self._undecided
         return together if all(len(ended(each)) == self.n for each in together) else []
 
     def _choose(self) -> list[Command]:
@@ -322,13 +342,13 @@ class Flow:
         """Fills the room: takes prompts, and names their draws by the step that will read them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
         taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
-        most_live = self.most_outstanding - taken
+        most_live = self.most_outstanding + self._extra - taken
         # Dropped groups count too: behind more of them one would wait for too many steps.
         most_queued = min(most + most_live - wanted, most * max(1, self.last_step + 1 - self.next_step))
         room = int(min(most_live - live, most_queued - len(self.queue)))
         if not self.is_ahead and (self._waits_for is None or self._undecided):
             room = 0
-        steps = Counter(self.next_step + place // wanted for place in range(live, live + room))
+        steps = Counter(self.next_step + (place // wanted) * self.is_ahead for place in range(live, live + room))
         for step, count in steps.items():
             if step <= self.last_step:
                 prompts = self.source.take(count)
@@ -338,23 +358,26 @@ class Flow:
         return commands
 
     def _hand_out(self) -> list[Command]:
-        """The groups that are asked for, as soon as nothing in front of them is undecided."""
+        """The groups that are asked for, as soon as nothing in front of them is undecided; aborts `extra` ones."""
         if self._waits_for is None:
             return []
         read, kept = list[Admitted](), 0
-        for each in self.queue.values():
+        for each in sorted(self.queue.values(), key=attrgetter("place")) if self._extra else self.queue.values():
             if each.is_kept is None or kept == self.batch_size or len(read) == self._most_read:
                 break
             read.append(each)
             kept += each.is_kept
         if kept < self.batch_size and not self._is_exhausted(read):
             return []
-        for each in read:
-            del self.queue[each.prompt.uid]
+        taken = {each.prompt.uid for each in read}
+        read = [each for uid, each in self.queue.items() if uid in taken]
+        left = [uid for uid in self.queue if uid not in taken and self._extra]
+        for uid in (*taken, *left):
+            del self.queue[uid]
         found = {keeps: [each.group(each.scored) for each in read if each.is_kept is keeps] for keeps in (True, False)}
-        self.training = HandOut(self.next_step, self.batch_size, found[True], found[False])
+        self.training = HandOut(self.next_step, self.batch_size, found[True], found[False], len(left))
         self._waits_for = None
-        return [self.training]
+        return [*([Abort(left)] if left else []), self.training]
 
     def _is_exhausted(self, read: Sequence[Admitted]) -> bool:
         """Tells whether a step goes on with fewer groups than it wants."""

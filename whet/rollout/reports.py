@@ -46,6 +46,8 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
     nothing."""
     kept, dropped = found.kept, found.dropped
     metrics.sum("filter/dropped_groups", len(dropped))
+    if found.num_aborted:
+        metrics.sum("filter/aborted_groups", found.num_aborted)
     metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
     sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
     if sampled:

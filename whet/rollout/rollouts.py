@@ -21,7 +21,7 @@ from whet.phases import phase, watching
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
-from whet.rollout.flow import Chosen, Command, Filter, Flow, HandOut, PromptSource, ReturnedFirst, Run, Score
+from whet.rollout.flow import Abort, Chosen, Command, Filter, Flow, HandOut, PromptSource, ReturnedFirst, Run, Score
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.reports import FailureWatch, count_failures, measure_filter, measure_staleness
 from whet.rollout.snapshot import restore, snapshot
@@ -233,6 +233,8 @@ class Rollouts:
             match command:
                 case Run():
                     self.driver.add(command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each)))
+                case Abort():
+                    self.driver.abandon_prompts(command.prompts)
                 case Score():
                     ended = command.trajectories
                     submit = partial(self._submit, ended, asked.purpose)

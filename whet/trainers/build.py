@@ -387,8 +387,9 @@ def _group_filter(config: TrainConfig) -> Filter | None:
     general = made(config.algorithm.filter, "algorithm")
     if general is None and not of_domain:
         return None
-    refills = config.algorithm.filter.max_refills
-    return replace(general or Filter(keep_all, {}), max_refills=refills, of_domain=of_domain)
+    general = general or Filter(keep_all, {})
+    refills, extra = config.algorithm.filter.max_refills, general.options.get("extra", 0.0)
+    return replace(general, max_refills=refills, extra=extra, of_domain=of_domain)
 
 
 def show_batch(

@@ -23,7 +23,7 @@ from whet.algorithms.calls import Bound, estimate
 from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.algorithms.statistics import zero_outside
 from whet.batch import Batch
-from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
+from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig
 from whet.config.compose import shipped_recipes
 from whet.config.load import load_config
 from whet.config.schema import DataConfig, TrainConfig
@@ -200,8 +200,12 @@ class Step:
         groups = list(itertools.combinations_with_replacement(range(len(self.world.responses)), n))  # in any order
         weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
         weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
-        if self.config.algorithm.filter.name is not None:  # what is left out is sampled again
+        settings = self.config.algorithm.filter
+        if settings.name is not None:  # what is left out is sampled again
             weights = weights * torch.tensor([self.is_kept(group) for group in groups])
+            extra = FILTERS[settings.name].resolve_options(settings.options, "algorithm.filter.options").get("extra", 0)
+            durations = self.world.mask.sum(-1)[torch.tensor(groups)].amax(-1)
+            weights = weights * kept_first(durations, weights, BATCH, math.ceil(extra * BATCH))
             weights = weights / weights.sum()
         columns, outputs = columns_of(self.world, old, sampler), outputs_of(self.world, now)
         slopes = torch.stack([self.slope(group, columns, outputs) for group in groups])
@@ -235,6 +239,20 @@ class Step:
         correct = [float(self.world.scores[response] >= 1) for response in group]
         kept: bool = FILTERS[settings.name or ""].load()(correct, **settings.options)
         return kept
+
+
+def kept_first(durations: Tensor, weights: Tensor, batch: int, extra: int) -> Tensor:
+    """The probability that a group is among the first `batch` to end of batch + extra that begin together; groups of
+    equal duration end in any order. `weights` are the probabilities of groups that a filter keeps.   [G] -> [G]"""
+    others, found = batch + extra - 1, torch.zeros_like(weights)
+    for duration in durations.unique():
+        faster, same = (float(weights[at].sum()) for at in (durations < duration, durations == duration))
+        slower = max(0.0, 1 - faster - same)
+        for before, beside in itertools.product(range(others + 1), repeat=2):
+            orders = math.comb(others, before) * math.comb(others - before, beside)
+            chance = orders * faster**before * same**beside * slower ** max(0, others - before - beside)
+            found[durations == duration] += chance * min(1.0, max(0.0, (batch - before) / (beside + 1)))
+    return found
 
 
 def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
@@ -308,6 +326,7 @@ def multiplicity(group: Sequence[int]) -> int:
 # ---- the table
 
 STALENESS, GAP = 0.3, 0.3
+BATCH = 4  # groups of a batch, of which a filter with an option `extra` begins more
 KL_LOSS = "KL in the loss"
 SUMS = "seq-mean-token-sum"
 
@@ -330,9 +349,9 @@ def plain(**changed: Any) -> AlgorithmConfig:
 
 
 def rows() -> list[Certified]:
-    """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, and weight),
-    then those of the shipped recipes."""
-    kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS)
+    """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, weight, and
+    filter), then those of the shipped recipes."""
+    kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS, FILTERS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
     found.append(Certified(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
@@ -362,6 +381,7 @@ def rows_of(entry: Entry) -> list[Certified]:
         POLICY_LOSSES.kind: lambda: Certified(kind, name, plain(policy_loss=name), exact, mode),
         AGGREGATIONS.kind: lambda: Certified(kind, name, plain(), exact, mode=name),
         WEIGHTS.kind: lambda: Certified(kind, name, plain(correction=CorrectionConfig(weight=name)), gap=GAP),
+        FILTERS.kind: lambda: Certified(kind, name, plain(filter=FilterConfig(name=name))),
     }
     return [by_kind[kind]()] if kind in by_kind else []
 

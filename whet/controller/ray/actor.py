@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import ray
+from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from whet import devices
 from whet.controller.local_workers import LocalWorkers, RankSpec
@@ -38,8 +38,8 @@ class Location:
 
     address: str
     node_id: str
+    gpu_ids: tuple[str, ...]  # that Ray gave it
     store_port: int | None  # of the pool's store, where this actor opened it
-    visible: str = ""  # its GPUs
 
 
 CONCURRENT = "concurrent"  # concurrency group
@@ -65,11 +65,15 @@ class RankActor:
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
         code.install()
-        port, visible = self._store.port if opens_store else None, os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return Location(address, ray.get_runtime_context().get_node_id(), port, visible)
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(context.get_accelerator_ids()["GPU"])
+        return Location(address, context.get_node_id(), gpu_ids, self._store.port if opens_store else None)
 
-    def assign(self, spec: RankSpec) -> None:
-        """Makes the actor a rank of its pool."""
+    def assign(self, spec: RankSpec, gpu_ids: Sequence[str]) -> None:
+        """Makes the actor a rank of its pool, which sees the GPUs `gpu_ids`, or those that Ray gave it."""
+        if gpu_ids:
+            manager: Any = get_accelerator_manager_for_resource("GPU")
+            manager.set_current_process_visible_accelerator_ids(list(gpu_ids))
         self._workers = LocalWorkers(spec, f" on {spec.address}")
 
     def serve(self, header: bytes, payload: Message) -> Message:

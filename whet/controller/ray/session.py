@@ -11,7 +11,8 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from whet.config.cluster import ClusterConfig
+from whet.config.cluster import ClusterConfig, Slot
 from whet.controller.ray.watch import connection_error
 from whet.errors import ConfigError, DeadlineError, WorkerError
 from whet.processes.background import within
@@ -62,13 +63,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The nodes reserved for a launch, and the resources of each device's process."""
+    """The nodes reserved for a launch: a bundle of the group for each."""
 
     name: str  # unique to the launch
     group: PlacementGroup
-    devices_here: int  # on each node
-    cpus: float  # of a device
-    gpus: float  # of a device: 1 or 0
+    cpus: float  # for each that a process is counted with: less than 1 where a node has fewer
 
 
 @contextmanager
@@ -150,25 +149,27 @@ def all_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (node.address, node.id))
 
 
-def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
-    """Reserves resources for `devices`, the same number on each of `cluster.nnodes` nodes. `is_alone`: no node can
-    join the cluster.
+def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
+    """Reserves the resources of all ranks on the nodes of their slots. `is_alone`: no node can join the cluster.
 
-    Where a node has fewer CPUs than devices, each gets a fraction. Missing and busy nodes are waited for: an
+    Where a node has fewer CPUs than processes, each gets a fraction. Missing and busy nodes are waited for: an
     autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
-    here, gpus, count = devices // cluster.nnodes, cluster.n_gpus_per_node, cluster.nnodes
-    cpus_of = (node.total.get("CPU", 0.0) for node in alive_nodes() if node.total.get("GPU", 0.0) >= gpus)
-    fitting = sorted(cpus_of, reverse=True)
-    enough = len(fitting) >= count and fitting[count - 1] > 0
-    cpus = min(float(here), fitting[count - 1]) if enough else float(here)
-    wanted = f"{count} node{'s' * (count > 1)} with {cpus:g} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+    shares = [sum(slot.cpus for slot in slots if slot.node == node) for node in range(cluster.nnodes)]
+    cpus = _cpus(list(zip(cluster.gpus, shares, strict=True)))
+    bundles = [
+        {"CPU": share * (cpus or 1.0), **({"GPU": float(gpus)} if gpus else {})}
+        for gpus, share in zip(cluster.gpus, shares, strict=True)
+    ]
+    wanted = "; ".join(
+        f"{count} node{'s' * (count > 1)} with {own[0]:g} CPUs" + "".join(f" and {gpus:g} GPUs" for gpus in own[1:])
+        for own, count in Counter(tuple(each.values()) for each in bundles).items()
+    )
     there = "; ".join(map(str, alive_nodes()))
     advice = "add nodes (`ray start --address=...`), or lower cluster.nnodes and cluster.n_gpus_per_node"
-    if not enough and is_alone:
+    if cpus is None and is_alone:
         raise ConfigError("Ray cluster", there, wanted, advice)
-    bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
     name = f"whet-{uuid.uuid4().hex}"
-    group = placement_group([bundle] * count, strategy="STRICT_SPREAD", name=name)
+    group = placement_group(bundles, strategy="STRICT_SPREAD", name=name)
     began, has_warned = time.monotonic(), False
     while not group.wait(CHECK_SECONDS):
         free = {kind: number for kind, number in ray.available_resources().items() if kind in ("CPU", "GPU")}
@@ -180,7 +181,21 @@ def reserve(devices: int, cluster: ClusterConfig, *, is_alone: bool) -> Reservat
             remove_placement_group(group)
             found = f"{there}, of which {free} is free (`ray status` shows what uses the rest)"
             raise WorkerError("Ray cluster", found, f"{wanted} within {cluster.deadline_seconds:g} s", advice)
-    return Reservation(name, group, here, cpus / here, 1.0 if gpus else 0.0)
+    return Reservation(name, group, cpus or 1.0)
+
+
+def _cpus(wanted: list[tuple[int, float]]) -> float | None:
+    """The CPUs for each that is wanted, at most 1, on the live nodes with the most; None where some are missing.
+    `wanted` has the GPUs and CPUs of each node."""
+    left = sorted(alive_nodes(), key=lambda node: -node.total.get("CPU", 0.0))
+    found = 1.0
+    for gpus, cpus in sorted(wanted, reverse=True):  # a node for many GPUs is one for fewer too
+        node = next((node for node in left if node.total.get("GPU", 0.0) >= gpus), None)
+        if node is None or not node.total.get("CPU"):
+            return None
+        left.remove(node)
+        found = min(found, node.total["CPU"] / cpus)
+    return found
 
 
 def head_address() -> tuple[str, int]:

@@ -8,12 +8,13 @@ machine by `Watch`.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import re
 import textwrap
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from whet.config.cluster import ClusterConfig
+from whet.config.cluster import ClusterConfig, Slot
 from whet.controller import wire
 from whet.controller.local_workers import PUT_MAIN, RankSpec
 from whet.controller.ray import actor
@@ -33,7 +34,7 @@ from whet.controller.ray.session import all_nodes, attempt, connected, head_addr
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
 from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Host, Layout, ResourcePool, WorkerSpec, ranks_of
+from whet.controller.worker import Host, Layout, ResourcePool, WorkerSpec
 from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -52,7 +53,7 @@ HEAD = "head of the Ray cluster"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Actor(Peer):
     handle: Any
-    first: int  # of its devices
+    slot: Slot
     location: Location | None = None  # None until the actor has started
     replies: queue.SimpleQueue[tuple[OpenCall, Any]] = field(default_factory=queue.SimpleQueue)  # Ray's references
 
@@ -72,13 +73,17 @@ class RayTransport(RemoteTransport[_Actor]):
         super().__init__(cluster.deadline_seconds)
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
-        ranks, wanted = ranks_of(pools)
+        slots, self._has_gpus = cluster.slots(pools), any(cluster.gpus)
+        self._cpus_of = Counter[int]()  # by node
+        for slot in slots:
+            self._cpus_of[slot.node] += math.ceil(slot.cpus)
+        self._gpu_ids: dict[tuple[int, int], str] = {}  # Ray's, by node and number
         with ExitStack() as on_error:
             is_alone = on_error.enter_context(connected(cluster))
-            self._reserved = reserve(wanted, cluster, is_alone=is_alone)
+            self._reserved = reserve(slots, cluster, is_alone=is_alone)
             self._connection = on_error.pop_all()
-        for pool, rank, first in ranks:
-            self.peers.append(_Actor(pool=pool, rank=rank, handle=self._start(pool, rank, first), first=first))
+        for slot in slots:
+            self.peers.append(_Actor(pool=slot.pool, rank=slot.rank, handle=self._start(slot), slot=slot))
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
         """Implements `RemoteTransport.build`; waits for the actors first."""
@@ -94,9 +99,9 @@ class RayTransport(RemoteTransport[_Actor]):
         """Waits until every actor runs and has the user's code, then sends each its RankSpec."""
         self._code = code = ray.put(UserCode.of_this_process())
         found = self._all("start", lambda peer: peer.handle.prepare.remote(code, peer.rank == 0, self.deadline_seconds))
-        self.peers = [replace(peer, location=location) for peer, location in zip(self.peers, found, strict=True)]
+        self.peers = [self._found(peer, location) for peer, location in zip(self.peers, found, strict=True)]
         self._first = {peer.pool.name: peer.location for peer in self.peers if peer.rank == 0}
-        self._all("become a rank", lambda peer: peer.handle.assign.remote(self._rank_spec(peer)))
+        self._all("become a rank", self._assign)
         used = {location.node_id for location in found}
         machines = {node.id: (node.address, node.port) for node in all_nodes() if node.id in used}
         self._watch = Watch({**machines, HEAD: head_address()}, self._lost)
@@ -106,17 +111,35 @@ class RayTransport(RemoteTransport[_Actor]):
     def open(self, lost: _Actor) -> _Actor:
         again = f", start {1 + len(self._losses)}"
         fresh: dict[str, Any] = {"calls": deque(), "sending": threading.Lock(), "replies": queue.SimpleQueue()}
-        peer = replace(lost, handle=self._start(lost.pool, lost.rank, lost.first, again), location=None, **fresh)
+        peer = replace(lost, handle=self._start(lost.slot, again), location=None, **fresh)
         try:
             arguments = self._code, False, self.deadline_seconds
             [location] = self._all("start", lambda each: each.handle.prepare.remote(*arguments), [peer])
-            peer = replace(peer, location=location)
-            self._all("become a rank", lambda each: each.handle.assign.remote(self._rank_spec(each)), [peer])
+            peer = self._found(peer, location)
+            self._all("become a rank", self._assign, [peer])
         except BaseException:
             self.end_process(peer)
             raise
         self._listen(peer)
         return peer
+
+    def _found(self, peer: _Actor, location: Location) -> _Actor:
+        """The actor at its location; notes the GPUs that Ray gave it."""
+        numbers = [(peer.slot.node, device) for device in peer.slot.devices]
+        self._gpu_ids |= dict(zip(numbers, location.gpu_ids, strict=False))
+        return replace(peer, location=location)
+
+    def _assign(self, peer: _Actor) -> Any:
+        """Makes the actor a rank, with the GPU that another one reserved where they share it."""
+        gpu_ids = [] if peer.slot.is_first else self._gpus_of(peer.slot)
+        return peer.handle.assign.remote(self._rank_spec(peer), gpu_ids)
+
+    def _host(self, peer: _Actor) -> Host:
+        assert peer.location is not None
+        return Host(peer.location.node_id, peer.location.address, ",".join(self._gpus_of(peer.slot)))
+
+    def _gpus_of(self, slot: Slot) -> list[str]:
+        return [self._gpu_ids[slot.node, device] for device in slot.devices] if self._has_gpus else []
 
     def end_process(self, peer: _Actor) -> None:
         """Kills the actor."""
@@ -178,37 +201,38 @@ class RayTransport(RemoteTransport[_Actor]):
             ray.kill(peer.handle)
         remove_placement_group(self._reserved.group)
 
-    def _start(self, pool: ResourcePool, rank: int, first: int, again: str = "") -> Any:
-        name = f"{', '.join(pool.roles)} rank {rank}"
+    def _start(self, slot: Slot, again: str = "") -> Any:
+        roles = slot.pool.roles
+        name = f"{', '.join(roles)} rank {slot.rank}"
         options = {
             "name": f"{name}{again}",
             "namespace": self._reserved.name,  # a name stays in use until Ray has removed the dead actor
-            "num_cpus": self._reserved.cpus * pool.devices,
-            "num_gpus": self._reserved.gpus * pool.devices,
+            "num_cpus": self._reserved.cpus * slot.cpus,
+            # Whole ones: of shares Ray would put two ranks of a pool onto a GPU.
+            "num_gpus": len(slot.devices) if self._has_gpus and slot.is_first else 0,
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._reserved.group, placement_group_bundle_index=first // self._reserved.devices_here
+                self._reserved.group, placement_group_bundle_index=slot.node
             ),
         }
         # Threads for concurrent calls, with rewards one for each batch that waits; all other calls share one.
-        threads = REWARD_THREADS if "reward" in pool.roles else 4
+        threads = REWARD_THREADS if "reward" in roles else 4
         remote = ray.remote(concurrency_groups={CONCURRENT: threads})(RankActor)  # type: ignore[call-overload]
         return remote.options(**options).remote(name)
 
     def _rank_spec(self, peer: _Actor) -> RankSpec:
         first = self._first[peer.pool.name]
         assert peer.location is not None and first is not None and first.store_port is not None
-        ranks = [each.location for each in self.peers if each.pool.name == peer.pool.name and each.location is not None]
         return RankSpec(
             pool=peer.pool,
             rank=peer.rank,
-            device_index=0 if self._reserved.gpus else None,  # Ray makes only the actor's own GPUs visible
-            devices_here=self._reserved.devices_here,
+            device_index=0 if self._has_gpus and peer.slot.devices else None,  # the actor sees its own GPUs alone
+            devices_here=self._cpus_of[peer.slot.node],
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,
-            hosts=tuple(Host(each.node_id, each.address, each.visible) for each in ranks),
+            hosts=tuple(self._host(each) for each in self.peers if each.pool.name == peer.pool.name),
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
