@@ -83,7 +83,7 @@ def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> No
     log.info("serving %s, as %r, on http://%s:%d/v1/models, /pooling, /classify", settings.model, app.name, host, port)
     config = uvicorn.Config(app.asgi, http=with_deadline(AutoHTTPProtocol), log_level="warning", access_log=False)
     config.timeout_graceful_shutdown = round(settings.stop_seconds)
-    with _signals_end_quietly():
+    with signals_end_quietly():
         uvicorn.Server(config).run(sockets=[bound])
 
 

@@ -58,7 +58,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 def _write_here(transforms: Any, _: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
     """Writes the files of a checkpoint in this process. Megatron-Core starts processes for it, and a killed rank leaves
     one of them behind."""
-    found: dict[int, Any] | Exception = {}
+    found: Any = {}
     for number, bucket in enumerate(buckets):
         written: queue.Queue[Any] = queue.Queue()
         count: queue.Queue[Any] = queue.Queue()

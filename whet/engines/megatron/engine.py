@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ class MegatronEngine(Engine):
                     grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
                 )
                 self.wrapped = [DistributedDataParallel(own, buffers, stage) for stage in self.stages]
-                self.optimizer = Steps(self, distributed_optimizer, dtype)
+                self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has what the base calls
             else:
                 for stage in self.stages:
                     stage.requires_grad_(False)

@@ -86,7 +86,7 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
 class Stage(GPTModel):  # type: ignore[misc]
@@ -191,7 +191,7 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
 
 
 def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
-    """This rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
+    """Returns this rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
     ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
     if share is not None:
         ids, positions = share.own(ids), share.own(positions)

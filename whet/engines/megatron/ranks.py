@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """The group of all ranks."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 

@@ -146,14 +146,12 @@ class VLLMEngine(ServerEngine):
             answer_seconds=answer_seconds,
             restarts=restarts,
         )
-        self.options = {"adapter": adapter, "on_new_weights": on_new_weights, "plain": plain, "python": python}
-        self.options = {**self.options, "routed_experts": routed_experts}
+        told = {"adapter": adapter, "on_new_weights": on_new_weights, "plain": plain, "python": python}
+        self.options = {**told, "routed_experts": routed_experts}
         self.routed = mixtures(self._outline) if routed_experts else []
         self.plain = found = self._plain(self.options)
-        path, tokenizer = where_found(self.base, model)
         arguments = {
-            "model": path,
-            "tokenizer": tokenizer,
+            **dict(zip(("model", "tokenizer"), where_found(self.base, model), strict=True)),
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": max_batch_size,
             "tensor_parallel_size": tensor_parallel_size or num_devices,
@@ -167,8 +165,7 @@ class VLLMEngine(ServerEngine):
             "max_logprobs": MOST_LIKELIEST + 1,
             **inside(found, self.encoders is not None),
             **config_overrides("hf_overrides", self._outline.config),
-            **(_for_adapter(model) if adapter else {}),
-            **({"enable_return_routed_experts": True} if routed_experts else {}),
+            **_for_options(model, adapter, routed_experts),
         }
         self.takes_adapter, self.takes_delta, self._lora = adapter, weight_delta, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
@@ -327,6 +324,12 @@ class VLLMEngine(ServerEngine):
             return None
         expected = f"0 (greedy), or at least {LEAST_TEMPERATURE}, to which vLLM would raise it"
         return ConfigError("temperature", sampling.temperature, expected, "change it, or use the engine native")
+
+
+def _for_options(model: ModelConfig, adapter: bool, routed_experts: bool) -> dict[str, Any]:
+    """The arguments that options ask for."""
+    routed = {"enable_return_routed_experts": True} if routed_experts else {}
+    return routed | (_for_adapter(model) if adapter else {})
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:
