@@ -62,6 +62,10 @@ args.api_server_count = 0
 run_headless(args)
 """
 OLD_ENTRY = "vllm.entrypoints.openai.api_server"
+FIXED = {
+    "generation_config": "vllm",  # no defaults of the folder's generation_config.json
+    "max_logprobs": MOST_LIKELIEST + 1,
+}
 PACKAGE = Package(
     title="vLLM",
     name="vllm",
@@ -147,7 +151,7 @@ class VLLMEngine(ServerEngine):
             restarts=restarts,
         )
         told = {"adapter": adapter, "on_new_weights": on_new_weights, "plain": plain, "python": python}
-        self.options = {**told, "routed_experts": routed_experts}
+        self.options = told | {"routed_experts": routed_experts}
         self.routed = mixtures(self._outline) if routed_experts else []
         self.plain = found = self._plain(self.options)
         arguments = {
@@ -160,9 +164,7 @@ class VLLMEngine(ServerEngine):
             **({} if device == HOST else {"gpu_memory_utilization": 0.01}),
             "enforce_eager": not compile,
             "enable_sleep_mode": device != HOST,
-            "trust_remote_code": model.trust_remote_code,
-            "generation_config": "vllm",  # no defaults of the folder's generation_config.json
-            "max_logprobs": MOST_LIKELIEST + 1,
+            **FIXED,
             **inside(found, self.encoders is not None),
             **config_overrides("hf_overrides", self._outline.config),
             **_for_options(model, adapter, routed_experts),
@@ -327,9 +329,9 @@ class VLLMEngine(ServerEngine):
 
 
 def _for_options(model: ModelConfig, adapter: bool, routed_experts: bool) -> dict[str, Any]:
-    """The arguments that options ask for."""
+    """The arguments that the model and options ask for."""
     routed = {"enable_return_routed_experts": True} if routed_experts else {}
-    return routed | (_for_adapter(model) if adapter else {})
+    return {"trust_remote_code": model.trust_remote_code} | routed | (_for_adapter(model) if adapter else {})
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:
