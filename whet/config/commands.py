@@ -28,6 +28,11 @@ def schema_of(command: str) -> type[Section]:
 
 
 def likely_command(sections: Collection[str]) -> str:
-    """The shipped trainer whose config has most of these sections and keys: of runs that do not note their trainer."""
-    alike = {name: len(schema_of(name).model_fields.keys() & set(sections)) for name in TRAINERS.shipped}
-    return max(alike, key=alike.__getitem__)  # the first of equals
+    """The shipped trainer whose config has most of these sections and keys, and fewest others: of runs that do not note
+    their trainer."""
+
+    def likeness(name: str) -> tuple[int, int]:
+        own = schema_of(name).model_fields.keys()
+        return len(own & {*sections}), -len(own - {*sections})
+
+    return max(TRAINERS.shipped, key=likeness)
