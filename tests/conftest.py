@@ -7,6 +7,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from whet.config import TrainConfig
+    from whet.registry import Entry
 
 SMALL_RUN: dict[str, Any] = {  # takes a second
     "model.dtype": "float32",
@@ -33,6 +35,11 @@ STAGES = f"{Path(__file__).parent / 'engines' / 'toy_stages.py'}:Stages"
 ENGINES = ["single", "fsdp", pytest.param(STAGES, id="stages", marks=pytest.mark.slow)]
 HERE = Path(__file__).resolve().parent
 SHARED_DATA = HERE.parent / ".." / "shared" / "data"
+
+
+def is_installed(entry: Entry) -> bool:
+    """Tells whether a function can be loaded here: the engine on Megatron-Core only in an environment with it."""
+    return ".megatron." not in entry.target or find_spec("megatron") is not None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

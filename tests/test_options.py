@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 from torch import Tensor
 
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
+from tests.conftest import is_installed
 from tests.raising import raises
 from whet.algorithms.calls import call
 from whet.errors import ConfigError
@@ -76,6 +77,8 @@ def numeric_options() -> Iterator[tuple[Registry, Entry, str, Any]]:
     """Every option of a shipped function in whose annotation a number stands."""
     for kind in (*KINDS, HINTS):
         for entry in kind:
+            if not is_installed(entry):
+                continue
             function = entry.load()
             hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
             for name in entry.options:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_schedules_cover_what_can_happen() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_without_staleness_groups_are_those_of_the_synchronous_loop(seed: int) -> None:
-    plan = Plan.of(seed, staleness=0.0)
+    plan = replace(Plan.of(seed, staleness=0.0), extra=0.0)
     world = World(plan)
     world.run()
     steps = synchronous_steps(plan)

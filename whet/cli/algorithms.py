@@ -213,11 +213,11 @@ def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
     exact, error, cosine, length, *_ = numbers
     if exact or error == number(0.0):
         return "unbiased: the expected step is the gradient of the objective"
-    if float(cosine) >= 0.9995:
+    why = _texts()["bias"].get(kind, {}).get(name)
+    if float(cosine) >= 0.9995 and why is None:
         return f"unbiased but for its length, {length} of the gradient's: the learning rate makes up for it"
     degrees = math.degrees(math.acos(float(cosine)))
-    angle = f"the expected step is {degrees:.0f} degrees off the gradient of the objective"
-    why = _texts()["bias"].get(kind, {}).get(name)
+    angle = f"the expected step is {degrees:.0f} degrees off the gradient of the objective, and {length} of its length"
     return f"biased by design: {why}; {angle}" if why else f"biased: {angle}"
 
 

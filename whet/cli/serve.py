@@ -49,7 +49,7 @@ def serve(
         str, typer.Option(help="folder of checkpoints, with --tinker", metavar="FOLDER")
     ] = "tinker-checkpoints",
 ) -> None:
-    """Serve a model or a run to OpenAI clients, or with --tinker to the tinker SDK.
+    """Serve a model or a run to clients of OpenAI or Tinker.
 
     It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
     from whet.registry import ROLLOUT_ENGINES, TOOL_PARSERS

@@ -28,11 +28,11 @@ def schema_of(command: str) -> type[Section]:
 
 
 def likely_command(sections: Collection[str]) -> str:
-    """The shipped trainer whose config has most of these sections and keys, and fewest others: of runs that do not note
-    their trainer."""
+    """The shipped trainer whose config has most of these sections and keys, of equals one that has no others: of runs
+    that do not note their trainer."""
 
-    def likeness(name: str) -> tuple[int, int]:
+    def likeness(name: str) -> tuple[int, bool]:
         own = schema_of(name).model_fields.keys()
-        return len(own & {*sections}), -len(own - {*sections})
+        return len(own & {*sections}), own <= {*sections}
 
-    return max(TRAINERS.shipped, key=likeness)
+    return max(TRAINERS.shipped, key=likeness)  # the first of equals

@@ -317,7 +317,7 @@ class PreferenceRun(ExamplesRun):
     "preference",
     config="whet.config.preference:PreferenceConfig",
     setup="whet.trainers.preference:PreferenceRun.setup",
-    summary="Train a model on preferences (DPO, KTO, ORPO, SimPO, ...).",
+    summary="Train a model on preferences (DPO, KTO, ...).",
 )
 def train_preference(
     config: PreferenceConfig,
