@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         RankFiles(folder)
     second.write_bytes(whole)
     file_of(folder, 0, 4).write_bytes(whole)
-    with raises(CheckpointError, f"{folder}", found="files of runs with 3, 4 ranks"):
+    with raises(CheckpointError, f"{folder}", found=re.compile(r"\b3, 4\b")):
         RankFiles(folder)
     file_of(folder, 0, 4).unlink()
 
@@ -173,7 +174,7 @@ def test_weights_that_do_not_fit_the_config(model_folder: Path, tmp_path: Path) 
         export(folder, tmp_path / "out")
     shutil.copytree(model_folder, folder / "huggingface")
     name = "model.norm.weight"
-    with raises(CheckpointError, f"{folder}", change="export it without --adapter and --base"):
+    with raises(CheckpointError, f"{folder}", change=re.compile("--adapter .*--base")):
         export(folder, tmp_path / "out", adapter=True)
     write(folder, weights | {name: weights[name].repeat(2)})
     with raises(CheckpointError, f"{folder}: {name}", found=f"shape ({2 * len(weights[name])},)"):

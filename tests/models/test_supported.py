@@ -86,7 +86,7 @@ def test_an_encoder_is_refused(load: Callable[[Path], Any], tmp_path: Path) -> N
 def test_linear_attention_alone_is_refused(model_type: str, tmp_path: Path) -> None:
     """transformers' cache and whet's ask a layer with keys for the number of tokens."""
     folder = folder_of(tmp_path, model_type, **EXPERTS, layer_types=["linear_attention"] * 4)
-    with raises(ModelError, f"{folder}", found=re.compile("linear attention in all")), torch.device("meta"):
+    with raises(ModelError, f"{folder}", found=re.compile("linear attention")), torch.device("meta"):
         outline(folder)
 
 

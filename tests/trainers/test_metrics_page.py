@@ -229,6 +229,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "data.max_response_length": 60,
         "rollout.engine.options.kv_cache_bytes": 9 * 16384,
     },  # nine blocks
+    "more groups than needed": {"algorithm.filter.name": "first_finished", "algorithm.filter.options.extra": 1.0},
     "sampled ahead": {
         "rollout.max_staleness": 1,
         "algorithm.correction.weight": "icepop",

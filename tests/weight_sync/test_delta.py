@@ -102,7 +102,7 @@ def test_a_receiver_of_another_version_refuses_the_delta() -> None:
         pass
     send(updated(made).items(), 4, [Tape()], torch.float32, sent)  # lost
     send(updated(updated(made)).items(), 5, [tape], torch.float32, sent)
-    with raises(WeightSyncError, "version 5: base of its delta", found=3, expected=re.compile("^4")):
+    with raises(WeightSyncError, re.compile(r"^version 5\b"), found=3, expected=re.compile("^4")):
         list(receive(tape, 5, Digest(), here))
     assert here.version is None
 

@@ -20,7 +20,7 @@ APART = {"cluster.placement": {"train": {"roles": ["actor"]}, "sample": {"roles"
 SPLIT = {"train": {"roles": ["actor"]}, "sample": {"roles": ["rollout"], "devices": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "beside the actor": {},
-    "in a pool of its own": APART,
+    "apart": APART,
     "episodes of three turns": {"environment": episodes.GAME, "data.max_response_length": 32, **APART},
     "bfloat16": {"rollout.dtype": "bfloat16"},
     "an adapter added in": {"model.lora.rank": 4},
