@@ -204,6 +204,7 @@ def bind(port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((HOST, port))
+        bound.listen(128)  # whoever reads the address may call before the server has started
     except (OSError, OverflowError) as error:
         bound.close()
         raise ConfigError(f"port {port} of {HOST} cannot be used: {error}; choose another one, or 0") from error
