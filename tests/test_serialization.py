@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.raising import raises
 from whet import serialization
@@ -39,7 +39,6 @@ def round_trip(value: Any, folder: Path) -> Any:
     return serialization.load(folder / "file")
 
 
-@settings(max_examples=40, deadline=None)
 @given(value=plain)
 def test_plain_objects_come_back_equal_and_of_the_same_type(
     value: Any, tmp_path_factory: pytest.TempPathFactory

@@ -23,7 +23,7 @@ MakeBatch = Callable[..., Batch]
 ESTIMATORS = [pytest.param(entry, id=entry.name) for entry in ADV_ESTIMATORS]
 LOSSES = [pytest.param(entry, id=entry.name) for entry in (*POLICY_LOSSES, *VALUE_LOSSES)]
 seeds = st.integers(0, 2**31)
-few = settings(max_examples=5, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 def columns_of(entry: Entry, batch: Batch) -> list[Tensor]:

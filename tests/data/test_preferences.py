@@ -111,8 +111,6 @@ def test_lists_are_in_the_order_of_their_scores(tokenizer: PreTrainedTokenizerBa
     [made] = build(tokenizer, row)
     assert shown(tokenizer, made)[1] == [f"{text}<|im_end|>" for text in ("2", "3", "1", "4")]
     assert made.scores == (5.0, 1.0, 1.0, 0.5)
-    pair = made.pair(0, 3)
-    assert (shown(tokenizer, pair)[1], pair.scores) == (["2<|im_end|>", "4<|im_end|>"], (5.0, 0.5))
 
 
 def test_rows_that_teach_nothing_or_are_too_long_are_counted(

@@ -416,7 +416,7 @@ def test_equal_responses_and_long_ones_are_dropped(
     ]
     assert len(pairs(tokenizer, *rows, **PLAIN, max_length=20)) == 1
     [record] = caplog.records
-    assert record.levelname == "WARNING" and re.search(r"1 of 3 .*=20 .* 1 of two", str(record.args))
+    assert record.levelname == "WARNING" and re.search(r"1 of 3 .*=20 .* and 1 with", str(record.args))
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_equal_responses_and_long_ones_are_dropped(
         ({"prompt": "a", "chosen": "b", "rejected": "c" * 99}, {"max_length": 9, "overlong": "error", **PLAIN},
          "row 0: number of tokens", {"found": 101, "expected": re.compile("data.max_length=9 ")}),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, PLAIN, "data.max_length",
-         {"expected": re.compile(" 0 of 1 .* 1 of two")}),
+         {"expected": re.compile(" 0 of 1 .* and 1 with")}),
         ({"chosen": "", "rejected": "b"}, PLAIN, "row 0: field 'chosen'", {"expected": re.compile("token")}),
     ],
     ids=str,

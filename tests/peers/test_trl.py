@@ -14,10 +14,11 @@ from tests.algorithms.calling import policy_loss
 from tests.peers.peer import ask, interpreter
 from tests.peers.test_verl import BATCHES, Batch, ragged
 from whet.algorithms.aggregation import aggregate, counts
-from whet.algorithms.calls import call
+from whet.algorithms.calls import Bound, call
 from whet.algorithms.kl import kl_penalty
 from whet.algorithms.shaping import soft_overlong
-from whet.registry import POLICY_LOSSES, WEIGHTS
+from whet.algorithms.statistics import row_means
+from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, WEIGHTS
 from whet.trainers.objectives import PreferenceObjective
 
 WORKER = Path(__file__).parent / "trl_worker.py"
@@ -135,6 +136,73 @@ def test_the_loss_of_reward_models(python: Path, tmp_path: Path) -> None:
         (slope,) = torch.autograd.grad(total, scores)
         torch.testing.assert_close(total.detach(), value.double(), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(slope.view(7, 2).T.flatten(), gradient, rtol=1e-9, atol=1e-9)
+
+
+SMOOTHED = {"label_smoothing": 0.2}
+# (whet's loss, its options, TRL's trainer, what it is told); TRL's imitation terms are means over tokens: left out
+COMPARISONS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("dpo", {"beta": 0.3}, "dpo", {"loss_types": ["sigmoid"], "beta": 0.3}),
+    ("robust_dpo", SMOOTHED, "dpo", {"loss_types": ["robust"], **SMOOTHED}),
+    ("ipo", {"beta": 0.3}, "dpo", {"loss_types": ["ipo"], "beta": 0.3}),
+    ("hinge", {}, "dpo", {"loss_types": ["hinge"]}),
+    ("exo", SMOOTHED, "dpo", {"loss_types": ["exo_pair"], **SMOOTHED}),
+    ("apo_zero", {}, "dpo", {"loss_types": ["apo_zero"]}),
+    ("apo_down", {}, "dpo", {"loss_types": ["apo_down"]}),
+    ("wpo", {}, "dpo", {"loss_types": ["sigmoid"], "use_weighting": True}),
+    ("cpo", {"sft_coef": 0.0, **SMOOTHED}, "cpo", {"loss_type": "sigmoid", **SMOOTHED}),
+    (
+        "simpo",
+        {"beta": 2.0, "gamma": 0.7},
+        "cpo",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "mean": True},
+    ),
+    ("orpo", {}, "orpo", {}),
+    (
+        "kto",
+        {"good_weight": 1.5, "bad_weight": 0.5},
+        "kto",
+        {"loss_type": "kto", "desirable_weight": 1.5, "undesirable_weight": 0.5},
+    ),
+]
+
+
+def pairs(seed: int) -> Batch:
+    """Ragged rows in TRL's order, the better responses first."""
+    batch = ragged(seed)
+    kept = batch["response_mask"].any(1).nonzero()[:, 0]
+    kept = kept[: len(kept) // 2 * 2]
+    draw = torch.Generator().manual_seed(seed)
+    made = {name: batch[name][kept] for name in ("log_probs", "ref_log_probs", "response_mask")}
+    share = torch.rand(made["log_probs"].shape, generator=draw).double()
+    # So that no weight of WPO exceeds 1, which whet bounds and TRL does not.
+    made["sum_pi_squared"] = (made["log_probs"] * share).exp()
+    made["distances"] = torch.randn(len(kept), generator=draw, dtype=torch.float64) + 0.5
+    made["label"] = torch.arange(len(kept)) < len(kept) // 2
+    return made
+
+
+@pytest.mark.parametrize(("name", "options", "trainer", "told"), COMPARISONS, ids=[each[0] for each in COMPARISONS])
+def test_losses_of_preferences_and_their_gradients(
+    name: str, options: dict[str, Any], trainer: str, told: dict[str, Any], python: Path, tmp_path: Path
+) -> None:
+    """One pair of ORPO has TRL's first term added, which is a mean of its own there."""
+    batches = [pairs(seed) for seed in range(40)]
+    entry = PREFERENCE_LOSSES[name]
+    function = Bound(entry, entry.resolve_options(options, "loss_options"))
+    calls = [("comparison", trainer, batch, told) for batch in batches]
+    for batch, (value, gradient) in zip(batches, ask(python, WORKER, tmp_path, calls), strict=True):
+        half = len(batch["log_probs"]) // 2
+        order = torch.stack([torch.arange(half), torch.arange(half) + half], 1).flatten()  # the pairs, one by one
+        log_probs = batch["log_probs"].clone().requires_grad_()
+        columns = {**batch, "log_probs": log_probs}
+        columns["reference_point"] = batch["distances"].mean().clamp(min=0).expand(2 * half)
+        losses, _ = function({each: column[order] for each, column in columns.items()})
+        total = losses.mean()
+        if name == "orpo":
+            total = total + row_means(log_probs, batch["response_mask"])[:half].mean()
+        (slope,) = torch.autograd.grad(total, log_probs)
+        torch.testing.assert_close(total.detach(), value.double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6)
 
 
 def test_the_penalty_for_long_answers(python: Path, tmp_path: Path) -> None:

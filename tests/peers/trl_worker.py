@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer, RewardTrainer  # type: ignore[import-not-found]  # of another environment
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer  # type: ignore[import-not-found]  # of another environment
+from trl.experimental.cpo import CPOTrainer  # type: ignore[import-not-found]
+from trl.experimental.orpo import ORPOTrainer  # type: ignore[import-not-found]
 from trl.rewards import get_soft_overlong_punishment  # type: ignore[import-not-found]
 
 ARGS = {
@@ -111,6 +113,53 @@ def preferences(scores: torch.Tensor, margin: torch.Tensor, center: float) -> tu
     return result.detach(), gradient
 
 
+COMPARING = {"beta": 0.1, "label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "use_weighting": False}
+TRAINERS = {"dpo": DPOTrainer, "kto": KTOTrainer}
+
+
+def comparison(
+    kind: str, batch: dict[str, torch.Tensor], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """TRL's loss of preferences and its gradient with respect to the log-probs, the better responses first."""
+    leaf, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
+    sums, lengths = (leaf * mask).sum(1), mask.sum(1)
+    settings = SimpleNamespace(**{**COMPARING, **options}, accelerator=SimpleNamespace(device="cpu"), alpha=0.0)
+    if kind == "cpo":
+        result = CPOTrainer.cpo_loss(settings, *(sums / lengths if options.get("mean") else sums).chunk(2))[0].mean()
+    elif kind == "orpo":
+        result = -ORPOTrainer.odds_ratio_loss(settings, *(sums / lengths).chunk(2))[0].mean()
+    else:
+        settings.accelerator.gather = settings.accelerator.gather_for_metrics = lambda x: x
+        references = (batch["ref_log_probs"] * mask).sum(1)
+        outputs = SimpleNamespace(
+            log_probs=leaf * mask,
+            log_sum_sq_probs=batch["sum_pi_squared"].log(),
+            **{name: torch.zeros_like(leaf) for name in ("entropy", "mean_logits")},
+            is_top1=torch.zeros(leaf.shape, dtype=torch.bool),
+        )
+        more = {
+            "model": SimpleNamespace(training=True),
+            "aux_loss_enabled": False,
+            "ld_alpha": None,
+            "_tp_size": 1,
+            "precompute_ref_logps": True,
+            "loss_weights": [1.0],
+            "_total_train_tokens": 0,
+            "calculate_KL": True,
+            "_metrics": {"train": defaultdict(list)},
+            "_compute_kl_logps": lambda *_: batch["distances"],
+        }
+        vars(settings).update(more)
+        whole = torch.nn.functional.pad(mask, (1, 0))
+        inputs = {"completion_mask": whole, "input_ids": torch.zeros_like(whole), "attention_mask": whole}
+        inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), references.chunk(2), strict=True))
+        if kind == "kto":
+            inputs |= {"label": batch["label"], "ref_logps": references, "ref_KL_logps": 0 * batch["distances"]}
+        result = TRAINERS[kind]._compute_loss(settings, lambda **_: outputs, inputs, False)
+    (gradient,) = torch.autograd.grad(result, leaf)
+    return result.detach(), gradient
+
+
 def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
     """TRL's penalty for answers of these lengths."""
     found: list[float] = get_soft_overlong_punishment(**options)(completion_ids=[[0] * length for length in lengths])
@@ -120,7 +169,7 @@ def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
 def main() -> None:
     """Every call of the file, in order."""
     calls = torch.load(sys.argv[1], weights_only=False)
-    kinds = {"loss": loss, "overlong": overlong, "preferences": preferences}
+    kinds = {"loss": loss, "overlong": overlong, "preferences": preferences, "comparison": comparison}
     torch.save([kinds[kind](*given) for kind, *given in calls], sys.argv[2])
 
 

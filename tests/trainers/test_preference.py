@@ -20,7 +20,9 @@ from whet import serialization
 from whet.checkpoints.export import export
 from whet.config import load_config
 from whet.config.preference import PreferenceConfig
+from whet.data.drawn.figures import counting
 from whet.data.preferences import Comparison
+from whet.engines import engine
 from whet.errors import ConfigError, DataError, StorageError
 from whet.metrics import Metrics
 from whet.models.init import init_model
@@ -270,6 +272,45 @@ def test_an_adapter_is_its_own_reference(
     path = {"reference.model_path": run.config.model.path, "trainer.run_dir": str(tmp_path / "other")}
     check_same(run, train_preference(preference_config(**adapted, **path), data=rows))
     assert run.history[-1]["preference/chosen_moved"] > 0.1
+
+
+def test_a_prompt_is_computed_once_for_its_responses(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair costs P + 2 R tokens, of which micro-batches are full."""
+    computed: list[int] = []
+    layout = engine.layout_of
+
+    def counted(*given: Any) -> Any:
+        computed.append(layout(*given).size)
+        return layout(*given)
+
+    monkeypatch.setattr(engine, "layout_of", counted)
+    changes = {"trainer.total_steps": 1, "engine.packing": True, "loss": "simpo", "max_tokens_per_micro_batch": 1}
+    run = train_preference(preference_config(**changes), data=rows)
+    sizes = {len(each.prompt_ids) + sum(len(ids) for ids, _ in each.responses) for each in run.examples}
+    twice = {size + len(run.examples[0].prompt_ids) for size in sizes}
+    assert len(computed) == 5 + 1  # the last is a row for the check of the weights
+    assert sizes.isdisjoint(twice) and set(computed[:5]) <= sizes
+
+
+def test_an_image_of_the_prompt_is_read_for_every_response(preference_config: MakeConfig, tmp_path: Path) -> None:
+    """Without its image the prompt gives other log-probs; the rows of a pair share the image."""
+    seeing = init_model(
+        tmp_path / "seeing", "qwen2.5_vl", "nano", num_layers=1, patch_size=8, max_position_embeddings=64
+    )
+    pictures = [
+        {"prompt": "<image>?", "images": row["images"], "chosen": "1", "rejected": "22"}
+        for row in counting("train", 0, num_rows=4)
+    ]
+    changes = {"model.path": str(seeing), "data.apply_chat_template": True, "trainer.total_steps": 1}
+    seen = train_preference(preference_config(**changes, **{"data.max_length": 64}), data=pictures)
+    assert all(len(each.media) == 1 for each in seen.examples)
+    same = [{**row, "images": pictures[0]["images"]} for row in pictures]
+    there = {"trainer.run_dir": str(tmp_path / "same"), "data.max_length": 64}
+    other = train_preference(preference_config(**changes, **there), data=same)
+    name = "preference/chosen_log_probs"
+    assert math.isfinite(seen.history[0][name]) and seen.history[0][name] != other.history[0][name]
 
 
 def test_without_a_reference_its_log_probs_are_zero(preference_config: MakeConfig, rows: list[dict[str, Any]]) -> None:

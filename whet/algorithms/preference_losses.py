@@ -267,7 +267,7 @@ def plackett_luce(
     *,
     beta: Positive = 0.1,
 ) -> Loss:
-    """-(r_i - log sum_j exp(r_j)) over the responses j of the list whose score is at most that of i, r = beta S(l - b).
+    """-(r_i - log sum_j exp(r_j)) over the responses j of the list with at most the score of i, r = beta S(l - b).
 
     -> [B], [B].   Rows without tokens are in no list; of two responses `dpo` is the same. Rafailov et al. 2023,
     https://arxiv.org/abs/2305.18290 (appendix A.3); ties count among those behind (Breslow 1974).

@@ -4,21 +4,29 @@ Llama-Factory, Axolotl and UltraFeedback."""
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from whet.config.preference import ResponsesDataConfig
 from whet.data.chat import encode_texts
-from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
-from whet.data.supervised import COMMON, SupervisedExample, common_prefix, encode_conversation, encode_response
+from whet.data.prompts import PromptFormat, Row, find_field, from_row, read_messages
+from whet.data.supervised import (
+    COMMON,
+    SupervisedExample,
+    common_prefix,
+    compared,
+    encode_conversation,
+    encode_response,
+)
 from whet.errors import DataError
 from whet.options import is_number
 from whet.types import Example, Media, Message
 
-logger = logging.getLogger(__name__)
 PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input", "messages", "conversations")
 RESPONSES = ("completion", "response", "output", "answer")
 LISTS = ("responses", "completions", "candidates")
@@ -74,10 +82,17 @@ class Comparison(Example):
             "to 1): far from 50% a model can learn the length alone"
         ]
 
-    def pair(self, better: int, worse: int) -> Comparison:
-        """Two of the responses, by number."""
-        both = (self.responses[better], self.responses[worse])
-        return Comparison(self.prompt_ids, both, (self.scores[better], self.scores[worse]), self.media)
+    @property
+    def is_equal(self) -> bool:
+        """Tells whether all responses, or all scores, are equal."""
+        distinct = min(len({ids for ids, _ in self.responses}), len({*self.scores}))
+        return len(self.responses) > 1 and distinct == 1
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of tokens and media."""
+        media = [each.digest for each in self.media]
+        return hashlib.sha256(json.dumps([self.content, media]).encode()).hexdigest()
 
 
 def build_comparisons(
@@ -89,31 +104,7 @@ def build_comparisons(
     conversations without a prompt. Dropped are comparisons whose responses, or whose scores, are all equal and, with
     data.overlong=drop, those over data.max_length.
     Raises: DataError for a row that has none of these forms, and for one that is too long if data.overlong=error."""
-    made: list[Comparison] = []
-    num_equal = num_long = 0
-    for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
-        noted = len(prompt_format.lost)
-        with at_row(index):
-            comparison = _comparison(index, row, prompt_format, data)
-        del prompt_format.lost[noted + 1 :]  # one of a row
-        distinct = min(len({ids for ids, _ in comparison.responses}), len({*comparison.scores}))
-        is_equal = len(comparison.responses) > 1 and distinct == 1
-        is_long = comparison.num_tokens > data.max_length
-        if is_long and not is_equal and data.overlong == "error":
-            expected = f"at most data.max_length={data.max_length} with its prompt"
-            key, change = f"row {index}: number of tokens", "raise it, or set data.overlong=drop"
-            raise DataError(key, comparison.num_tokens, expected, change)
-        num_equal, num_long = num_equal + is_equal, num_long + (is_long and not is_equal)
-        if not is_equal and not is_long:
-            made.append(comparison)
-    found = f"{num_long} of {len(rows)} rows over data.max_length={data.max_length} tokens, and {num_equal} with"
-    if not made:
-        expected = f"at least one row that is left: dropped {found} equal responses or scores"
-        raise DataError("data.max_length", data.max_length, expected, "raise it, or correct the rows")
-    if num_equal or num_long:
-        logger.warning("dropped %s equal responses or scores", found)
-    prompt_format.warn_lost(len(rows))
-    return tuple(made)
+    return compared(rows, prompt_format, data, numbers, lambda index, row: _comparison(index, row, prompt_format, data))
 
 
 def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:
@@ -138,7 +129,7 @@ def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: Respons
 
 
 def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
-    """The number of tokens that come before all responses: the prompt, or what whole texts begin with."""
+    """The number of tokens before all responses: the prompt, or the beginning that whole texts share."""
     first, *others = examples
     limit = min(each.loss_mask.index(1) for each in examples) if has_prompt or not others else len(first.input_ids)
     agree = [common_prefix(first.input_ids, other.input_ids) for other in others]
@@ -260,7 +251,7 @@ def _encode(
     prompt_format: PromptFormat,
     media: tuple[Media, ...],
 ) -> SupervisedExample:
-    """Prompt and response; the mask is 1 on what the policy would sample after the prompt."""
+    """Prompt and response; the mask is 1 on tokens that the policy would sample after the prompt."""
     if isinstance(answer, str) and not prompt:
         return _whole_text(answer, prompt_format)
     if isinstance(answer, str):
@@ -273,7 +264,7 @@ def _encode(
 
 
 def _whole_text(text: str, prompt_format: PromptFormat) -> SupervisedExample:
-    """A text without a prompt and its end token; what all responses begin with becomes the prompt."""
+    """A text without a prompt, and its end token; the beginning that all responses share becomes the prompt."""
     [ids] = encode_texts(prompt_format.tokenizer, [text], add_special_tokens=True)
     if not ids:
         raise DataError("response", "is an empty text without a prompt", "at least one token", "correct it")

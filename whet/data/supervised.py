@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
-from whet.config.preference import PreferenceDataConfig
+from whet.config.preference import PreferenceDataConfig, ResponsesDataConfig
 from whet.config.schema import SupervisedDataConfig
 from whet.data.chat import as_text, encode_marked_chat, encode_rendered, encode_texts, render_chat, roles
 from whet.data.media import KINDS
@@ -258,6 +259,10 @@ class PreferencePair(Example):
         return {"margin": self.margin}
 
     @property
+    def is_equal(self) -> bool:
+        return self.chosen == self.rejected
+
+    @property
     def num_shared(self) -> int:
         """The number of tokens before the first that differs: at least 1, and fewer than either has."""
         shorter = min(len(self.chosen), len(self.rejected))
@@ -278,32 +283,64 @@ def build_pairs(
     Raises: DataError for a missing field, a margin that is no number, or a pair over data.max_length if
     data.overlong=error.
     """
-    pairs: list[PreferencePair] = []
+
+    def pair(_: int, row: Row) -> PreferencePair:
+        prompt_format.refuse_media(row, expected=_TEXT)
+        fields = [find_field(row, data[name], f"data.{name}", common) for name, common in COMMON.items()]
+        chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
+        return PreferencePair(chosen, rejected, _margin(row, data.margin_key))
+
+    return compared(rows, prompt_format, data, numbers, pair)
+
+
+class Compared(Protocol):
+    """An example with several responses."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the longest."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Tells whether nothing tells its responses apart."""
+
+
+CompareT = TypeVar("CompareT", bound=Compared)
+
+
+def compared(
+    rows: Sequence[Row],
+    prompt_format: PromptFormat,
+    data: ResponsesDataConfig,
+    numbers: Sequence[int] | None,
+    make: Callable[[int, Row], CompareT],
+) -> tuple[CompareT, ...]:
+    """Makes an example of each row and drops equal ones and, with data.overlong=drop, long ones.
+
+    Raises: DataError for one over data.max_length if data.overlong=error, and where none is left."""
+    examples: list[CompareT] = []
     num_equal = num_long = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         noted = len(prompt_format.lost)
         with at_row(index):
-            prompt_format.refuse_media(row, expected=_TEXT)
-            fields = [find_field(row, data[name], f"data.{name}", common) for name, common in COMMON.items()]
-            chosen, rejected = (_encode(row, field, prompt_format, data) for field in fields)
-            pair = PreferencePair(chosen, rejected, _margin(row, data.margin_key))
+            example = make(index, row)
         del prompt_format.lost[noted + 1 :]  # one of a row
-        if pair.num_tokens > data.max_length and data.overlong == "error":
+        is_equal, is_long = example.is_equal, example.num_tokens > data.max_length
+        if is_long and data.overlong == "error":
             expected = f"at most data.max_length={data.max_length} with its prompt"
             key, change = f"row {index}: number of tokens", "raise it, or set data.overlong=drop"
-            raise DataError(key, pair.num_tokens, expected, change)
-        is_equal, is_long = chosen == rejected, pair.num_tokens > data.max_length
+            raise DataError(key, example.num_tokens, expected, change)
         num_equal, num_long = num_equal + is_equal, num_long + (is_long and not is_equal)
         if not is_equal and not is_long:
-            pairs.append(pair)
-    found = f"{num_long} of {len(rows)} pairs over data.max_length={data.max_length} tokens, and {num_equal} of two"
-    if not pairs:
-        expected = f"at least one pair that is left: dropped {found} equal responses"
+            examples.append(example)
+    found = f"{num_long} of {len(rows)} rows over data.max_length={data.max_length} tokens, and {num_equal} with"
+    if not examples:
+        expected = f"at least one row that is left: dropped {found} equal responses or scores"
         raise DataError("data.max_length", data.max_length, expected, "raise it, or correct the rows")
     if num_equal or num_long:
-        logger.warning("dropped %s equal responses", found)
+        logger.warning("dropped %s equal responses or scores", found)
     prompt_format.warn_lost(len(rows))
-    return tuple(pairs)
+    return tuple(examples)
 
 
 COMMON = {

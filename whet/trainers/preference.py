@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.algorithms.calls import Bound
 from whet.algorithms.statistics import row_sums
 from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS
@@ -34,8 +32,8 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.phases import phase
 from whet.registry import PREFERENCE_LOSSES, register_trainer
 from whet.tracking.console import USE, Column
+from whet.trainers.objectives import Objective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
-from whet.trainers.schedule import Schedule
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
 
@@ -51,33 +49,23 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class ComparisonObjective:
+class ComparisonObjective(Objective):
     """A registered preference loss: a mean over the comparisons of the whole batch. Rows of one stay together."""
 
-    loss_name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
     of: str = "pair"  # pair, label, list
-    block: int = 2
     name = "preference"
-    temperature = 1.0
+    kind = PREFERENCE_LOSSES
 
     @classmethod
     def from_config(cls, config: PreferenceConfig) -> ComparisonObjective:
         """The objective of a config.  Raises: ConfigError."""
         options = config.entry.resolve_options(config.loss_options, "loss_options")
-        return cls(config.loss, options, config.of, 1 if config.of == "label" else config.rows_an_example)
-
-    @cached_property
-    def function(self) -> Bound:
-        """The loss with its options."""
-        return Bound(PREFERENCE_LOSSES[self.loss_name], self.options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: each for name, each in vars(self).items() if name != "function"}
+        block = 1 if config.of == "label" else config.rows_an_example
+        return cls(config.loss, options, block=block, of=config.of)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probs, and what else the loss reads of the policy."""
+        """Log-probs, and other outputs of the policy that the loss names."""
         return frozenset({"log_probs"}) | (POLICY_OUTPUTS & {*self.function.columns})
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
@@ -200,23 +188,14 @@ class PreferenceRun(ExamplesRun):
                 f"comparison {number}", found, f"{wanted[config.of]}, which loss={config.loss} reads", change
             )
 
-    def fit(self) -> None:
-        """Trains until `total_steps`."""
-        objective = self.objective_of(self.config)
-        with Schedule(self, type(self).validate) as schedule:
-            while self.step < self.total_steps:
-                self.signals.here()
-                metrics = Metrics()
-                with metrics.time("time/step"):
-                    chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
-                    batch = self.batch(chosen)
-                    with metrics.time("time/reference"):
-                        batch = self.with_baseline(self.with_reference(batch, chosen), chosen)
-                    with metrics.time("time/update"):
-                        metrics.merge(self.roles["actor"].update(batch, objective, block=objective.block))
-                    if (every := self.config.reference.update_steps) is not None and (self.step + 1) % every == 0:
-                        self.roles["ref"].follow()
-                schedule.end_step(batch, metrics)
+    def prepared(self, examples: Sequence[Comparison], metrics: Metrics) -> Batch:
+        batch = self.batch(examples)
+        with metrics.time("time/reference"):
+            return self.with_baseline(self.with_reference(batch, examples), examples)
+
+    def updated(self) -> None:
+        if (every := self.config.reference.update_steps) is not None and (self.step + 1) % every == 0:
+            self.roles["ref"].follow()
 
     def batch(self, examples: Sequence[Comparison]) -> Batch:
         return to_batch(examples, self.pad_token_id, self.config.of, self.config.data.list_size)
@@ -258,7 +237,8 @@ class PreferenceRun(ExamplesRun):
             )
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
-        """The batch with what a loss of labels compares rewards with; `counts` says whether its rows are training."""
+        """The batch with the column that a loss of labels compares rewards with; `counts` is true of rows to train
+        on."""
         if "reference_point" in self.config.entry.columns:
             other = to_batch(mismatched(examples, self.config.trainer.seed, self.step), self.pad_token_id, "label", 1)
             distances = self._log_ratios(other.with_columns(ref_log_probs=self._reference(other)))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.prefere
 
 
 class ReferenceCache:
-    """Log-probs of responses, each [R] of its own length, and digests of what they were computed from."""
+    """Log-probs of responses, each [R] of its own length, and digests of the inputs that gave them."""
 
     def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
         self.inputs, self._log_probs = inputs, log_probs
@@ -61,7 +60,7 @@ class ReferenceCache:
             for (_, example, number), row in zip(rows, forward(batch), strict=True):
                 if number is None:
                     continue
-                log_probs[digest_of(example), number] = row[: len(example.responses[number][0])].float().clone()
+                log_probs[example.digest, number] = row[: len(example.responses[number][0])].float().clone()
         values = torch.cat([*log_probs.values(), torch.zeros(0)])
         lengths = [len(each) for each in log_probs.values()]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,17 +74,11 @@ class ReferenceCache:
         found = torch.zeros(len(rows), width)
         for row, (_, example, number) in zip(found, rows, strict=True):
             if number is not None:
-                values = self._log_probs[digest_of(example), number]
+                values = self._log_probs[example.digest, number]
                 row[: len(values)] = values
         return found
 
 
-def digest_of(example: Comparison) -> str:
-    """The digest of an example's tokens and media."""
-    media = [each.digest for each in example.media]
-    return hashlib.sha256(json.dumps([example.content, media]).encode()).hexdigest()
-
-
 def digest_of_all(examples: Sequence[Comparison]) -> str:
     """The digest of examples as a set."""
-    return hashlib.sha256("".join(sorted({*map(digest_of, examples)})).encode()).hexdigest()
+    return hashlib.sha256("".join(sorted({each.digest for each in examples})).encode()).hexdigest()

@@ -82,7 +82,7 @@ class ExamplesRun(Frame):
 
     @classmethod
     def specs(cls, config: Any, total_steps: int) -> list[WorkerSpec]:
-        """The workers of one process; those with a model have its settings as their argument."""
+        """The workers of one process; a worker with a model of its own has the settings as its argument."""
         return [WorkerSpec("actor", TrainWorker, (cls.settings_of(config, total_steps),))]
 
     @classmethod
@@ -92,6 +92,13 @@ class ExamplesRun(Frame):
     def batch(self, examples: Sequence[Any]) -> Batch:
         """Examples as rows."""
         raise NotImplementedError
+
+    def prepared(self, examples: Sequence[Any], metrics: Metrics) -> Batch:
+        """Examples as rows to train on, with the columns that models give."""
+        return self.batch(examples)
+
+    def updated(self) -> None:
+        """Called after each update."""
 
     def validate(self, step: int = 0) -> Metrics:
         """Metrics of the held-out examples."""
@@ -106,9 +113,10 @@ class ExamplesRun(Frame):
                 metrics = Metrics()
                 with metrics.time("time/step"):
                     chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
-                    batch = self.batch(chosen)
+                    batch = self.prepared(chosen, metrics)
                     with metrics.time("time/update"):
                         metrics.merge(self.roles["actor"].update(batch, objective, block=objective.block))
+                    self.updated()
                 schedule.end_step(batch, metrics)
 
     @property
