@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import re
 import shlex
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from jsonschema import Draft202012Validator
 from tests.docs.pages import ROOT, Block, check_command
 from tests.planning.test_scale import recipe
 from whet.config import TrainConfig, load_config
+from whet.config.cluster import processors_of
 from whet.planning.first import bytes_of, host_bytes
 from whet.planning.scale import places
 
@@ -144,10 +143,7 @@ def test_the_pods_are_those_that_the_command_asks_for(job: dict[str, Any]) -> No
         resources = pod["containers"][0]["resources"]
         assert resources["requests"] == resources["limits"] and resources["limits"].get("nvidia.com/gpu", 0) == gpus
         cpus.append(resources["limits"]["cpu"])
-    wanted = Counter[int]()
-    for slot in config.cluster.slots():
-        wanted[slot.node] += math.ceil(slot.cpus)
-    assert all(number <= cpus[node] for node, number in wanted.items())
+    assert all(number <= cpus[node] for node, number in processors_of(config.cluster.slots()).items())
     for each in (cluster["headGroupSpec"]["template"]["spec"], *pods):
         (container,) = each["containers"]
         assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in each["volumes"]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.raising import raises
-from whet.config.cluster import ClusterConfig, ResourcePool, devices_of, ranks_of
+from whet.config.cluster import ClusterConfig, ResourcePool, devices_of, processors_of, ranks_of
 from whet.errors import ConfigError
 
 Found = list[tuple[str, int, int, tuple[int, ...]]]
@@ -33,7 +33,7 @@ def test_a_rank_of_several_devices_begins_at_its_first() -> None:
         ("sample", 1, 0, (4, 5)),
         ("look", 0, 0, (6,)),
     ]
-    assert devices_of(found) == {(0, number) for number in range(7)}
+    assert devices_of(found) == {0: 7} and processors_of(found) == {0: 7}
 
 
 def test_nodes_of_unequal_size() -> None:

@@ -138,6 +138,18 @@ def test_ranks_that_engines_cannot_share(
         together(train_config, processes, size, tmp_path)
 
 
+def test_stages_of_a_server_count_as_devices(train_config: MakeConfig, tmp_path: Path) -> None:
+    """4 devices in each of 2 stages are the 8 of a rank; stages alone do not say how many each has."""
+    key, stages = "rollout.engine.options.tensor_parallel_size", {"server": {"pipeline_parallel_size": 2}}
+    with raises(ConfigError, key, found=None):
+        train_config({"rollout.engine.name": "vllm", "rollout.engine.options": stages, "actor.engine.name": "fsdp"})
+    pools = {"train": {"processes": 8}, "sample": {"processes": 2, "devices": 8, "roles": ["rollout"]}}
+    options = {**stages, "tensor_parallel_size": 4}
+    sampling = {"rollout.engine.name": "vllm", "rollout.engine.options": options, "actor.engine.name": "fsdp"}
+    cluster = train_config({**sampling, "cluster.placement": pools}).cluster
+    assert (cluster.replica_ranks(options), cluster.replica_devices(options)) == (1, 8)
+
+
 def test_an_engine_is_on_a_node_or_on_whole_ones(train_config: MakeConfig, tmp_path: Path) -> None:
     nodes, size = {"cluster.backend": "ray", "cluster.nnodes": 2}, "rollout.engine.options.tensor_parallel_size"
     assert together(train_config, 4, 2, tmp_path, **nodes).cluster.replica_ranks({"tensor_parallel_size": 2}) == 2

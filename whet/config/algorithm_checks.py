@@ -5,7 +5,6 @@ that they need, and the cluster. No torch, as in `checks`."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -135,17 +134,15 @@ def extra_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
     config = at.whole
     if not isinstance(config, schema.TrainConfig):
         return
-    filters = {f"reward.domains.{name}": each.filter for name, each in config.reward.domains.items()}
+    refused = [(f"reward.domains.{name}.filter", each.filter) for name, each in config.reward.domains.items()]
+    if rollout.max_staleness:
+        refused.append(("algorithm.filter", config.algorithm.filter))
     stale = f"rollout.max_staleness={rollout.max_staleness:g}, which lets long responses go on over several steps"
-    why = dict.fromkeys(filters, "a filter of a domain") | ({"algorithm": stale} if rollout.max_staleness else {})
-    for key, chosen in (filters | {"algorithm": config.algorithm.filter}).items():
-        if chosen.name is None:
-            continue
-        where = f"{key}.filter.options"
-        entry = entry_at(FILTERS, f"{key}.filter.name", chosen.name)
-        extra = entry.resolve_options(chosen.options, where).get("extra", 0)
-        if extra and key in why:
-            yield ConfigError(f"{where}.extra", extra, f"0 with {why[key]}", "set it to 0, or choose another filter")
+    for key, chosen in refused:
+        why = stale if key == "algorithm.filter" else "a filter of a domain"
+        entry = None if chosen.name is None else entry_at(FILTERS, f"{key}.name", chosen.name)
+        if entry and (extra := entry.resolve_options(chosen.options, f"{key}.options").get("extra", 0)):
+            yield ConfigError(f"{key}.options.extra", extra, f"0 with {why}", "set it to 0, or choose another filter")
 
 
 def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[ConfigError]:
@@ -276,12 +273,12 @@ def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
         expected = "host:port, or no address; Ray's client would send every batch through one server"
         change = "start whet on a node of the cluster (`ray job submit -- whet train ...`)"
         yield ConfigError("cluster.address", cluster.address, expected, change)
-    yield from _nodes(cluster)
     yield from _pools(cluster)
+    yield from _nodes(cluster)
 
 
 def _nodes(cluster: ClusterConfig) -> Iterator[ConfigError]:
-    """Checks that the ranks of all pools fill the nodes."""
+    """Checks that the ranks of all pools fill the nodes.  Raises: ConfigError."""
     total, nodes, gpus = cluster.devices, cluster.nnodes, cluster.n_gpus_per_node
     unit = "devices" if any(pool.devices != 1 for pool in cluster.pools.values()) else "processes"
     key, found = ("cluster.placement", f"{total} {unit}") if cluster.placement else ("cluster.processes", total)
@@ -298,15 +295,9 @@ def _nodes(cluster: ClusterConfig) -> Iterator[ConfigError]:
     elif not any(cluster.gpus) and total % nodes:
         near = f"{total - total % nodes or nodes} or {total + nodes - total % nodes}"
         yield ConfigError(key, found, f"a multiple of cluster.nnodes={nodes}", f"try {near}")
-    else:
-        try:
-            used = {slot.node for slot in cluster.slots()}
-        except ConfigError as error:
-            yield error
-            return
-        if empty := {*range(nodes)} - used:
-            change = "add a pool of environment or reward, or remove the node"
-            yield ConfigError("cluster.n_gpus_per_node", gpus, f"a process on node {min(empty)} too", change)
+    elif empty := {*range(nodes)} - {slot.node for slot in cluster.slots()}:
+        change = "add a pool of environment or reward, or remove the node"
+        yield ConfigError("cluster.n_gpus_per_node", gpus, f"a process on node {min(empty)} too", change)
 
 
 def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
@@ -335,17 +326,19 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
 def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
     """Requires whole replicas of the rollout on the ranks of its pool, each on one node or on whole ones."""
     options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
-    size, where = options.get("tensor_parallel_size"), "rollout.engine.options"
+    size, where, name = options.get("tensor_parallel_size"), "rollout.engine.options", cluster.pool_of("rollout")
+    pool, devices, key = cluster.pools[name], cluster.replica_devices(options), f"{where}.tensor_parallel_size"
     if not isinstance(size, int) or size < 1:
+        if devices != pool.num_devices:
+            yield ConfigError(key, size, "a number, as the server has stages of several devices", "set it")
         return
-    name, key = cluster.pool_of("rollout"), f"{where}.tensor_parallel_size"
-    pool, ranks, slots = cluster.pools[name], cluster.replica_ranks(options), cluster.slots()
-    if size % pool.num_devices or pool.processes % ranks:
+    ranks, slots = cluster.replica_ranks(options), cluster.slots()
+    if devices % pool.num_devices or pool.processes % ranks:
         expected = f"a size that divides the {pool.processes * pool.num_devices} devices of the pool {name}"
         yield ConfigError(key, size, f"{expected}, in whole ranks", "change it, or the processes of the pool")
         return
-    here, own = Counter(node for node, _ in devices_of(slots)), [slot for slot in slots if slot.pool.name == name]
-    servers = [Counter(node for node, _ in devices_of(own[at : at + ranks])) for at in range(0, len(own), ranks)]
+    here, own = devices_of(slots), [slot for slot in slots if slot.pool.name == name]
+    servers = [devices_of(own[at : at + ranks]) for at in range(0, len(own), ranks)]
     if all(len(server) == 1 for server in servers):
         return
     if all(server[node] == here[node] for server in servers for node in server):
@@ -356,8 +349,7 @@ def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
                 expected = f"{wanted}, as a server has devices of {len(servers[0])} nodes"
                 yield ConfigError(f"{where}.{option}", found, expected, f"set it, or lower {key}")
     else:
-        devices, most = cluster.replica_devices(options), cluster.devices_here
-        expected = f"all {devices} devices of a server on one node, which has {most}, or on whole nodes"
+        expected = f"all {devices} devices of a server on one node, which has {max(here.values())}, or on whole nodes"
         yield ConfigError(key, size, expected, "lower it")
 
 

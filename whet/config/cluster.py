@@ -43,12 +43,10 @@ PLACEMENT = (
 )
 
 
-class PoolConfig(Section):
-    """A pool: processes that some roles share."""
+class HasDevices:
+    """Processes of `devices` each; below 1 a share of one."""
 
-    processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
-    devices: PositiveInt | Annotated[float, Gt(0), Lt(1)] = key(1, DEVICES)
-    roles: list[str] = key([], f"roles of the pool, from {', '.join(ROLES)}")
+    devices: float
 
     @property
     def num_devices(self) -> int:
@@ -61,14 +59,22 @@ class PoolConfig(Section):
         return min(1.0, self.devices)
 
 
+class PoolConfig(Section, HasDevices):
+    """A pool: processes that some roles share."""
+
+    processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
+    devices: PositiveInt | Annotated[float, Gt(0), Lt(1)] = key(1, DEVICES)
+    roles: list[str] = key([], f"roles of the pool, from {', '.join(ROLES)}")
+
+
 @dataclass(frozen=True)
-class ResourcePool:
+class ResourcePool(HasDevices):
     """A pool of processes. Each hosts one rank of every role of the pool."""
 
     processes: int = 1
     roles: tuple[str, ...] = ()  # empty: the only pool, which hosts all roles
     name: str = "main"
-    devices: float = 1  # of each process; below 1 a share of one
+    devices: float = 1
     needs_device: bool = True  # else it is on processors alone, and `devices` is their number
 
     def __post_init__(self) -> None:
@@ -85,11 +91,6 @@ class Slot:
     node: int
     devices: tuple[int, ...] = ()  # numbers on the node; none on processors alone
     is_first: bool = True  # of the ranks that share its device
-
-    @property
-    def cpus(self) -> float:
-        """The processors that the process is counted with."""
-        return max(1.0, self.pool.devices)
 
 
 class ClusterConfig(Section):
@@ -130,30 +131,33 @@ class ClusterConfig(Section):
     @property
     def devices(self) -> int:
         """Devices of all pools; on Ray without GPUs shares of the nodes' processors."""
-        return len(devices_of(ranks_of(self._counted(None))))
+        return devices_of(ranks_of(self._counted(self.resources))).total()
 
     @property
     def devices_here(self) -> int:
         """The number of devices of the node with the most."""
-        return max(Counter(node for node, _ in devices_of(self.slots())).values())
+        return max(devices_of(self.slots()).values())
 
     def needs_device(self, pool: str) -> bool:
-        """Tells whether the processes of a pool compute on devices; the first hosts what no pool lists."""
+        """Tells whether the processes of a pool compute on devices, as those of the first pool always do."""
         return pool == next(iter(self.pools)) or not {*self.pools[pool].roles} <= {*WITHOUT_MODEL}
+
+    @property
+    def resources(self) -> list[ResourcePool]:
+        """The pools with the roles that they list."""
+        return [
+            ResourcePool(each.processes, tuple(each.roles), name, each.devices, self.needs_device(name))
+            for name, each in self.pools.items()
+        ]
 
     def slots(self, pools: Iterable[ResourcePool] | None = None) -> list[Slot]:
         """The slots of the ranks of pools, by default all.  Raises: ConfigError where the nodes have no room."""
-        counted = self._counted(pools)
-        here = -(-len(devices_of(ranks_of(counted))) // self.nnodes)
+        counted = self._counted(self.resources if pools is None else pools)
+        here = -(-devices_of(ranks_of(counted)).total() // self.nnodes)
         return ranks_of(counted, self.gpus if any(self.gpus) else [here] * self.nnodes)
 
-    def _counted(self, pools: Iterable[ResourcePool] | None) -> list[ResourcePool]:
-        """The pools, by default all. On Ray without GPUs all take devices of a node: shares of its processors."""
-        if pools is None:
-            pools = [
-                ResourcePool(each.processes, tuple(each.roles), name, each.devices, self.needs_device(name))
-                for name, each in self.pools.items()
-            ]
+    def _counted(self, pools: Iterable[ResourcePool]) -> list[ResourcePool]:
+        """The pools as they take devices: on Ray without GPUs all do, as shares of a node's processors."""
         alike = self.backend == "ray" and not any(self.gpus)
         return [replace(pool, needs_device=True) if alike else pool for pool in pools]
 
@@ -176,17 +180,16 @@ class ClusterConfig(Section):
         return self.pools[self.pool_of(role)].processes
 
     def replica_ranks(self, options: Mapping[str, object]) -> int:
-        """Consecutive ranks of the rollout on whose devices an engine with these options computes; 1 where it has those
-        of its own rank alone."""
-        server, own = options.get("server"), self.pools[self.pool_of("rollout")].num_devices
-        names = ("pipeline_parallel_size", "pp_size")  # of vLLM's and SGLang's arguments
-        stages = [server.get(name) for name in names] if isinstance(server, Mapping) else []
-        sizes = [size for size in (options.get("tensor_parallel_size"), *stages) if isinstance(size, int)]
-        return max(1, prod(sizes) // own) if sizes else 1
+        """The number of consecutive ranks of the rollout whose devices an engine with these options computes on."""
+        return max(1, self.replica_devices(options) // self.pools[self.pool_of("rollout")].num_devices)
 
     def replica_devices(self, options: Mapping[str, object]) -> int:
-        """Devices of an engine of the rollout with these options."""
-        return self.replica_ranks(options) * self.pools[self.pool_of("rollout")].num_devices
+        """The number of devices that an engine of the rollout with these options computes on."""
+        size, server = options.get("tensor_parallel_size"), options.get("server")
+        own = size if isinstance(size, int) else self.pools[self.pool_of("rollout")].num_devices
+        names = ("pipeline_parallel_size", "pp_size")  # of vLLM's and SGLang's arguments
+        stages = [server.get(name) for name in names] if isinstance(server, Mapping) else []
+        return max(1, own * prod(each for each in stages if isinstance(each, int)))
 
     def processes_key(self, role: str) -> str:
         """The config key of the number of ranks of a role."""
@@ -202,7 +205,7 @@ def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) 
     free = [[1.0] * number for number in nodes or [0]]
     slots: list[Slot] = []
     for pool in pools:
-        number, size = math.ceil(pool.devices), min(1.0, pool.devices) - 1e-6
+        number, size = pool.num_devices, pool.share - 1e-6
         fits = (
             (node, first)
             for node, own in enumerate(free)
@@ -226,16 +229,21 @@ def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) 
             taken = range(first, first + number)
             slots.append(Slot(pool, rank, node, tuple(taken), free[node][first] == 1.0))
             for device in taken:
-                free[node][device] -= min(1.0, pool.devices)
+                free[node][device] -= pool.share
     return slots
 
 
 def _emptiest(free: list[list[float]], slots: list[Slot]) -> int:
-    """The node with the fewest ranks, among those without devices if there are some."""
+    """The node with the fewest ranks, of nodes without devices if there are some."""
     ranks = Counter(slot.node for slot in slots)
     return min((node for node, own in enumerate(free) if not own or all(free)), key=lambda node: ranks[node])
 
 
-def devices_of(slots: Iterable[Slot]) -> set[tuple[int, int]]:
-    """The devices of all ranks, each as node and number."""
-    return {(slot.node, device) for slot in slots for device in slot.devices}
+def devices_of(slots: Iterable[Slot]) -> Counter[int]:
+    """The number of devices that the ranks have on each node."""
+    return Counter(node for node, _ in {(slot.node, device) for slot in slots for device in slot.devices})
+
+
+def processors_of(slots: Iterable[Slot]) -> Counter[int]:
+    """The number of processors that the ranks on each node are counted with."""
+    return Counter(slot.node for slot in slots for _ in range(slot.pool.num_devices))

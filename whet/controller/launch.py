@@ -18,7 +18,7 @@ from multiprocessing import connection
 from typing import Any
 
 from whet import devices
-from whet.config.cluster import ClusterConfig, devices_of, ranks_of
+from whet.config.cluster import ClusterConfig, devices_of, processors_of, ranks_of
 from whet.controller import wire
 from whet.controller.dispatch import Arguments
 from whet.controller.local_workers import BUILD, LOOPBACK, PUT_MAIN, SOCKET_BYTES, LocalWorkers, RankSpec, main_module
@@ -143,7 +143,7 @@ class ProcessTransport(RemoteTransport[_Process]):
         self._server = ForkServer(prepare, main, stdout=None, name="ranks")
         self._store = devices.open_store(LOOPBACK, deadline_seconds)
         slots = ranks_of(pools)
-        found, wanted = devices.count(), len(devices_of(slots))
+        found, wanted, processors = devices.count(), devices_of(slots).total(), processors_of(slots).total()
         if 0 < found < wanted:
             log.warning("%d devices for %d accelerators: all processes compute on the host", wanted, found)
         for slot in slots:
@@ -151,7 +151,7 @@ class ProcessTransport(RemoteTransport[_Process]):
                 pool=slot.pool,
                 rank=slot.rank,
                 device_index=slot.devices[0] if slot.devices and found >= wanted else None,
-                devices_here=round(sum(each.cpus for each in slots)),
+                devices_here=processors,
                 store=(LOOPBACK, self._store.port),
                 address=LOOPBACK,
                 deadline_seconds=deadline_seconds,

@@ -62,7 +62,7 @@ class RankSpec:
         if self.device_index is None:
             return devices.HOST
         torch.accelerator.set_device_index(self.device_index)
-        devices.take_share(min(1.0, self.pool.devices))
+        devices.take_share(self.pool.share)
         return devices.here()
 
     def join_group(self, device: torch.device) -> None:

@@ -96,13 +96,7 @@ class Layout:
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
     """The pools of the config's placement with the roles of `specs`, without pools that host no role."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
-    return [
-        ResourcePool(
-            cluster.pools[name].processes, roles, name, cluster.pools[name].devices, cluster.needs_device(name)
-        )
-        for name, roles in hosted.items()
-        if roles
-    ]
+    return [replace(pool, roles=roles) for pool in cluster.resources if (roles := hosted[pool.name])]
 
 
 def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:

@@ -132,10 +132,10 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     lora, held, update = config.model.lora.rank, 0.0, 0.0
     item = 2 if narrow else 4
     beside, kinds = dict[str, float](), dict[str, Kept]()  # of each trained role: bytes of an update but activations
-    for role in (each for each in _roles(config) if config.cluster.pool_of(each) == pool):
+    meshes = {each: mesh_of(config, each) for each in _roles(config) if config.cluster.pool_of(each) == pool}
+    for role, mesh in meshes.items():
         own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
-        mesh = mesh_of(config, role)
         layer, shards = (weights - words - experts + experts / mesh.expert) / layers, mesh.shards
         gathered = 0 if shards == 1 else 2 * item * (layer + words) / mesh.tensor
         on_host = on_device and bool(options.get("cpu_offload"))  # weights, gradients and moments
@@ -163,7 +163,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
         if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
             stays = held + others + (0 if turns else copy + cache)
             width = tokens_within((gib - 1) * 2**30 / 1.1, stays, of_token)
-        width //= mesh_of(config, role).context
+        width //= meshes[role].context
         update = max(update, others + of_token * min(width, _tokens(config, role)))
     if not samples:
         return round(2**30 + 1.1 * (held + update)) if on_device else round(1.05 * (held + update))

@@ -79,12 +79,10 @@ def rooms(setup: Setup) -> list[Room]:
         processes=len(fullest),
     )
     of = {name: f" of the pool {name}" if cluster.placement else "" for name in plans}
-    own = ((name, setup.device_of(name)) for name in plans if cluster.needs_device(name))
     return [host] + [
         Room(f"{device.bound}{of[name]}", plan.device_bytes, plan.device_tensor_bytes, device.bytes, plan, True)
-        for name, device in own
-        for plan in [plans[name]]
-        if device is not None
+        for name, plan in plans.items()
+        if (device := setup.device_of(name)) is not None
     ]
 
 

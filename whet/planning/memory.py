@@ -102,7 +102,9 @@ class Setup:
     def device_of(self, pool: str) -> FreeMemory | None:
         """The accelerator of each process of a pool, or its share of one; None on the host."""
         share, whole = self.config.cluster.pools[pool].share, self.device
-        if whole is None or share == 1 or not self.config.cluster.needs_device(pool):
+        if whole is None or not self.config.cluster.needs_device(pool):
+            return None
+        if share == 1:
             return whole
         return FreeMemory(round(whole.bytes * share), f"{share:g} of {whole.bound}", round(whole.total * share))
 
@@ -173,10 +175,11 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
     for name, model in outlines.items():
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
     if isinstance(config, TrainConfig) and config.rollout.engine.options.get("weight_delta") is True:
-        size, actors = setup.outlines["actor"].num_weights * ITEM_BYTES[config.rollout.dtype], outlines.get("actor")
-        if samples or actors:  # of the actor's ranks one on each node sends
-            parts = 1 if samples else cluster.processes_of("actor") // cluster.nnodes
-            kept.keep("weights of the last version", size // max(1, parts), phases, on_host=True)
+        size = setup.outlines["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
+        if samples or "actor" in outlines:  # of the actor's ranks one on each node sends
+            ranks = Counter(slot.node for slot in cluster.slots() if slot.pool.name == pool)
+            parts = 1 if samples else min(ranks.values())
+            kept.keep("weights of the last version", size // parts, phases, on_host=True)
     return kept, _keep_rollout(kept, setup, turns) if samples else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 
-from whet.config.cluster import ClusterConfig, PoolConfig
+from whet.config.cluster import PoolConfig
 from whet.config.schema import RunConfig, TrainConfig
 from whet.engines.mesh import FORMER
 from whet.errors import ConfigError
@@ -81,7 +81,10 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
         needed = bytes_of(other, shape, True, gib)
         offloaded = host_bytes(other, shape)
         fits = needed <= gib * 2**30 and (host_gib is None or offloaded <= host_gib * 2**30)
-        found = Scaled(gpus, changes, needed, offloaded, fits, _sizes(other), _shown(other.cluster))
+        sizes, pools = asdict(mesh_of(other, "actor")).items(), other.cluster.pools.items()
+        mesh = " ".join(f"{name}={size}" for name, size in sizes if size > 1)
+        shown = ", ".join(f"{name} {pool.processes} x {pool.devices}" for name, pool in pools)
+        found = Scaled(gpus, changes, needed, offloaded, fits, mesh, shown)
         if found.fits:
             return found
         if best is None or needed < best.needed:
@@ -90,16 +93,6 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
         expected = f"a number that its pools can share as they share {config.cluster.devices}"
         raise ConfigError("--gpus", gpus, expected, "name another, or change cluster.placement")
     return best
-
-
-def _sizes(config: RunConfig) -> str:
-    """The sizes of the actor's mesh, as text; empty for one process."""
-    return " ".join(f"{name}={size}" for name, size in asdict(mesh_of(config, "actor")).items() if size > 1)
-
-
-def _shown(cluster: ClusterConfig) -> str:
-    pools = cluster.pools.items()
-    return ", ".join(f"{name} {pool.processes} x {pool.devices}" for name, pool in pools)
 
 
 def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Iterator[dict[str, object]]:
@@ -120,7 +113,7 @@ def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Ite
         pools = _pools(config, gpus, devices)
         if pools is None:
             continue
-        trained = next(pool for name, pool in pools.items() if name == config.cluster.pool_of("actor"))
+        trained = pools[config.cluster.pool_of("actor")]
         for tensor in (size for size in PARTS if row_ranks % size == 0):
             context, holders = row_ranks // tensor, trained.processes // tensor
             if trained.processes % row_ranks or holders % expert or shape["heads_of_keys"] % tensor:
@@ -129,8 +122,7 @@ def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Ite
             mesh = {name: size for name, size in sizes.items() if size > 1}
             changes: dict[str, object] = {**nodes, "cluster.processes": gpus}
             if config.cluster.placement:
-                placed = {name: pool.model_dump() for name, pool in pools.items()}
-                changes = {**nodes, "cluster.placement": placed}
+                changes = {**nodes, "cluster.placement": {name: pool.model_dump() for name, pool in pools.items()}}
             if trained.processes > 1:
                 kept = {name: value for name, value in role.engine.options.items() if name not in (*FORMER, "mesh")}
                 options = {**kept, "mesh": mesh} if mesh else kept
@@ -149,7 +141,7 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
             pools[name] = pool
             continue
         here, rest = divmod(pool.processes * pool.num_devices * gpus, config.cluster.devices)
-        each: float = min(1, pool.devices)
+        each = min(1, pool.devices)
         if isinstance(config, TrainConfig) and pool.roles == ["rollout"] and each == 1:
             each, is_asked = devices, True
         if rest or not here or here % max(1, each):
@@ -162,11 +154,11 @@ def places(config: RunConfig) -> Iterator[Place]:
     """Yields the place of every rank, as a launch places it."""
     role = section_of(config, "actor")[0]
     actors = None if role.engine.name == "single" else config.cluster.pool_of("actor")
+    mesh = mesh_of(config, "actor")
     for slot in config.cluster.slots():
         pool = slot.pool
-        at = mesh_of(config, "actor").at(slot.rank) if pool.name == actors else {}
-        share, roles = min(1.0, pool.devices), pool.roles or ("all roles",)
-        yield Place(pool.name, slot.rank, slot.node, slot.devices, share, roles, at)
+        at = mesh.at(slot.rank) if pool.name == actors else {}
+        yield Place(pool.name, slot.rank, slot.node, slot.devices, pool.share, pool.roles or ("all roles",), at)
 
 
 def _word(value: object) -> str:

@@ -73,8 +73,8 @@ class Collector:
         reader: MediaReader | None = None,
         driver: type[Driver] = Driver,
     ) -> None:
-        """`agents` are the stages of sub-agents; `hosts`, by agent, take the place of those of this process; `reader`
-        reads images and videos of observations; `driver` is the kind that runs the episodes."""
+        """`agents` are the stages of sub-agents; `hosts`, by agent, replace the hosts of this process; `reader`
+        reads images and videos of observations; `driver` is the class that runs the episodes."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         self.reader, stages = reader, {MAIN: self.stage, **self.agents}
         self.silent = {name for name, each in stages.items() if each.is_silent}

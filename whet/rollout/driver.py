@@ -276,7 +276,7 @@ class Driver:
             self._carry_out(episode, commands)
 
     def _take_scores(self, waits: bool) -> None:
-        """Submits what is to be scored, and tells outcomes that have come; where it `waits`, at least the first."""
+        """Submits trajectories to score, and passes their outcomes on; where it `waits`, at least the first ones."""
         self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
         self._to_score.clear()
         looked_at = self._scoring[:LOOKED_AT]

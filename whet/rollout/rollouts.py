@@ -247,7 +247,7 @@ class Rollouts:
                     asked.handed_out.set_result(command)
 
     def _on_scored(self, asked: Asked, trajectories: Sequence[Trajectory], found: Sequence[Sequence[Outcome]]) -> None:
-        """Tells the flow the outcomes of the reward, with those of the accuracy where another function gives it."""
+        """Passes the outcomes of the reward to the flow, with the accuracy where another function gives it."""
         outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
         self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 

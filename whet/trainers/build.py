@@ -332,11 +332,10 @@ def _rollouts(
     if ENVIRONMENT in roles:
         hosts = placed_hosts(roles[ENVIRONMENT], config.environment)
     folder, staleness = run_folder(config.trainer) / MEDIA, config.rollout.max_staleness
+    driver = Background if staleness else Driver
     made = Rollouts(
         begun.loader,
-        build_collector(
-            config, tokenizer, engine, config.trainer.seed, Background if staleness else Driver, hosts, folder
-        ),
+        build_collector(config, tokenizer, engine, config.trainer.seed, driver, hosts, folder),
         scorer,
         tokenizer,
         n=config.rollout.n,
@@ -380,16 +379,15 @@ def _group_filter(config: TrainConfig) -> Filter | None:
         if chosen.name is None:
             return None
         of = Bound.of(FILTERS, chosen.name, chosen.options, f"{key}.filter.options")
-        return Filter(of.entry.load(), of.options, chosen.metric)
+        return Filter(of.entry.load(), of.options, chosen.metric, extra=of.options.get("extra", 0.0))
 
     by_domain = {name: made(each.filter, f"reward.domains.{name}") for name, each in config.reward.domains.items()}
     of_domain = {name: each for name, each in by_domain.items() if each is not None}
     general = made(config.algorithm.filter, "algorithm")
     if general is None and not of_domain:
         return None
-    general = general or Filter(keep_all, {})
-    refills, extra = config.algorithm.filter.max_refills, general.options.get("extra", 0.0)
-    return replace(general, max_refills=refills, extra=extra, of_domain=of_domain)
+    refills = config.algorithm.filter.max_refills
+    return replace(general or Filter(keep_all, {}), max_refills=refills, of_domain=of_domain)
 
 
 def show_batch(

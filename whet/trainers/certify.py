@@ -350,7 +350,7 @@ def plain(**changed: Any) -> AlgorithmConfig:
 
 def rows() -> list[Certified]:
     """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, weight, and
-    filter), then those of the shipped recipes."""
+    filter), then rows of the shipped recipes."""
     kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS, FILTERS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})

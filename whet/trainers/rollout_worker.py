@@ -122,7 +122,7 @@ class Modes:
 
 
 class Lent:
-    """The engine of a rank whose devices are those of another rank's engine: it takes part in making weights whole.
+    """The engine of a rank that lends its devices to another rank's engine: it takes part in making weights whole.
     `part` is the part of the server on this node, where the other rank is on another one."""
 
     def __init__(self, options: Mapping[str, object], part: RolloutEngine | None = None) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,7 +42,7 @@ from whet.tracking import profile
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.reward_texts import text_reader
 from whet.types import Media
-from whet.weight_sync.buckets import Broken, LinkClosedError, Outlet, send
+from whet.weight_sync.buckets import Broken, Digest, LinkClosedError, Outlet, send
 from whet.weight_sync.delta import Base
 from whet.weight_sync.routes import Route, Site, Way, open_outlets
 
@@ -109,12 +108,8 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
-        """Tells the model's weights, with an adapter added in, from others; on every rank."""
-        found = hashlib.blake2b(digest_size=16)
-        for name, weight in self.engine.named_weights():
-            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        """The digest of the model's weights, with an adapter added in; on every rank."""
+        return str(Digest.of(self.engine.named_weights()))
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
@@ -154,11 +149,9 @@ class TrainWorker(EngineWorker):
             found = f"has no state of {self.role} ({error!r})"
             raise CheckpointError(path, found, "", "name another checkpoint") from error
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
-            found, expected = (each["model_path"] for each in (saved, self.start))
-            change = "name the model that the run started from"
-            raise CheckpointError(
-                path, f"is an adapter for the model at {found}", f"one for the other weights at {expected}", change
-            )
+            theirs, ours = (each["model_path"] for each in (saved, self.start))
+            found, expected = f"is an adapter for the model at {theirs}", f"one for the other weights at {ours}"
+            raise CheckpointError(path, found, expected, "name the model that the run started from")
 
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> Site:
@@ -175,9 +168,9 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
-        """Sends the weights of `version`, or those of the adapter alone, in the rollout's dtype, or their changes since
-        the last version of these links; every rank takes part, as making them whole may need it.  Returns their digest;
-        None on a rank that sends to nobody; Broken."""
+        """Sends the weights of `version`, or only the adapter's, in the rollout's dtype: whole or, `as_delta`, the
+        changes since the last version of these links. Every rank takes part, as making them whole may need it.  Returns
+        their digest; None on a rank that sends to nobody; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             with span("weight sync"):
@@ -304,15 +297,11 @@ def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
     have a tokenizer.  Raises: ConfigError."""
     teachers = {f"teacher.model_paths.{source}": path for source, path in config.teacher.model_paths.items()}
     paths = {"critic.model_path": config.critic.model_path, "ref.model_path": config.ref.model_path, **teachers}
+    expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
+    change = "name one (the score of a whole text may come from another vocabulary: reward_model.model_path)"
     for key, path in paths.items():
-        if path is None or path == config.model.path:
-            continue
         with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
-            if text_reader(path, config.model.trust_remote_code, tokenizer) is not None:
-                expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
-                change = (
-                    "name one (the score of a whole text may come from another vocabulary: reward_model.model_path)"
-                )
+            if path not in (None, config.model.path) and text_reader(path, config.model.trust_remote_code, tokenizer):
                 raise ConfigError(key, path, expected, change)
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,10 +24,9 @@ from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, WeightSyncError
-from whet.rollout.protocol import SharesModule
+from whet.rollout.protocol import SharesModule, Weights
 from whet.weight_sync.delta import Base
 
-Weights = Iterable[tuple[str, torch.Tensor]]
 HEADER_BYTES = 2**16
 ALIGNMENT = 64  # of a piece, whose bytes are viewed in place as numbers
 LARGEST = 2**64 - 1  # checksum
@@ -238,6 +237,14 @@ class Digest:
         self._checksums: dict[str, int] = {}
         self._unread: list[tuple[str, str, torch.Tensor, int]] = []  # name, dtype and shape, two sums, bytes
 
+    @classmethod
+    def of(cls, weights: Weights) -> Digest:
+        """The digest of all weights."""
+        digest = cls()
+        for name, weight in weights:
+            digest.add(name, weight)
+        return digest
+
     def add(self, name: str, weight: torch.Tensor) -> None:
         """Adds a weight with its current values."""
         self._unread.append((name, f"{weight.dtype} {tuple(weight.shape)}", *_sums(weight)))
@@ -290,9 +297,7 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 
 def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:
     """Makes the rollout sample from `module` itself.  Returns the digest of its `weights`."""
-    digest = Digest()
-    for name, weight in weights:
-        digest.add(name, weight)
+    digest = Digest.of(weights)
     rollout.attach(module, version)
     return str(digest)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas of weights: the elements whose bits differ from those of the version before, exact for every dtype. In bytes:
+"""Deltas of weights: the elements whose bits differ from the version before, exact for every dtype. In bytes:
 
     top | mask | values    top: a bit for each byte of the mask, set unless that is 0; mask: the bytes with a bit set,
                            which has one for each element that changed; values: the new elements. Nothing: no change.

@@ -22,7 +22,7 @@ from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from whet.config.cluster import ClusterConfig, Slot
+from whet.config.cluster import ClusterConfig, Slot, processors_of
 from whet.controller.ray.watch import connection_error
 from whet.errors import ConfigError, DeadlineError, WorkerError
 from whet.processes.background import within
@@ -154,12 +154,10 @@ def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) ->
 
     Where a node has fewer CPUs than processes, each gets a fraction. Missing and busy nodes are waited for: an
     autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
-    shares = [sum(slot.cpus for slot in slots if slot.node == node) for node in range(cluster.nnodes)]
-    cpus = _cpus(list(zip(cluster.gpus, shares, strict=True)))
-    bundles = [
-        {"CPU": share * (cpus or 1.0), **({"GPU": float(gpus)} if gpus else {})}
-        for gpus, share in zip(cluster.gpus, shares, strict=True)
-    ]
+    processors = processors_of(slots)
+    each_node = [(gpus, processors[node]) for node, gpus in enumerate(cluster.gpus)]
+    cpus = _cpus(each_node)
+    bundles = [{"CPU": share * (cpus or 1.0), **({"GPU": float(gpus)} if gpus else {})} for gpus, share in each_node]
     wanted = "; ".join(
         f"{count} node{'s' * (count > 1)} with {own[0]:g} CPUs" + "".join(f" and {gpus:g} GPUs" for gpus in own[1:])
         for own, count in Counter(tuple(each.values()) for each in bundles).items()
@@ -184,7 +182,7 @@ def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) ->
     return Reservation(name, group, cpus or 1.0)
 
 
-def _cpus(wanted: list[tuple[int, float]]) -> float | None:
+def _cpus(wanted: list[tuple[int, int]]) -> float | None:
     """The CPUs for each that is wanted, at most 1, on the live nodes with the most; None where some are missing.
     `wanted` has the GPUs and CPUs of each node."""
     left = sorted(alive_nodes(), key=lambda node: -node.total.get("CPU", 0.0))
@@ -206,10 +204,9 @@ def head_address() -> tuple[str, int]:
 
 def attempt(seconds: float, action: Callable[[], Any]) -> None:
     """Runs an action that may fail, for at most `seconds`: when its head is lost, Ray waits for a minute."""
+    late = DeadlineError("Ray", f"no answer in {seconds:g} s", change="check it with `ray status`")
     with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
-        within(
-            seconds, action, DeadlineError("Ray", f"no answer in {seconds:g} s", change="check it with `ray status`")
-        )
+        within(seconds, action, late)
 
 
 def _connection_error(address: str) -> OSError | None:

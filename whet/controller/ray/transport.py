@@ -8,13 +8,12 @@ machine by `Watch`.
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import re
 import textwrap
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from whet.config.cluster import ClusterConfig, Slot
+from whet.config.cluster import ClusterConfig, Slot, processors_of
 from whet.controller import wire
 from whet.controller.local_workers import PUT_MAIN, RankSpec
 from whet.controller.ray import actor
@@ -74,9 +73,7 @@ class RayTransport(RemoteTransport[_Actor]):
         self._watch: Watch | None = None
         self._threads: list[threading.Thread] = []
         slots, self._has_gpus = cluster.slots(pools), any(cluster.gpus)
-        self._cpus_of = Counter[int]()  # by node
-        for slot in slots:
-            self._cpus_of[slot.node] += math.ceil(slot.cpus)
+        self._processors = processors_of(slots)  # by node
         self._gpu_ids: dict[tuple[int, int], str] = {}  # Ray's, by node and number
         with ExitStack() as on_error:
             is_alone = on_error.enter_context(connected(cluster))
@@ -207,7 +204,7 @@ class RayTransport(RemoteTransport[_Actor]):
         options = {
             "name": f"{name}{again}",
             "namespace": self._reserved.name,  # a name stays in use until Ray has removed the dead actor
-            "num_cpus": self._reserved.cpus * slot.cpus,
+            "num_cpus": self._reserved.cpus * slot.pool.num_devices,
             # Whole ones: of shares Ray would put two ranks of a pool onto a GPU.
             "num_gpus": len(slot.devices) if self._has_gpus and slot.is_first else 0,
             "max_restarts": 0,
@@ -228,7 +225,7 @@ class RayTransport(RemoteTransport[_Actor]):
             pool=peer.pool,
             rank=peer.rank,
             device_index=0 if self._has_gpus and peer.slot.devices else None,  # the actor sees its own GPUs alone
-            devices_here=self._cpus_of[peer.slot.node],
+            devices_here=self._processors[peer.slot.node],
             store=(first.address, first.store_port),
             address=peer.location.address,
             deadline_seconds=self.deadline_seconds,

@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import WeightSyncError
+from whet.rollout.protocol import Weights
 
 HEADER_BYTES = 2**22  # names, dtypes and places of some ten thousand weights; the rest is spaces
 ADAPTER_WEIGHTS, MEMORY = "adapter_model.safetensors", "/dev/shm"
@@ -37,7 +38,6 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number of its layer
-Weights = Iterable[tuple[str, torch.Tensor]]
 PART_BYTES = 2**27  # after which a part ends
 ALIGNED = 16  # bytes, for views of any dtype
 SHARED = 7  # of the arguments that rebuild a tensor: those from here on say where its memory is

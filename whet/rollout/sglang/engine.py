@@ -148,10 +148,8 @@ class SGLangEngine(ServerEngine):
 
     async def sample(self, live: Live) -> Completion:
         """Sends a request and reads its answer, piece by piece."""
-        name, sampled = (
-            _named(live.name),
-            Sampled(live.rest, self._stops.of(live.request.params.stop, self._load_tokenizer)),
-        )
+        name = _named(live.name)
+        sampled = Sampled(live.rest, self._stops.of(live.request.params.stop, self._load_tokenizer))
         self._streams[name] = live, sampled
         with ExitStack() as files:
             files.callback(self._streams.pop, name, None)
