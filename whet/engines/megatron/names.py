@@ -9,7 +9,7 @@ they lie in one weight [E, ...], in most files one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,10 @@ import torch
 from whet.errors import ConfigError, ModelError
 
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # model types
-Find = Callable[[str], torch.Tensor]  # of a weight of Hugging Face, without the prefix of its body
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 # In files of Mixtral, with the names of others: w1 is the gate, w2 down, w3 up.
-IN_FILES = {"mlp.gate.": "block_sparse_moe.gate.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+IN_FILES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def in_memory(rule: Rule) -> str:
 
 
 def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
-    """Reads a whole weight of Megatron-Core from the weights of files, or of a module, by name.  Raises: ModelError."""
+    """Reads a whole weight of Megatron-Core from the weights of files, by name.  Raises: ModelError."""
     if rule.expert is not None and (stacked := f"{prefix}{in_memory(rule)}") in files:
         found: torch.Tensor = files[stacked][rule.expert]
         return found
@@ -119,17 +118,13 @@ def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -
 
 
 def _find(name: str, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
-    is_head = name.startswith(("lm_head.", "head."))
-    whole = name if is_head else f"{prefix}{name}"
-    other = whole
+    whole = other = name if name.startswith("lm_head.") else f"{prefix}{name}"
     for old, new in IN_FILES.items():
         other = other.replace(old, new)
-    other = other.replace("mlp.experts.", "block_sparse_moe.experts.")
-    for each in (whole, other):
-        if each in files:
-            weight: torch.Tensor = files[each][:]
-            return weight
-    raise ModelError(f"{path}", f"lacks the weight {whole}", "", "fetch the folder again, or name another one")
+    if (found := next((each for each in (whole, other) if each in files), None)) is None:
+        raise ModelError(f"{path}", f"lacks the weight {whole}", "", "fetch the folder again, or name another one")
+    weight: torch.Tensor = files[found][:]
+    return weight
 
 
 def check_family(config: Any, key: str) -> None:

@@ -63,10 +63,12 @@ def _head(name: str, weight: torch.Tensor, files: Mapping[str, Any], role: RoleS
 
 
 @torch.no_grad()
-def named(stages: Sequence[Stage], config: Any, ranks: Ranks, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named(
+    stages: Sequence[Stage], config: Any, ranks: Ranks, is_value_model: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the whole weights of this rank's stages as Hugging Face's modules name them, tied ones once; on every rank
     of a stage."""
-    heads = config.num_attention_heads // config.num_key_value_heads
+    heads, prefix = config.num_attention_heads // config.num_key_value_heads, "body." if is_value_model else "model."
     for stage in stages:
         rules = [
             (_rule(stage, name, config, ranks), weight)
