@@ -172,7 +172,7 @@ def _of_routers(
 
 @dataclass(frozen=True)
 class Sampled:
-    """The sampled tokens that this rank computes: all, or with split tokens those whose preceding token it has."""
+    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token it has."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
     targets: torch.Tensor  # [n]
@@ -183,7 +183,7 @@ class Sampled:
 
     @classmethod
     def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> Sampled:
-        """The tokens of a batch; with split tokens, of which there are `total` with padding, those of this rank."""
+        """Finds them in a batch; split tokens are `total` with padding, by default as many as `share.padded` gives."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
             total = total or share.padded(where.size)

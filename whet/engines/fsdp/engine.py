@@ -217,8 +217,8 @@ class FSDPEngine(Engine):
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         size = tokens_of(where, self.forward_settings), body_of(self.model).config.get_text_config().hidden_size
-        kept = {"needs": needs, "temperature": temperature}
-        runs = {index: partial(self._stage, index, where, **kept) for index in self._stages}  # type: ignore[arg-type]
+        given = partial(self._stage, needs=needs, temperature=temperature)
+        runs = {index: partial(given, index, where) for index in self._stages}
         found = run_forward(runs, self._num_stages, torch.empty(size, device=self.device), self.ranks.pipeline_group)
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 

@@ -30,16 +30,20 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 
 def save(path: Path, stages: Sequence[Stage], optimizer: Any, progress: dict[str, Any]) -> None:
     """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
-    if dist.get_rank() == 0:
-        (path / FOLDER).mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    state = _state(stages, optimizer, is_loading=False)
-    try:
-        dist_checkpointing.save(state, str(path / FOLDER), FORM, content_metadata=METADATA)
-    except CheckpointingException as error:
-        raise CheckpointError(f"{path}", str(error), "a writable folder") from error
+    write(path / FOLDER, stages, optimizer)
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
+
+
+def write(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> None:
+    """Writes stages and optimizer in the distributed form alone.  Raises: CheckpointError."""
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    try:
+        state = _state(stages, optimizer, is_loading=False)
+        dist_checkpointing.save(state, str(path), FORM, content_metadata=METADATA)
+    except CheckpointingException as error:
+        raise CheckpointError(f"{path}", str(error), "a writable folder") from error
 
 
 def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -65,7 +69,7 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
         change = "set engine.name to that of the run that wrote it"
         raise EngineError(f"{path}", f"has no folder {FOLDER}", "a folder that this engine writes", change)
     expected = "a state of this model, with the same distributed_optimizer, and with expert > 1 or not as here"
-    state = read_weights(path / FOLDER, stages, optimizer, expected=expected)
+    state = read(path / FOLDER, stages, optimizer, expected=expected)
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     try:
@@ -75,7 +79,7 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     return progress
 
 
-def read_weights(
+def read(
     path: Path, stages: Sequence[Stage], optimizer: Any = None, *, expected: str = "weights of this model"
 ) -> dict[str, Any]:
     """Fills stages from a folder of the distributed form, whoever wrote it.  Returns all that was read.
@@ -90,12 +94,6 @@ def read_weights(
     for number, stage in enumerate(stages):
         stage.load_state_dict(state[_key(number, stages)])
     return state
-
-
-def write_weights(path: Path, stages: Sequence[Stage]) -> None:
-    """Writes stages in the distributed form alone."""
-    path.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save(_state(stages, None, is_loading=False), str(path), FORM)
 
 
 def _state(stages: Sequence[Stage], optimizer: Any, is_loading: bool) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class _Nothing:
 
 
 class _OnHost(TorchFunctionMode):
-    """Puts what is meant for CUDA on the host."""
+    """Keeps on the host the tensors that Megatron-Core asks CUDA for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -17,7 +17,7 @@ from torch import nn
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp.pipeline import everywhere, run_forward
-from whet.engines.megatron import sizes as checks
+from whet.engines.megatron import checkpoint, sizes as checks
 from whet.engines.megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -85,7 +85,7 @@ class MegatronEngine(Engine):
         self.ranks, self._hugging_face = arrange(self.sizes, device), hugging_face
         super().__init__(role.empty_model(device), role, dist.group.WORLD, device)
         self.config: Any = body_of(self.model).config
-        check_family(self.config, "engine.name")
+        check_family(self.config)
         self.rows_group, self.row_ranks, self.pipeline_ranks = self.ranks.rows, tensor * context, pipeline
         self.forward_settings = replace(self.forward_settings, packing=True, token_share=self.ranks.row)
         if context > 1 and (heads := heads_ranks(self.config, context, tensor)) < context:
@@ -94,9 +94,7 @@ class MegatronEngine(Engine):
         dtype, recomputes = self.forward_settings.dtype, role.gradient_checkpointing
         with self.ranks.used():
             own = config_of(self.config, self.sizes, device, dtype, recomputes)
-            self.stages = [
-                stage_of(own, self.config, part, self._head(dtype)).to(device) for part in range(self.sizes.virtual)
-            ]
+            self.stages = [stage_of(own, self.config, part, role).to(device) for part in range(virtual)]
             self._fill()
             self.wrapped: list[Any] = list(self.stages)
             self.optimizer = None
@@ -114,7 +112,8 @@ class MegatronEngine(Engine):
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of the layers and heads in each process; copies of it hold the other rows."""
         sizes = Sizes.of(options)
-        return Spread(sizes.tensor * sizes.pipeline, row_ranks=sizes.row_ranks, token_shares=sizes.context)
+        parts = sizes.tensor * sizes.pipeline
+        return Spread(parts, row_ranks=parts * sizes.context, token_shares=sizes.context)
 
     def step(self) -> Metrics:
         with self.ranks.used():
@@ -126,17 +125,13 @@ class MegatronEngine(Engine):
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
         """A folder in Megatron-Core's distributed form, and with the weights in Hugging Face's."""
-        from whet.engines.megatron import checkpoint
-
         with self.ranks.used():
             checkpoint.save(path, self.stages, self.optimizer, {**self._progress(), "start": start})
         if self._hugging_face:
             checkpoint.save_weights(path, self.named_weights())
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back what any mesh wrote.  Returns its `start`."""
-        from whet.engines.megatron import checkpoint
-
+        """Puts back a state of any mesh.  Returns its `start`."""
         with self.ranks.used():
             state = checkpoint.load(path, self.stages, self.optimizer)
         self._load_progress(state)
@@ -152,12 +147,6 @@ class MegatronEngine(Engine):
     def _fill(self) -> None:
         """Reads the weights."""
         fill(self.stages, self.config, self.ranks, self.role)
-
-    def _head(self, dtype: torch.dtype) -> nn.Linear | None:
-        """A new head of a value or reward model, as the whole model has one."""
-        if not (self.role.is_value_model or self.role.is_reward_model):
-            return None
-        return nn.Linear(self.config.hidden_size, 1, bias=self.role.is_value_model, dtype=dtype)
 
     def _trained(self) -> list[nn.Parameter]:
         return [weight for stage in self.stages for weight in stage.parameters()]

@@ -26,6 +26,7 @@ from whet.engines.megatron.core import (
     parallel_state,
 )
 from whet.engines.megatron.sizes import Sizes
+from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.attention import attention
 from whet.models.outputs import ForwardSettings, Sampled, statistics_of
@@ -101,7 +102,7 @@ class Stage(GPTModel):  # type: ignore[misc]
 
 
 def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype, recomputes: bool) -> Any:
-    """The config of Megatron-Core for that of transformers.  Raises: ConfigError for sizes that do not divide it."""
+    """Megatron-Core's config from transformers'.  Raises: ConfigError for sizes that do not divide the model."""
     heads, groups = model.num_attention_heads, model.num_key_value_heads
     experts = getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None)
     width = getattr(model, "moe_intermediate_size", model.intermediate_size) if experts else model.intermediate_size
@@ -154,8 +155,8 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     )
 
 
-def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stage:
-    """Makes the `part`-th stage of this rank, without numbers, for a config of both; `head` is that of values."""
+def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
+    """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
     spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
@@ -164,7 +165,7 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
         own.self_attention.submodules.q_layernorm = own.self_attention.submodules.k_layernorm = Norm
     virtual = config.virtual_pipeline_model_parallel_size
     ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
-    is_last = parallel_state.is_pipeline_last_stage(**ends)
+    is_last, has_head = parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
     layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
     made = Stage(
         config,
@@ -173,20 +174,21 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
         post_process=is_last,
-        share_embeddings_and_output_weights=model.tie_word_embeddings and head is None,
+        share_embeddings_and_output_weights=model.tie_word_embeddings and not has_head,
         position_embedding_type="none",  # attention turns queries and keys
         vp_stage=part if virtual else None,
     )
-    made.head, made.pad_token_id = head if is_last else None, model.pad_token_id
-    if made.head is not None:
+    made.head, made.pad_token_id = None, model.pad_token_id
+    if has_head and is_last:
         made.output_layer = None
+        made.head = nn.Linear(model.hidden_size, 1, bias=role.is_value_model, dtype=config.params_dtype)
         for weight in made.head.parameters():  # ranks have different tokens
             vars(weight)["sequence_parallel"] = config.sequence_parallel
     return made
 
 
 def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
-    """Returns this rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
+    """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
     ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
     if share is not None:
         ids, positions = share.own(ids), share.own(positions)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,14 @@ class Rule:
     expert: int | None = None  # index in the weight of all experts
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the whole weight of Megatron-Core of those of Hugging Face."""
+        """Makes a whole weight of Megatron-Core from Hugging Face's weights."""
         if self.groups:
             parts = [part.unflatten(0, (self.groups, -1)) for part in parts]
             return torch.cat([*parts], 1).flatten(0, 1)
         return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
     def split(self, whole: torch.Tensor, heads: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of Hugging Face by name; `heads` are those of queries in a group."""
+        """Yields the weights of Hugging Face by name; `heads` is the number of query heads in a group."""
         if self.groups:
             size = whole.shape[0] // self.groups // (heads + 2)
             grouped = whole.unflatten(0, (self.groups, -1)).split([heads * size, size, size], 1)
@@ -72,7 +73,7 @@ def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int 
     """The rule of a parameter of a stage; its first layer is `layers_before`, its first expert `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
-        "output_layer.weight": Rule(("lm_head.weight",), 0),
+        "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
         "decoder.final_layernorm.weight": Rule(("norm.weight",)),
         "head.weight": Rule(("head.weight",)),
         "head.bias": Rule(("head.bias",)),
@@ -127,12 +128,11 @@ def _find(name: str, files: Mapping[str, Any], prefix: str, path: str) -> torch.
     return weight
 
 
-def check_family(config: Any, key: str) -> None:
+def check_family(config: Any) -> None:
     """Raises: ConfigError for a model that is not one of `FAMILIES`, or has a form that these seldom have."""
-    kind, values = config.model_type, config.to_dict()
+    kind, values, error = config.model_type, config.to_dict(), partial(ConfigError, "engine.name", "megatron")
     if kind not in FAMILIES:
-        change = "set it to fsdp"
-        raise ConfigError(key, "megatron", f"a model of the types {', '.join(FAMILIES)}, and not {kind}", change)
+        raise error(f"a model of the types {', '.join(FAMILIES)}, and not {kind}", "set it to fsdp")
     forms = {
         "attention_bias": bool(values.get("attention_bias")),
         "mlp_bias": bool(values.get("mlp_bias")),
@@ -142,5 +142,4 @@ def check_family(config: Any, key: str) -> None:
         "hidden_act": values["hidden_act"] != "silu",
     }
     for name in (each for each, holds in forms.items() if holds):
-        expected = f"a {kind} without {name} in its config.json"
-        raise ConfigError(key, "megatron", expected, "set it to fsdp")
+        raise error(f"a {kind} without {name} in its config.json", "set it to fsdp")

@@ -44,7 +44,7 @@ class Ranks:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Around calls of Megatron-Core: its globals are those of this mesh."""
+        """Sets the globals of Megatron-Core to this mesh, around calls of it."""
         before = {name: getattr(parallel_state, name) for name in self.state}
         vars(parallel_state).update(self.state)
         try:

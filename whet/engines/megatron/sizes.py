@@ -36,11 +36,6 @@ class Sizes:
         """Parts of an expert's inner numbers: experts that are spread over ranks are whole."""
         return 1 if self.expert > 1 else self.tensor
 
-    @property
-    def row_ranks(self) -> int:
-        """Ranks that compute a row together."""
-        return self.tensor * self.context * self.pipeline
-
 
 def refuses(use: EngineUse) -> Iterator[ConfigError]:
     """Yields an error for each setting that megatron cannot run with."""
