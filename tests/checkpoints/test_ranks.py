@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import GroupMember
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,17 +39,28 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     world = torch.Size(mesh).numel()
     for rank in range(world):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
+        with group_of(rank, world):
             over = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("ddp", "fsdp")[-len(mesh) :])
             state = {
                 name: distribute_tensor(weight, over, placements(name), src_data_rank=None)
                 for name, weight in weights.items()
             }
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
-        finally:
-            dist.destroy_process_group()
     return folder
+
+
+@contextmanager
+def group_of(rank: int, world: int) -> Iterator[None]:
+    """A group of ranks that do not exist, in the place of the group that other tests of this process may have."""
+    before, GroupMember.WORLD = GroupMember.WORLD, None
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        made = GroupMember.WORLD
+        if before is not None:
+            GroupMember.WORLD = before
+        dist.destroy_process_group(made)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +156,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_of_a_weight_is_refused(tmp_path: Path) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    sums = DTensor.from_local(GRID, init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
-    dist.destroy_process_group()
+    with group_of(0, 1):
+        sums = DTensor.from_local(GRID, init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
     for state in ({"grid": sums}, {"grid": 3}, {"grid": {"deeper": GRID}}, [GRID], {"a.lora_A.default.weight": GRID}):
         torch.save(state, file_of(tmp_path, 0, 1))
         with raises(CheckpointError, f"{file_of(tmp_path, 0, 1)}"):

@@ -23,7 +23,7 @@ _COPY = "copy the folder again, from all machines of the run"
 
 
 def find_ranks(source: Path) -> Path | None:
-    """The folder with the policy's files of ranks: `source`, its `actor`, or that of its newest `global_step_N`."""
+    """The folder with the policy's files of ranks: `source` or its newest `global_step_N`, or the `actor` in them."""
     steps = sorted(source.glob("global_step_*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for folder in (place for step in (source, *steps) for place in (step, step / "actor")):
         if folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir()):
@@ -128,7 +128,7 @@ class _RefusedError(Exception):
 
 
 class _Inert:
-    """Stands for an object of `torch.distributed` of any version: holds what was saved of it, and runs none of it."""
+    """Stands for an object of `torch.distributed` of any version: has its saved attributes, and runs no code of it."""
 
     def __init__(self, *_: Any) -> None:
         self.shape: Sequence[int] = ()

@@ -50,6 +50,7 @@ class Engine(ABC):
 
     optimizer: Optimizer | None
     row_ranks = 1  # consecutive ranks that read the same rows
+    pipeline_ranks = 1  # parts of the ranks, one behind the other; the last has the outputs
 
     def __init__(
         self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
@@ -99,15 +100,19 @@ class Engine(ABC):
 
     @property
     def dp_rank(self) -> int:
-        return 0 if self.process_group is None else dist.get_rank(self.process_group) // self.row_ranks
+        return 0 if self.process_group is None else dist.get_rank(self.process_group) // self.row_ranks % self.dp_size
 
     @property
     def dp_size(self) -> int:
-        return 1 if self.process_group is None else dist.get_world_size(self.process_group) // self.row_ranks
+        ranks = 1 if self.process_group is None else self.process_group.size()
+        return ranks // (self.row_ranks * self.pipeline_ranks)
 
     @property
     def is_reporting(self) -> bool:
-        return self.process_group is None or dist.get_rank(self.process_group) % self.row_ranks == 0
+        if self.process_group is None:
+            return True
+        part, place = divmod(dist.get_rank(self.process_group), self.row_ranks * self.dp_size)
+        return part == self.pipeline_ranks - 1 and place % self.row_ranks == 0
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -163,14 +168,11 @@ class Engine(ABC):
         for number, rows in enumerate(passes, start=1):
             part = rows_of(columns, rows)
             outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
+            loss = self._loss_of(outputs, part if rows else None, objective, counts, metrics)
             if rows:
-                loss, measured = objective.loss(outputs, self.to_device(part), counts)
-                metrics.merge(measured)
                 if routing is not None:
                     loss = loss + routing.loss(outputs, self.to_device(part), metrics)
                 total = total + loss.detach()
-            else:
-                loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             with span("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
@@ -178,6 +180,16 @@ class Engine(ABC):
         if routing is not None:
             routing.measure(metrics)
         return total
+
+    def _loss_of(
+        self, outputs: Columns, part: Columns | None, objective: Objective, counts: Columns, metrics: Metrics
+    ) -> torch.Tensor:
+        """The loss of a micro-batch, which is measured; without rows 0, with a gradient of 0."""
+        if part is None:
+            return 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
+        loss, measured = objective.loss(outputs, self.to_device(part), counts)
+        metrics.merge(measured)
+        return loss
 
     @torch.no_grad()
     def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
@@ -236,7 +248,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
-        parts = [own_part(weight) for weight in self.model.parameters() if weight.requires_grad]
+        parts = [own_part(weight) for weight in self._trained()]
         found = {} if self._probe is None else self.forward(*self._probe)
         # Norms square what passes through them: with weights of 1e38, which are finite, all of it becomes 0.
         ends = (torch.stack(part.aminmax()).float().square() for part in parts if part.numel())
@@ -323,6 +335,16 @@ class Engine(ABC):
             ]
             encoders.prefetch(chain.from_iterable(by_pass), None if settings.is_sharded else self.model)
         return passes
+
+    def _evened(self, passes: list[list[int]], least: int = 0, step: int = 1) -> list[list[int]]:
+        """Returns as many passes on every rank, `least` or more, in multiples of `step`: all take part in each."""
+        most = torch.tensor(len(passes))  # the hosts agree on it
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.process_group)
+        count = -(-max(int(most), least) // step) * step
+        return [*passes, *([] for _ in range(count - len(passes)))]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _move(self, device: torch.device, *, weights: bool) -> None:
         if self.device == HOST:

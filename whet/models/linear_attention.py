@@ -174,8 +174,8 @@ class PackedFlow:
 
     @cached_property
     def calls(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Tokens of sequences one after the other, where each begins, and numbers of pieces: what begins at zero, and
-        what goes on."""
+        """Tokens of sequences one after the other, the start of each, and the piece that it continues: first the pieces
+        that begin at zero, then the others."""
         found, size = [], len(self.places)
         for is_late in (False, True):
             if grids := [grid for grid in self.grids if (grid[1] is not None) == is_late]:

@@ -96,7 +96,7 @@ def outputs_of(
         raise EngineError(type(model).__name__, f"gives {', '.join(sorted(offered))}", missing)
     body = body_of(model)
     device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16
-    at = _Sampled.of(where, settings)
+    at = Sampled.of(where, settings)
     routing = needs & ROUTER_OUTPUTS
     with (
         torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow),
@@ -112,10 +112,25 @@ def outputs_of(
     if needs == routing:
         return outputs
     head, form = body.get_output_embeddings(), LogitForm.of(body.config.get_text_config())
+    return outputs | statistics_of(hidden, head.weight, head.bias, at, needs, settings, temperature, form)
+
+
+def statistics_of(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    at: Sampled,
+    needs: frozenset[str],
+    settings: ForwardSettings,
+    temperature: float,
+    form: LogitForm = LogitForm(),  # noqa: B008  # immutable
+) -> dict[str, torch.Tensor]:
+    """`POLICY_OUTPUTS` of a language model, from hidden states [n, H] at the sampled tokens and its output layer."""
+    hidden = hidden.to(settings.dtype)
     statistics = token_statistics(
-        hidden.to(settings.dtype),
-        head.weight,
-        head.bias,
+        hidden,
+        weight,
+        bias,
         at.targets,
         temperature=temperature,
         chunk_tokens=settings.chunk_tokens,
@@ -124,10 +139,9 @@ def outputs_of(
         form=form,
         fixed=settings.tile > 0,
     )
-    outputs |= {name: at.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
+    outputs = {name: at.to_columns(value) for name, value in statistics._asdict().items() if name in needs}
     if "vocab_log_probs" in needs:
-        narrow = hidden[: at.count].to(settings.dtype)
-        outputs["vocab_log_probs"] = at.to_columns(vocab_log_probs(narrow, head.weight, head.bias, temperature, form))
+        outputs["vocab_log_probs"] = at.to_columns(vocab_log_probs(hidden[: at.count], weight, bias, temperature, form))
     return outputs
 
 
@@ -145,7 +159,7 @@ def tokens_of(where: Layout, settings: ForwardSettings) -> int:
 
 
 def _of_routers(
-    found: Recorded, at: _Sampled, names: frozenset[str], settings: ForwardSettings
+    found: Recorded, at: Sampled, names: frozenset[str], settings: ForwardSettings
 ) -> dict[str, torch.Tensor]:
     """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], the sum over the tokens that this rank has."""
     tokens = at.states[: at.count]
@@ -157,8 +171,8 @@ def _of_routers(
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    """The sampled tokens that this rank computes: all, or with split tokens those whose preceding token it has."""
+class Sampled:
+    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token it has."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
     targets: torch.Tensor  # [n]
@@ -168,10 +182,11 @@ class _Sampled:
     share: TokenShare | None
 
     @classmethod
-    def of(cls, where: Layout, settings: ForwardSettings) -> _Sampled:
+    def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> Sampled:
+        """Finds them in a batch; split tokens are `total` with padding, by default as many as `share.padded` gives."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
-            total = share.padded(where.size)
+            total = total or share.padded(where.size)
             places, part = share.places(total, states.device)[states], total // share.size
             owner = places // part
             states, targets = places[owner == share.rank] - share.rank * part, targets[owner == share.rank]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,10 @@ def fill(
     """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0, a
     new adapter with `new_adapter`; with `has_new_head` the head of a reward model, if the files lack it, with
     `new_head`.  Raises: ModelError."""
-    base, adapters = split_adapters(path)
-    if adapters:
-        found = f"is an adapter for {base}, and sharded engines cannot merge an adapter while loading"
-        raise ModelError(f"{path}", found, "", "export the merged model first, and name its folder")
     body = body_of(model)
-    kinds = ["*.safetensors*", *(["*.bin*"] if allow_pickle else [])]
-    folder = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=kinds))
-    check_weights(folder, allow_pickle=allow_pickle)
     layers = adapted_layers(body)
-    with ExitStack() as files, without_weight_bars():
-        slices = {_name_with_adapter(name, layers): part for name, part in read_slices(folder, files, allow_pickle)}
+    with open_slices(path, allow_pickle) as files, without_weight_bars():
+        slices = {_name_with_adapter(name, layers): part for name, part in files}
         conversions: Any = get_model_conversion_mapping(body)
         settings = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, dtype=None)
         report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
@@ -121,8 +114,22 @@ def like(weight: DTensor, own: torch.Tensor, shape: torch.Size) -> DTensor:
     return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
-def read_slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
-    """Yields the weights of the folder by name; a weight is read from disk when it is indexed."""
+@contextmanager
+def open_slices(path: str | Path, allow_pickle: bool) -> Iterator[Iterator[tuple[str, Any]]]:
+    """Opens a model's files. Yields the weights by name; a weight is read from disk when it is indexed.
+    Raises: ModelError."""
+    base, adapters = split_adapters(path)
+    if adapters:
+        found = f"is an adapter for {base}, and sharded engines cannot merge an adapter while loading"
+        raise ModelError(f"{path}", found, "", "export the merged model first, and name its folder")
+    kinds = ["*.safetensors*", *(["*.bin*"] if allow_pickle else [])]
+    folder = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=kinds))
+    check_weights(folder, allow_pickle=allow_pickle)
+    with ExitStack() as files:
+        yield _read_slices(folder, files, allow_pickle)
+
+
+def _read_slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
     for path in weight_files(folder, allow_pickle=allow_pickle):
         if path.suffix != ".safetensors":
             yield from torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,13 @@ from whet.config.schema import EngineConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
+from whet.engines.megatron import sizes
 from whet.errors import EngineError, WorkerError
 from whet.trainers.objectives import ValueObjective
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron-core: make megatron"),
+    pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
 ]
 SHARDED = {"distributed_optimizer": True}
 # A run goes on with other processes and another mesh each time.

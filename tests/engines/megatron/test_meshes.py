@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from tiny import KINDS, folder_of
 
 from whet.config.schema import EngineConfig
 from whet.controller.worker_group import WorkerGroup
+from whet.engines.megatron import sizes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron-core: make megatron"),
+    pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
 ]
 Options = dict[str, Any]
 SHARDED = {"distributed_optimizer": True}

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 
 from whet.config.algorithm_checks import EngineUse, nearest_divisors, other_kernels
 from whet.engines.mesh import FACTORS, Mesh
@@ -47,8 +48,21 @@ def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
 
 def _sizes(use: EngineUse) -> Iterator[ConfigError]:
     """Sizes whose product is not the number of processes."""
-    key, given, left = f"{use.key}.options.mesh", use.options["mesh"] or {}, use.processes
-    whole = f"{use.processes_key}={use.processes}"
+    key, given = f"{use.key}.options.mesh", use.options["mesh"] or {}
+    if uneven := list(uneven_sizes(use, key, given)):
+        yield from uneven
+        return
+    left = use.processes // prod(given[name] for name in FACTORS if name in given)
+    if left > 1 and "shard" in given and "replicate" in given:
+        size, whole = given["shard"], f"{use.processes_key}={use.processes}"
+        yield ConfigError(f"{key}.shard", size, f"{size * left}, as the product is {whole}", "set it, or unset it")
+    mesh = Mesh.of(use.processes, given)
+    yield from uneven_experts(key, mesh.expert, mesh.holders, f"shard x context = {mesh.shard} x {mesh.context}")
+
+
+def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator[ConfigError]:
+    """Yields the error of the first size that does not divide the processes which the sizes before it leave."""
+    left, whole = use.processes, f"{use.processes_key}={use.processes}"
     for name in (each for each in FACTORS if each in given):
         if left % given[name]:
             near = " or ".join(str(each) for each in nearest_divisors(left, given[name]))
@@ -59,11 +73,10 @@ def _sizes(use: EngineUse) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}.{name}", given[name], expected, f"try {near}")
             return
         left //= given[name]
-    if left > 1 and "shard" in given and "replicate" in given:
-        size = given["shard"]
-        yield ConfigError(f"{key}.shard", size, f"{size * left}, as the product is {whole}", "set it, or unset it")
-    mesh = Mesh.of(use.processes, given)
-    if mesh.holders % mesh.expert:
-        near = " or ".join(str(each) for each in nearest_divisors(mesh.holders, mesh.expert))
-        expected = f"a divisor of shard x context = {mesh.shard} x {mesh.context}"
-        yield ConfigError(f"{key}.expert", mesh.expert, expected, f"try {near}")
+
+
+def uneven_experts(key: str, size: int, holders: int, product: str) -> Iterator[ConfigError]:
+    """Yields an error where `holders` ranks, the `product` in words, do not share out the experts."""
+    if holders % size:
+        near = " or ".join(str(each) for each in nearest_divisors(holders, size))
+        yield ConfigError(f"{key}.expert", size, f"a divisor of {product}", f"try {near}")

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -24,7 +23,7 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
-from whet.engines.fsdp.pipeline import everywhere, padded, run_schedule, stages_of
+from whet.engines.fsdp.pipeline import everywhere, padded, run_forward, run_schedule, stages_of
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.mesh import Mesh
 from whet.engines.optim import optimizer_for, optimizers_of
@@ -70,7 +69,8 @@ class FSDPEngine(Engine):
     ) -> None:
         self.ranks = arrange(process_group, device.type, mesh)  # type: ignore[arg-type]  # the keys are text
         super().__init__(role.empty_model(device), role, self.ranks.group, device)
-        self.rows_group, self.row_ranks = self.ranks.rows_group, self.ranks.mesh.row_ranks
+        self.rows_group, sizes = self.ranks.rows_group, self.ranks.mesh
+        self.row_ranks, self.pipeline_ranks = sizes.row_ranks, sizes.pipeline
         model, optim = self.model, role.optim
         forward = self.forward_settings = replace(self.forward_settings, is_sharded=True)
         if (context := self.ranks.mesh.context) > 1:
@@ -110,20 +110,6 @@ class FSDPEngine(Engine):
         """A part of everything in each process, on the host where it is offloaded."""
         mesh = Mesh.of(processes, options["mesh"])
         return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
-
-    @property
-    def dp_rank(self) -> int:
-        return dist.get_rank(self.ranks.group) % self.ranks.mesh.stage_ranks // self.row_ranks
-
-    @property
-    def dp_size(self) -> int:
-        return self.ranks.mesh.stage_ranks // self.row_ranks
-
-    @property
-    def is_reporting(self) -> bool:
-        """True on a rank of the last stage, which has the outputs."""
-        has_outputs = dist.get_rank(self.ranks.pipeline_group) == self.ranks.mesh.pipeline - 1
-        return has_outputs and dist.get_rank(self.ranks.group) % self.row_ranks == 0
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
@@ -189,18 +175,10 @@ class FSDPEngine(Engine):
                 found |= {names[id(weight)]: optimizer.state[weight] for weight in group["params"]}
         return found
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [weight for weight in self.model.parameters() if weight.requires_grad]
-
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
         """Returns as many passes on every rank: all ranks take part in gathering weights."""
-        split = super()._passes(columns, block)
-        most = torch.tensor(len(split))  # the hosts agree on it
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.group)
-        if self._num_stages > 1:  # what the schedules take
-            most = (most.clamp(min=self._num_stages) + self.ranks.mesh.pipeline - 1) // self.ranks.mesh.pipeline
-            most *= self.ranks.mesh.pipeline
-        return [*split, *([] for _ in range(int(most) - len(split)))]
+        ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # what the schedules take
+        return self._evened(super()._passes(columns, block), *ends)
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
         if self._num_stages == 1:
@@ -215,11 +193,9 @@ class FSDPEngine(Engine):
             found = self._stage(index, layouts[number], hidden, objective.needs, objective.temperature)
             if index < self._num_stages - 1:
                 return padded(found["states"], tokens)
-            if not passes[number]:
-                return 0.0 * torch.stack([value.sum() for value in found.values()]).sum()
-            loss, measured = objective.loss(found, self.to_device(parts[number]), counts)
-            total.add_(loss.detach())
-            metrics.merge(measured)
+            loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
+            if passes[number]:
+                total.add_(loss.detach())
             return loss
 
         shape = tokens, body_of(self.model).config.hidden_size
@@ -240,16 +216,10 @@ class FSDPEngine(Engine):
         return outputs
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        group, width = self.ranks.pipeline_group, self.ranks.mesh.pipeline
         size = tokens_of(where, self.forward_settings), body_of(self.model).config.get_text_config().hidden_size
-        found: dict[str, torch.Tensor] = {}
-        for index in self._stages:
-            hidden = torch.empty(size, device=self.device) if index else None
-            if hidden is not None:
-                dist.recv(hidden, dist.get_global_rank(group, (index - 1) % width), group)
-            found = self._stage(index, where, hidden, needs, temperature)
-            if index < self._num_stages - 1:
-                dist.send(found["states"].contiguous(), dist.get_global_rank(group, (index + 1) % width), group)
+        given = partial(self._stage, needs=needs, temperature=temperature)
+        runs = {index: partial(given, index, where) for index in self._stages}
+        found = run_forward(runs, self._num_stages, torch.empty(size, device=self.device), self.ranks.pipeline_group)
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _keep_gradients(self) -> None:

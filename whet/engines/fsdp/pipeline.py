@@ -119,6 +119,25 @@ def run_schedule(
     schedule.step(*args, number=numbers, return_outputs=False, **target)
 
 
+def run_forward(
+    runs: Mapping[int, Callable[[torch.Tensor | None], dict[str, torch.Tensor]]],
+    count: int,
+    like: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> dict[str, torch.Tensor]:
+    """Runs a micro-batch forward through the stages `runs` of `count` on this rank; hidden states, `states` of stages
+    before the last, have the shape of `like`.  Returns the outputs of the rank's last stage."""
+    found: dict[str, torch.Tensor] = {}
+    for index, run in runs.items():
+        hidden = torch.empty_like(like) if index else None
+        if hidden is not None:
+            dist.recv(hidden, dist.get_global_rank(group, (index - 1) % group.size()), group)
+        found = run(hidden)
+        if index < count - 1:
+            dist.send(found["states"].contiguous(), dist.get_global_rank(group, (index + 1) % group.size()), group)
+    return found
+
+
 def everywhere(
     own: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,44 +18,46 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from whet.engines.fsdp.checkpoint import FILE_BYTES, STATE
 from whet.engines.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
 from whet.engines.megatron.model import Stage
 from whet.errors import CheckpointError, EngineError
 
-STATE, FOLDER, FORM = "engine.json", "megatron", ("torch_dist", 1)
-FILE_BYTES = 2**30
+FOLDER, FORM = "megatron", ("torch_dist", 1)
 # Each weight's state is one tensor under the weight's name, whatever the mesh.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": False}
 
 
 def save(path: Path, stages: Sequence[Stage], optimizer: Any, progress: dict[str, Any]) -> None:
     """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
-    if dist.get_rank() == 0:
-        (path / FOLDER).mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    state = _state(stages, optimizer, is_loading=False)
-    try:
-        dist_checkpointing.save(state, str(path / FOLDER), FORM, content_metadata=METADATA)
-    except CheckpointingException as error:
-        raise CheckpointError(f"{path}", str(error), "a writable folder") from error
+    write(path / FOLDER, stages, optimizer)
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
 
 
+def write(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> None:
+    """Writes stages and optimizer in the distributed form alone.  Raises: CheckpointError."""
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    try:
+        state = _state(stages, optimizer, is_loading=False)
+        dist_checkpointing.save(state, str(path), FORM, content_metadata=METADATA)
+    except CheckpointingException as error:
+        raise CheckpointError(f"{path}", str(error), "a writable folder") from error
+
+
 def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Writes whole weights on the first rank; all take part."""
-    kept: dict[str, torch.Tensor] = {}
-    files = 0
-    is_first = dist.get_rank() == 0
+    kept, files = dict[str, torch.Tensor](), 1
     for name, weight in weights:
-        if is_first:
-            if sum(each.nbytes for each in kept.values()) > FILE_BYTES:
-                files += 1
-                save_file(kept, path / f"model-{files:05}.safetensors")
-                kept = {}
-            kept[f"model.{name}"] = weight.to("cpu", copy=True)
-    if is_first:
-        save_file(kept, path / f"model-{files + 1:05}.safetensors")
+        if dist.get_rank():
+            continue
+        if sum(each.nbytes for each in kept.values()) > FILE_BYTES:
+            save_file(kept, path / f"model-{files:05}.safetensors")
+            kept, files = {}, files + 1
+        kept[f"model.{name}"] = weight.to("cpu", copy=True)
+    if kept:
+        save_file(kept, path / f"model-{files:05}.safetensors")
     dist.barrier()
 
 
@@ -66,36 +68,32 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     if not (path / FOLDER).is_dir():
         change = "set engine.name to that of the run that wrote it"
         raise EngineError(f"{path}", f"has no folder {FOLDER}", "a folder that this engine writes", change)
-    wanted = _state(stages, optimizer, is_loading=True)
-    try:
-        state = dist_checkpointing.load(wanted, str(path / FOLDER))
-        progress: dict[str, Any] = json.loads((path / STATE).read_text())
-    except (OSError, ValueError, KeyError, CheckpointException, CheckpointingException) as error:
-        expected = "a state of this model, with the same distributed_optimizer, and with expert > 1 or not as here"
-        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0][:200], expected) from error
-    for number, stage in enumerate(stages):
-        stage.load_state_dict(state[_key(number, stages)])
+    expected = "a state of this model, with the same distributed_optimizer, and with expert > 1 or not as here"
+    state = read(path / FOLDER, stages, optimizer, expected=expected)
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
+    try:
+        progress: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE}", f"{error}", "a file of this engine") from error
     return progress
 
 
-def read_weights(path: Path, stages: Sequence[Stage]) -> None:
-    """Fills stages from a folder of the distributed form alone, whoever wrote it.  Raises: CheckpointError."""
-    wanted = _state(stages, None, is_loading=True)
+def read(
+    path: Path, stages: Sequence[Stage], optimizer: Any = None, *, expected: str = "weights of this model"
+) -> dict[str, Any]:
+    """Fills stages from a folder of the distributed form, whoever wrote it.  Returns all that was read.
+
+    Raises: CheckpointError."""
+    wanted = _state(stages, optimizer, is_loading=True)
     try:
-        state = dist_checkpointing.load(wanted, str(path))
-    except (OSError, KeyError, CheckpointException, CheckpointingException) as error:
-        change = "name the folder with metadata.json"
-        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0], "weights of this model", change) from error
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+    except (OSError, ValueError, KeyError, CheckpointException, CheckpointingException) as error:
+        change = "name a folder with metadata.json"
+        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0][:200], expected, change) from error
     for number, stage in enumerate(stages):
         stage.load_state_dict(state[_key(number, stages)])
-
-
-def write_weights(path: Path, stages: Sequence[Stage]) -> None:
-    """Writes stages in the distributed form alone."""
-    path.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save(_state(stages, None, is_loading=False), str(path), FORM)
+    return state
 
 
 def _state(stages: Sequence[Stage], optimizer: Any, is_loading: bool) -> dict[str, Any]:

@@ -39,13 +39,11 @@ with warnings.catch_warnings():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
-        copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
-        gather_from_tensor_model_parallel_region,
         model_parallel_cuda_manual_seed,
         random,
-        reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -98,7 +96,7 @@ class _Nothing:
 
 
 class _OnHost(TorchFunctionMode):
-    """Puts what is meant for CUDA on the host."""
+    """Keeps on the host the tensors that Megatron-Core asks CUDA for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

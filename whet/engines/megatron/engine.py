@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whet.batch import Batch
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
-from whet.engines.fsdp.pipeline import everywhere
-from whet.engines.megatron import sizes as checks
+from whet.engines.fsdp.pipeline import everywhere, run_forward
+from whet.engines.megatron import checkpoint, sizes as checks
 from whet.engines.megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -37,7 +37,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.load import body_of
-from whet.models.outputs import layout_of
+from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import ROUTED, Layout
 from whet.models.sequence_parallel import heads_ranks
 from whet.options import Count
@@ -83,22 +83,18 @@ class MegatronEngine(Engine):
         role = replace(role, lora=None)
         self.sizes = Sizes(tensor, pipeline, virtual, expert, context)
         self.ranks, self._hugging_face = arrange(self.sizes, device), hugging_face
-        super().__init__(role.empty_model(device), role, self.ranks.everyone, device)
+        super().__init__(role.empty_model(device), role, dist.group.WORLD, device)
         self.config: Any = body_of(self.model).config
-        check_family(self.config, "engine.name")
-        self.rows_group = self.ranks.rows
-        self.forward_settings = replace(self.forward_settings, packing=True)
-        if context > 1:
-            if (heads := heads_ranks(self.config, context, tensor)) < context:
-                expected = f"at most {heads}, as ranks share out heads"
-                raise ConfigError("engine.options.context", context, expected, f"set it to {heads}")
-            self.forward_settings = replace(self.forward_settings, token_share=self.ranks.token_share)
+        check_family(self.config)
+        self.rows_group, self.row_ranks, self.pipeline_ranks = self.ranks.rows, tensor * context, pipeline
+        self.forward_settings = replace(self.forward_settings, packing=True, token_share=self.ranks.row)
+        if context > 1 and (heads := heads_ranks(self.config, context, tensor)) < context:
+            expected = f"at most {heads}, as ranks share out heads"
+            raise ConfigError("engine.options.context", context, expected, f"set it to {heads}")
         dtype, recomputes = self.forward_settings.dtype, role.gradient_checkpointing
         with self.ranks.used():
             own = config_of(self.config, self.sizes, device, dtype, recomputes)
-            self.stages = [
-                stage_of(own, self.config, part, self._head(dtype)).to(device) for part in range(self.sizes.virtual)
-            ]
+            self.stages = [stage_of(own, self.config, part, role).to(device) for part in range(virtual)]
             self._fill()
             self.wrapped: list[Any] = list(self.stages)
             self.optimizer = None
@@ -116,57 +112,26 @@ class MegatronEngine(Engine):
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of the layers and heads in each process; copies of it hold the other rows."""
         sizes = Sizes.of(options)
-        return Spread(sizes.tensor * sizes.pipeline, row_ranks=sizes.row_ranks, token_shares=sizes.context)
-
-    @property
-    def dp_rank(self) -> int:
-        return dist.get_rank(self.ranks.rows)
-
-    @property
-    def dp_size(self) -> int:
-        return self.ranks.rows.size()
-
-    @property
-    def is_reporting(self) -> bool:
-        """True on a rank of the last stage, which has the outputs."""
-        groups = self.ranks.pipeline, self.ranks.tensor, self.ranks.context
-        is_last = dist.get_rank(groups[0]) == groups[0].size() - 1
-        return is_last and all(dist.get_rank(group) == 0 for group in groups[1:])
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        with self.ranks.used():
-            return super().forward(*args, **kwargs)
-
-    def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
-        with self.ranks.used():
-            return super().forward_backward(batch, objective, counts)
+        parts = sizes.tensor * sizes.pipeline
+        return Spread(parts, row_ranks=parts * sizes.context, token_shares=sizes.context)
 
     def step(self) -> Metrics:
         with self.ranks.used():
             return super().step()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return everywhere(named(self.stages, self.config, self.ranks, self._prefix), self.ranks.pipeline, self.device)
-
-    @torch.no_grad()
-    def has_finite_weights(self) -> bool:
-        found = {} if self._probe is None else self.forward(*self._probe)
-        weights = [weight for stage in self.stages for weight in stage.parameters()]
-        return all(bool(each.isfinite().all()) for each in (*weights, *found.values()))
+        own = named(self.stages, self.config, self.ranks, self.role.is_value_model)
+        return everywhere(own, self.ranks.pipeline, self.device)
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
         """A folder in Megatron-Core's distributed form, and with the weights in Hugging Face's."""
-        from whet.engines.megatron import checkpoint
-
         with self.ranks.used():
             checkpoint.save(path, self.stages, self.optimizer, {**self._progress(), "start": start})
         if self._hugging_face:
             checkpoint.save_weights(path, self.named_weights())
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back what any mesh wrote.  Returns its `start`."""
-        from whet.engines.megatron import checkpoint
-
+        """Puts back a state of any mesh.  Returns its `start`."""
         with self.ranks.used():
             state = checkpoint.load(path, self.stages, self.optimizer)
         self._load_progress(state)
@@ -183,29 +148,17 @@ class MegatronEngine(Engine):
         """Reads the weights."""
         fill(self.stages, self.config, self.ranks, self.role)
 
-    def _head(self, dtype: torch.dtype) -> nn.Linear | None:
-        """A new head of a value or reward model, as the whole model has one."""
-        if not (self.role.is_value_model or self.role.is_reward_model):
-            return None
-        return nn.Linear(self.config.hidden_size, 1, bias=self.role.is_value_model, dtype=dtype)
+    def _trained(self) -> list[nn.Parameter]:
+        return [weight for stage in self.stages for weight in stage.parameters()]
 
-    @property
-    def _prefix(self) -> str:
-        """The prefix of the weights of the body in Hugging Face's module."""
-        names = (name for name, _ in self.model.named_parameters())
-        return next(name for name in names if name.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+    def _weights_read(self) -> AbstractContextManager[None]:
+        return self.ranks.used()
 
     def _passes(self, columns: Columns, block: int) -> list[list[int]]:
         """Returns as many passes on every rank: all take part in exchanging tokens with experts."""
         if ROUTED in columns:
             raise EngineError(ROUTED, "experts of the rollout", "none: megatron replays no choices", "set it to fsdp")
-        split = super()._passes(columns, block)
-        most = torch.tensor(len(split), device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ranks.everyone)
-        count, width = int(most), self.sizes.pipeline
-        if self.sizes.virtual > 1:
-            count = -(-count // width) * width
-        return [*split, *([] for _ in range(count - len(split)))]
+        return self._evened(super()._passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
         passes, total = self._passes(columns, objective.block), torch.zeros((), device=self.device)
@@ -213,24 +166,21 @@ class MegatronEngine(Engine):
             return total
         parts = [rows_of(columns, rows) for rows in passes]
         layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
-        width, share = max(self._width(where) for where in layouts), self.forward_settings.token_share
+        width = max(map(self._width, layouts))
 
         def loss_of(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             found = outputs_of(
                 self.stages[-1], hidden, layouts[number], objective.needs, self.forward_settings, objective.temperature
             )
-            none = torch.zeros((), dtype=torch.int)  # of tokens to divide by
-            if not passes[number]:
-                return 0.0 * torch.stack([value.sum() for value in found.values()]).sum(), none, {}
-            loss, measured = objective.loss(found, self.to_device(parts[number]), counts)
-            total.add_(loss.detach())
-            metrics.merge(measured)
-            return loss, none, {}
+            loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
+            if passes[number]:
+                total.add_(loss.detach())
+            return loss, torch.zeros((), dtype=torch.int), {}  # none of the tokens to divide by
 
         def forward(numbers: Iterator[int], stage: Any) -> tuple[torch.Tensor, Any]:
             number = next(numbers)
             size = width if self.sizes.pipeline > 1 else self._width(layouts[number])
-            ids, packed = pack(body_of(self.model), layouts[number], size, share)
+            ids, packed = pack(body_of(self.model), layouts[number], size, self.ranks.context)
             return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number)
 
         numbers = [iter(range(len(passes))) for _ in self.wrapped]
@@ -247,29 +197,24 @@ class MegatronEngine(Engine):
 
     def _width(self, where: Layout) -> int:
         """Tokens with padding, which ranks share out evenly."""
-        parts = self.sizes.tensor * self.sizes.context
-        return -(-where.size // parts) * parts
+        return tokens_of(where, self.forward_settings) * self.row_ranks
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        group, width, size = self.ranks.pipeline, self.sizes.pipeline, self._width(where)
-        ids, packed = pack(body_of(self.model), where, size, self.forward_settings.token_share)
-        shape, rank = (
-            (size // self.sizes.tensor // self.sizes.context, 1, self.config.hidden_size),
-            dist.get_rank(group),
-        )
-        last = width * self.sizes.virtual - 1
-        for part, stage in enumerate(self.stages):
-            index = part * width + rank
-            if index:
-                received = torch.empty(shape, dtype=self.forward_settings.dtype, device=self.device)
-                dist.recv(received, dist.get_global_rank(group, (rank - 1) % width), group)
-                stage.set_input_tensor(received)
+        ranks, settings, count = self.ranks, self.forward_settings, self.sizes.pipeline * self.sizes.virtual
+        ids, packed = pack(body_of(self.model), where, self._width(where), ranks.context)
+
+        def run(index: int, stage: Any, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
+            stage.set_input_tensor(received)
             hidden = stage(ids, None, None, packed_seq_params=packed)
-            if index < last:
-                dist.send(hidden.contiguous(), dist.get_global_rank(group, (rank + 1) % width), group)
-            else:
-                return outputs_of(stage, hidden, where, needs, self.forward_settings, temperature)
-        return {name: torch.zeros(where.shape) for name in needs}
+            if index < count - 1:
+                return {"states": hidden}
+            return outputs_of(stage, hidden, where, needs, settings, temperature)
+
+        indices = range(dist.get_rank(ranks.pipeline), count, self.sizes.pipeline)
+        runs = {index: partial(run, index, stage) for index, stage in zip(indices, self.stages, strict=True)}
+        shape = tokens_of(where, settings), 1, self.config.hidden_size
+        found = run_forward(runs, count, torch.empty(shape, dtype=settings.dtype, device=self.device), ranks.pipeline)
+        return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _sum_gradients(self) -> None:
         finalize_model_grads(self.wrapped)

@@ -29,7 +29,7 @@ def write(folder: str, out: Path) -> None:
     """Writes the model in a folder of Hugging Face, with its config and tokenizer beside it."""
     engine = _engine(folder)
     with engine.ranks.used():
-        checkpoint.write_weights(out, engine.stages)
+        checkpoint.write(out, engine.stages)
     for kind in COPIED:
         for each in Path(folder).glob(kind):
             if not each.name.endswith(".index.json"):
@@ -41,7 +41,7 @@ def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
     config.  Raises: CheckpointError, ModelError."""
     engine = _engine(str(model), is_empty=True)
     with engine.ranks.used():
-        checkpoint.read_weights(path, engine.stages)
+        checkpoint.read(path, engine.stages)
     return engine.named_weights()
 
 

@@ -6,14 +6,12 @@ Its layers are Megatron-Core's local ones, with whet's attention over packed row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -23,17 +21,15 @@ from whet.engines.megatron.core import (
     PackedSeqParams,
     TransformerBlockSubmodules,
     TransformerConfig,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     get_gpt_layer_local_spec,
     parallel_state,
-    reduce_from_tensor_model_parallel_region,
 )
 from whet.engines.megatron.sizes import Sizes
+from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.attention import attention
-from whet.models.outputs import ForwardSettings
+from whet.models.outputs import ForwardSettings, Sampled, statistics_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
 
@@ -106,22 +102,20 @@ class Stage(GPTModel):  # type: ignore[misc]
 
 
 def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype, recomputes: bool) -> Any:
-    """The config of Megatron-Core for that of transformers.  Raises: ConfigError for sizes that do not divide it."""
+    """Megatron-Core's config from transformers'.  Raises: ConfigError for sizes that do not divide the model."""
     heads, groups = model.num_attention_heads, model.num_key_value_heads
     experts = getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None)
     width = getattr(model, "moe_intermediate_size", model.intermediate_size) if experts else model.intermediate_size
     stages = sizes.pipeline * sizes.virtual
-    for name, size, counts in (
-        ("tensor", sizes.tensor, {"key-value heads": groups, "rows of the vocabulary": model.vocab_size}),
-        ("tensor", sizes.tensor, {"inner numbers of an MLP": width}),
-        ("expert", sizes.expert, {"experts": experts or 1}),
-        ("pipeline", stages, {"layers, with virtual": model.num_hidden_layers}),
+    for name, size, count, what in (
+        ("tensor", sizes.tensor, groups, "key-value heads"),
+        ("tensor", sizes.tensor, model.vocab_size, "rows of the vocabulary"),
+        ("tensor", sizes.tensor, width, "inner numbers of an MLP"),
+        ("expert", sizes.expert, experts or 1, "experts"),
+        ("pipeline", stages, model.num_hidden_layers, "layers, with virtual"),
     ):
-        for what, count in counts.items():
-            if count % size:
-                raise ConfigError(
-                    f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it"
-                )
+        if count % size:
+            raise ConfigError(f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it")
     mixture: dict[str, Any] = {}
     if experts:
         mixture = {
@@ -161,8 +155,8 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     )
 
 
-def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stage:
-    """Makes the `part`-th stage of this rank, without numbers, for a config of both; `head` is that of values."""
+def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
+    """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
     spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
@@ -171,7 +165,7 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
         own.self_attention.submodules.q_layernorm = own.self_attention.submodules.k_layernorm = Norm
     virtual = config.virtual_pipeline_model_parallel_size
     ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
-    is_last = parallel_state.is_pipeline_last_stage(**ends)
+    is_last, has_head = parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
     layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
     made = Stage(
         config,
@@ -180,18 +174,21 @@ def stage_of(config: Any, model: Any, part: int, head: nn.Linear | None) -> Stag
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),
         post_process=is_last,
-        share_embeddings_and_output_weights=model.tie_word_embeddings and head is None,
+        share_embeddings_and_output_weights=model.tie_word_embeddings and not has_head,
         position_embedding_type="none",  # attention turns queries and keys
         vp_stage=part if virtual else None,
     )
-    made.head, made.pad_token_id = head if is_last else None, model.pad_token_id
-    if made.head is not None:
+    made.head, made.pad_token_id = None, model.pad_token_id
+    if has_head and is_last:
         made.output_layer = None
+        made.head = nn.Linear(model.hidden_size, 1, bias=role.is_value_model, dtype=config.params_dtype)
+        for weight in made.head.parameters():  # ranks have different tokens
+            vars(weight)["sequence_parallel"] = config.sequence_parallel
     return made
 
 
 def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
-    """Returns this rank's token ids [1, T] of `size` with padding, and what layers read beside hidden states."""
+    """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
     ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
     if share is not None:
         ids, positions = share.own(ids), share.own(positions)
@@ -204,52 +201,15 @@ def outputs_of(
     stage: Stage, hidden: torch.Tensor, where: Layout, needs: frozenset[str], settings: ForwardSettings, heat: float
 ) -> dict[str, torch.Tensor]:
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
-    if stage.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=stage.head is None)
     if "scores" in needs:
         where = where.at_ends(stage.pad_token_id)
-    states, targets, owner, share = where.states, where.targets, where.states // len(hidden), settings.token_share
-    if share is not None:
-        is_own = owner == share.rank
-        states, targets = states[is_own] - share.rank * len(hidden), targets[is_own]
-    wide = hidden[:, 0].index_select(0, states)
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in needs}
+    share = settings.token_share
+    at = Sampled.of(where, settings, len(hidden) * (1 if share is None else share.size))
+    states = hidden[:, 0].index_select(0, at.states)
     if stage.head is not None:
-        found = {name: [stage.head(wide).squeeze(-1).float()] for name in needs}
-    else:
-        tied, step = stage.share_embeddings_and_output_weights, settings.chunk_tokens
-        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
-        for part, target in zip(wide.split(step), targets.split(step), strict=True):
-            statistics = checkpoint(_statistics, part, weight, target, needs, heat or 1.0, use_reentrant=False)
-            for name, values in statistics.items():
-                found[name].append(values)
-    whole = {name: torch.cat(values) for name, values in found.items()}
-    if share is not None:
-        whole = {name: share.gather(values, owner) for name, values in whole.items()}
-    return {name: where.to_columns(values) for name, values in whole.items()}
-
-
-def _statistics(
-    states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, needs: frozenset[str], heat: float
-) -> Mapping[str, torch.Tensor]:
-    """Statistics of softmax(states weight^T / heat), of which each rank has columns [V / ranks]: as
-    `models.log_probs.token_statistics`."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    logits = (states @ weight.T).float() / heat
-    largest = logits.detach().amax(-1)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
-    logits = logits - largest[:, None]
-    powers, own = logits.exp(), targets - group.rank() * logits.shape[-1]
-    total = reduce_from_tensor_model_parallel_region(powers.sum(-1))
-    log_sum, is_own = total.log(), (own >= 0) & (own < logits.shape[-1])
-    chosen = logits.gather(-1, own.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0] * is_own
-    found = {"log_probs": reduce_from_tensor_model_parallel_region(chosen) - log_sum}
-    if "entropy" in needs:
-        found["entropy"] = log_sum - reduce_from_tensor_model_parallel_region((powers * logits).sum(-1)) / total
-    if "sum_pi_squared" in needs:
-        squares = reduce_from_tensor_model_parallel_region(powers.detach().square().sum(-1))
-        found["sum_pi_squared"] = squares / total.detach().square()
-    if "vocab_log_probs" in needs:
-        everywhere = copy_to_tensor_model_parallel_region(log_sum)  # its gradient comes from all columns
-        found["vocab_log_probs"] = gather_from_tensor_model_parallel_region(logits - everywhere[:, None])
-    return {name: value for name, value in found.items() if name in needs}
+        return {name: at.to_columns(stage.head(states).squeeze(-1).float()) for name in needs}
+    is_tied = stage.share_embeddings_and_output_weights
+    weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
+    # Along the rows of the vocabulary: each rank has tokens of its own, and gets the gradient of its rows from all.
+    whole = gather_from_sequence_parallel_region(weight)
+    return statistics_of(states, whole, None, at, needs, settings, heat)

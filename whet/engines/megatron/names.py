@@ -9,8 +9,9 @@ they lie in one weight [E, ...], in most files one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ import torch
 from whet.errors import ConfigError, ModelError
 
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # model types
-Find = Callable[[str], torch.Tensor]  # of a weight of Hugging Face, without the prefix of its body
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 # In files of Mixtral, with the names of others: w1 is the gate, w2 down, w3 up.
-IN_FILES = {"mlp.gate.": "block_sparse_moe.gate.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+IN_FILES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Rule:
     expert: int | None = None  # index in the weight of all experts
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes the whole weight of Megatron-Core of those of Hugging Face."""
+        """Makes a whole weight of Megatron-Core from Hugging Face's weights."""
         if self.groups:
             parts = [part.unflatten(0, (self.groups, -1)) for part in parts]
             return torch.cat([*parts], 1).flatten(0, 1)
         return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
     def split(self, whole: torch.Tensor, heads: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of Hugging Face by name; `heads` are those of queries in a group."""
+        """Yields the weights of Hugging Face by name; `heads` is the number of query heads in a group."""
         if self.groups:
             size = whole.shape[0] // self.groups // (heads + 2)
             grouped = whole.unflatten(0, (self.groups, -1)).split([heads * size, size, size], 1)
@@ -73,7 +73,7 @@ def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int 
     """The rule of a parameter of a stage; its first layer is `layers_before`, its first expert `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
-        "output_layer.weight": Rule(("lm_head.weight",), 0),
+        "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
         "decoder.final_layernorm.weight": Rule(("norm.weight",)),
         "head.weight": Rule(("head.weight",)),
         "head.bias": Rule(("head.bias",)),
@@ -111,7 +111,7 @@ def in_memory(rule: Rule) -> str:
 
 
 def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
-    """Reads a whole weight of Megatron-Core from the weights of files, or of a module, by name.  Raises: ModelError."""
+    """Reads a whole weight of Megatron-Core from the weights of files, by name.  Raises: ModelError."""
     if rule.expert is not None and (stacked := f"{prefix}{in_memory(rule)}") in files:
         found: torch.Tensor = files[stacked][rule.expert]
         return found
@@ -119,25 +119,20 @@ def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -
 
 
 def _find(name: str, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
-    is_head = name.startswith(("lm_head.", "head."))
-    whole = name if is_head else f"{prefix}{name}"
-    other = whole
+    whole = other = name if name.startswith("lm_head.") else f"{prefix}{name}"
     for old, new in IN_FILES.items():
         other = other.replace(old, new)
-    other = other.replace("mlp.experts.", "block_sparse_moe.experts.")
-    for each in (whole, other):
-        if each in files:
-            weight: torch.Tensor = files[each][:]
-            return weight
-    raise ModelError(f"{path}", f"lacks the weight {whole}", "", "fetch the folder again, or name another one")
+    if (found := next((each for each in (whole, other) if each in files), None)) is None:
+        raise ModelError(f"{path}", f"lacks the weight {whole}", "", "fetch the folder again, or name another one")
+    weight: torch.Tensor = files[found][:]
+    return weight
 
 
-def check_family(config: Any, key: str) -> None:
+def check_family(config: Any) -> None:
     """Raises: ConfigError for a model that is not one of `FAMILIES`, or has a form that these seldom have."""
-    kind, values = config.model_type, config.to_dict()
+    kind, values, error = config.model_type, config.to_dict(), partial(ConfigError, "engine.name", "megatron")
     if kind not in FAMILIES:
-        change = "set it to fsdp"
-        raise ConfigError(key, "megatron", f"a model of the types {', '.join(FAMILIES)}, and not {kind}", change)
+        raise error(f"a model of the types {', '.join(FAMILIES)}, and not {kind}", "set it to fsdp")
     forms = {
         "attention_bias": bool(values.get("attention_bias")),
         "mlp_bias": bool(values.get("mlp_bias")),
@@ -147,5 +142,4 @@ def check_family(config: Any, key: str) -> None:
         "hidden_act": values["hidden_act"] != "silu",
     }
     for name in (each for each, holds in forms.items() if holds):
-        expected = f"a {kind} without {name} in its config.json"
-        raise ConfigError(key, "megatron", expected, "set it to fsdp")
+        raise error(f"a {kind} without {name} in its config.json", "set it to fsdp")

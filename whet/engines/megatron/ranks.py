@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from whet.devices import backends
-from whet.engines.megatron.core import model_parallel_cuda_manual_seed, on_device, parallel_state
+from whet.engines.megatron.core import (
+    ProcessGroupCollection,
+    model_parallel_cuda_manual_seed,
+    on_device,
+    parallel_state,
+)
 from whet.engines.megatron.sizes import Sizes
 from whet.errors import EngineError
 from whet.models.sequence_parallel import TokenShare
@@ -29,11 +34,17 @@ class Ranks:
     sizes: Sizes
     device: torch.device
     state: Mapping[str, Any]  # globals of Megatron-Core's parallel_state
-    alone: dist.ProcessGroup | None  # of this rank, where tokens are split
+    tensor: dist.ProcessGroup  # ranks with parts of the same layers
+    pipeline: dist.ProcessGroup  # ranks with different layers
+    rows: dist.ProcessGroup  # ranks with different rows
+    expert: dist.ProcessGroup  # ranks with different experts
+    expert_tensor: dist.ProcessGroup  # ranks with parts of the same experts
+    context: TokenShare | None  # splits the tokens in attention, in which ranks share out all heads
+    row: TokenShare | None  # splits the tokens after the layers, over the ranks of a stage that compute a row
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Around calls of Megatron-Core: its globals are those of this mesh."""
+        """Sets the globals of Megatron-Core to this mesh, around calls of it."""
         before = {name: getattr(parallel_state, name) for name in self.state}
         vars(parallel_state).update(self.state)
         try:
@@ -42,52 +53,6 @@ class Ranks:
                 yield
         finally:
             vars(parallel_state).update(before)
-
-    @property
-    def everyone(self) -> dist.ProcessGroup:
-        """The group of all ranks."""
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
-    @property
-    def tensor(self) -> dist.ProcessGroup:
-        """Ranks with parts of the same layers."""
-        return self._group("_TENSOR_MODEL_PARALLEL_GROUP")
-
-    @property
-    def pipeline(self) -> dist.ProcessGroup:
-        """Ranks with different layers."""
-        return self._group("_PIPELINE_MODEL_PARALLEL_GROUP")
-
-    @property
-    def context(self) -> dist.ProcessGroup:
-        """Ranks with different tokens of the same rows."""
-        return self._group("_CONTEXT_PARALLEL_GROUP")
-
-    @property
-    def token_share(self) -> TokenShare:
-        """The split of tokens over the context ranks, which share out all heads."""
-        assert self.alone is not None
-        return TokenShare(self.context, self.context, self.alone)
-
-    @property
-    def rows(self) -> dist.ProcessGroup:
-        """Ranks with different rows."""
-        return self._group("_DATA_PARALLEL_GROUP")
-
-    @property
-    def expert(self) -> dist.ProcessGroup:
-        """Ranks with different experts."""
-        return self._group("_EXPERT_MODEL_PARALLEL_GROUP")
-
-    @property
-    def expert_tensor(self) -> dist.ProcessGroup:
-        """Ranks with parts of the same experts."""
-        return self._group("_EXPERT_TENSOR_PARALLEL_GROUP")
-
-    def _group(self, name: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self.state[name]
-        return group
 
 
 @cache  # the roles of a process share groups
@@ -107,19 +72,25 @@ def arrange(sizes: Sizes, device: torch.device) -> Ranks:
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(1)  # nothing draws from it
-            alone = None
-            if sizes.context > 1:
-                alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            return Ranks(sizes, device, {name: getattr(parallel_state, name) for name in BLANK}, alone)
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            state = {name: getattr(parallel_state, name) for name in BLANK}
+            own = groups.tp, groups.pp, groups.dp, groups.ep, groups.expt_tp
+            return Ranks(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
     finally:
         vars(parallel_state).update(before)
 
 
-def join(group: dist.ProcessGroup | None, device: torch.device) -> int:
-    """Returns the number of ranks; a process on its own makes a group.  Raises: EngineError for a part of the ranks."""
+def _share(group: dist.ProcessGroup) -> TokenShare | None:
+    """The split of tokens over the ranks of a group, on each of which attention sees all tokens."""
+    if group.size() == 1:
+        return None
+    return TokenShare(group, group, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+
+
+def join(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Makes a group for a process on its own.  Raises: EngineError for a part of the ranks."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device.type), store=dist.HashStore(), rank=0, world_size=1)
     if group is not None and group.size() != dist.get_world_size():
         found = f"trains on {group.size()} of {dist.get_world_size()} ranks"
         raise EngineError("megatron", found, "all ranks of a pool", "give the role a pool of its own")
-    return dist.get_world_size()

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from whet.config.algorithm_checks import EngineUse, nearest_divisors, other_kernels
+from whet.config.algorithm_checks import EngineUse, other_kernels
+from whet.engines.fsdp.checks import uneven_experts, uneven_sizes
 from whet.errors import ConfigError
-
-FACTORS = ("tensor", "context", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,11 @@ class Sizes:
         """Parts of an expert's inner numbers: experts that are spread over ranks are whole."""
         return 1 if self.expert > 1 else self.tensor
 
-    @property
-    def row_ranks(self) -> int:
-        """Ranks that compute a row together."""
-        return self.tensor * self.context * self.pipeline
-
 
 def refuses(use: EngineUse) -> Iterator[ConfigError]:
     """Yields an error for each setting that megatron cannot run with."""
     yield from other_kernels(use)
-    if _lacks("megatron.core"):
+    if not is_installed():
         change = "run `make megatron`, or pip install megatron-core==0.16.1"
         yield ConfigError(f"{use.key}.name", "megatron", "an installation of Megatron-Core", change)
     yield from _sizes(use, Sizes.of(use.options))
@@ -67,28 +61,21 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
         yield ConfigError(f"{use.key}.name", "megatron", f"an engine that knows {reason}", "set it to fsdp")
 
 
-def _lacks(package: str) -> bool:
+def is_installed() -> bool:
+    """Tells whether Megatron-Core can be imported; another folder on the path may have the name of the one around."""
     try:
-        return find_spec(package) is None
-    except ModuleNotFoundError:  # the one around it
-        return True
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _sizes(use: EngineUse, sizes: Sizes) -> Iterator[ConfigError]:
     """Sizes that do not divide the processes, or each other."""
-    key, left = f"{use.key}.options", use.processes
-    for name in FACTORS:
-        size = getattr(sizes, name)
-        if left % size:
-            near = " or ".join(str(each) for each in nearest_divisors(left, size))
-            expected = f"a divisor of the {left} processes that are left of {use.processes_key}={use.processes}"
-            yield ConfigError(f"{key}.{name}", size, expected, f"try {near}")
-            return
-        left //= size
-    holders = left * sizes.tensor * sizes.context
-    if holders % sizes.expert:
-        near = " or ".join(str(each) for each in nearest_divisors(holders, sizes.expert))
-        expected = f"a divisor of the {holders} processes of a stage"
-        yield ConfigError(f"{key}.expert", sizes.expert, expected, f"try {near}")
+    key, given = f"{use.key}.options", {name: getattr(sizes, name) for name in ("tensor", "context", "pipeline")}
+    if uneven := list(uneven_sizes(use, key, given)):
+        yield from uneven
+        return
+    stage = use.processes // sizes.pipeline
+    yield from uneven_experts(key, sizes.expert, stage, f"the {stage} processes of a stage")
     if sizes.virtual > 1 and sizes.pipeline == 1:
         yield ConfigError(f"{key}.virtual", sizes.virtual, f"1 with {key}.pipeline=1", "raise pipeline, or unset it")

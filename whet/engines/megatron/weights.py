@@ -4,38 +4,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 
 from whet.engines.megatron.model import Stage
 from whet.engines.megatron.names import Rule, in_memory, rule_of, whole_weight
 from whet.engines.megatron.ranks import Ranks
 from whet.engines.role import RoleSettings
-from whet.models.folder import check_weights, split_adapters
 from whet.models.load import check_finite, new_head
-from whet.models.sharded import read_slices
+from whet.models.sharded import open_slices
 
 
 @torch.no_grad()
 def fill(stages: Sequence[Stage], config: Any, ranks: Ranks, role: RoleSettings) -> None:
     """Reads this rank's shares of the weights.  A new head is that of any engine.  Raises: ModelError."""
-    path, _ = split_adapters(role.model_path)
-    kinds = ["*.safetensors*", *(["*.bin*"] if role.allow_pickle else [])]
-    folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=kinds))
-    check_weights(folder, allow_pickle=role.allow_pickle)
-    with ExitStack() as opened:
-        files = dict(read_slices(folder, opened, role.allow_pickle))
+    with open_slices(role.model_path, role.allow_pickle) as slices:
+        files = dict(slices)
         for stage in stages:
-            read(stage, config, ranks, files, role)
+            _read(stage, config, ranks, files, role)
             check_finite(stage, role.model_path)
 
 
-def read(stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], role: RoleSettings) -> None:
+def _read(stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], role: RoleSettings) -> None:
     """Copies this rank's shares of the weights in `files`, by name."""
     prefix = "model." if "model.embed_tokens.weight" in files else ""
     for name, weight in stage.named_parameters():
@@ -44,9 +36,6 @@ def read(stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], role
             continue
         rule = _rule(stage, name, config, ranks)
         group = ranks.tensor if rule.expert is None else ranks.expert_tensor
-        names = {"lm_head.weight": "embed_tokens.weight"} if config.tie_word_embeddings else {}
-        if rule.names[0] in names:
-            rule = Rule((names[rule.names[0]],), rule.cut)
         # The norm of the gradient counts what ranks share out on each of them; initialisation, which is left out, would
         # say it.
         vars(weight).update(tensor_model_parallel=rule.cut is not None, partition_dim=rule.cut or 0)
@@ -55,7 +44,7 @@ def read(stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], role
 
 
 def _head(name: str, weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) -> torch.Tensor:
-    """The head of a reward model from its files, or a new one; that of values starts at 0."""
+    """The head of a reward model from its files, or a new one; the head of a value model starts at 0."""
     if role.is_value_model:
         return torch.zeros_like(weight)
     found: torch.Tensor = files["score.weight"][:] if "score.weight" in files else new_head(weight.shape, role.seed)
@@ -63,10 +52,12 @@ def _head(name: str, weight: torch.Tensor, files: Mapping[str, Any], role: RoleS
 
 
 @torch.no_grad()
-def named(stages: Sequence[Stage], config: Any, ranks: Ranks, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named(
+    stages: Sequence[Stage], config: Any, ranks: Ranks, is_value_model: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the whole weights of this rank's stages as Hugging Face's modules name them, tied ones once; on every rank
     of a stage."""
-    heads = config.num_attention_heads // config.num_key_value_heads
+    heads, prefix = config.num_attention_heads // config.num_key_value_heads, "body." if is_value_model else "model."
     for stage in stages:
         rules = [
             (_rule(stage, name, config, ranks), weight)
@@ -85,7 +76,7 @@ def named(stages: Sequence[Stage], config: Any, ranks: Ranks, prefix: str) -> It
 
 
 def _rule(stage: Stage, name: str, config: Any, ranks: Ranks) -> Rule:
-    experts = (config.num_local_experts if stage.config.num_moe_experts else 0) // ranks.sizes.expert
+    experts = (stage.config.num_moe_experts or 0) // ranks.sizes.expert
     return rule_of(name, config, stage.layers_before, dist.get_rank(ranks.expert) * experts)
 
 
