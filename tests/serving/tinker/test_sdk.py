@@ -129,7 +129,7 @@ def test_the_script_of_the_page(server: Server, tmp_path: Path) -> None:
     before, *steps, after = re.findall(
         r"(?:before:|after:|'loss:sum':) ([\d.]+)", run(NEWEST, str(tmp_path / "script.py"))
     )
-    assert len(steps) == 10 and float(after) < 0.9 * float(before) and float(steps[-1]) < 0.9 * float(steps[0])
+    assert len(steps) == 10 and float(after) < 0.9 * float(before)  # the steps are of different rows
 
 
 def test_messages_are_those_of_the_sdk() -> None:
