@@ -49,6 +49,10 @@ def test_a_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[
         (["--tool-parser", "none.py:mine"], r"none\.py: "),
         (["--follow"], "--follow"),
         (["--best"], "run.*--best"),
+        (["--folder", "ck"], "--folder"),
+        (["--tinker", "--best"], "--best"),
+        (["--tinker", "--max-tokens", "5"], "--max-tokens"),
+        (["--tinker", "--tool-parser", "hermes"], "--tool-parser"),
         (["--host", "999.1.1.1"], "999.1.1.1:0"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from whet.cli.arguments import TrustRemoteCode, program
+from whet.errors import ConfigError
 
 GSM8K = "openai/gsm8k:main"
 # As in whet/models/, which loads torch.
@@ -85,6 +86,11 @@ def export(
     from whet.registry import ENGINES
     from whet.tracking.console import long_phase
 
+    unused = (
+        {"--adapter": adapter, "--to": source and to} if source else {"--base": base, "--dtype": dtype} if to else {}
+    )
+    if found := next((name for name, value in {"--adapter": to and adapter, **unused}.items() if value), None):
+        raise ConfigError(found, f"set beside {'--from' if source else '--to'}", change="leave it out")
     with long_phase("exporting"):
         check_new(out)
         if source is not None:

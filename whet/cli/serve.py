@@ -54,9 +54,10 @@ def serve(
     It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
     from whet.registry import ROLLOUT_ENGINES, TOOL_PARSERS
 
-    if tinker and (follow or best):
-        found = "set beside --tinker, which trains models of its own"
-        raise ConfigError("--follow" if follow else "--best", found, change="leave one of the two out")
+    for each in ("follow", "best", "tool_parser", "max_tokens") if tinker else ("folder",):
+        if (source := context.get_parameter_source(each)) is not None and source.name == "COMMANDLINE":
+            found = f"set {'beside' if tinker else 'without'} --tinker"
+            raise ConfigError(f"--{each.replace('_', '-')}", found, change="leave it out")
     options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
     if tool_parser is not None:

@@ -29,7 +29,7 @@ async def compute_score(
     *,
     endpoint: str,
     model: str = "",
-    api: Literal["pooling", "classify", "score", "sglang"] = "pooling",
+    api: Api = "pooling",
     template: str | None = None,
     key_variable: str = "OPENAI_API_KEY",
     retries: Number = 4,
@@ -79,7 +79,7 @@ async def compute_score(
 
 
 def last_number(reply: Any) -> float:
-    """The score in a reply: that of the one text, of its last token where it has one for each.
+    """The score in a reply: the number of the one text, or of its last token.
 
     Raises: ValueError, LookupError, TypeError."""
     rows = reply["data"] if isinstance(reply, dict) and "data" in reply else reply

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,17 +25,19 @@ from whet.guard import RefusedError, check_client, read_body
 from whet.limits import read_json
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.registry import ENGINES
-from whet.serving.app import Settings
+from whet.serving.app import BODY_SECONDS, Settings
 from whet.serving.bodies import ApiError
 from whet.trainers.reward_texts import rows_of
 from whet.types import Message
 
-log = logging.getLogger(__name__)
-BODY_SECONDS = 30.0  # for a client to send a body
+FORMS: dict[str, tuple[str, dict[str, object]]] = {  # name of the scores, and fields beside them
+    "/pooling": ("data", {"object": "pooling"}),
+    "/classify": ("probs", {"label": "score", "num_classes": 1}),
+}
 
 
 class ScoreApp:
-    """An application for one reward model; `asgi` is what a server runs."""
+    """An ASGI application, `asgi`, for one reward model."""
 
     def __init__(self, settings: Settings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
         """Raises: ModelError."""
@@ -51,7 +52,7 @@ class ScoreApp:
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
         self._work: asyncio.Task[None] | None = None
         routes = [self._route("/health", self._health, "GET"), self._route("/v1/models", self._models, "GET")]
-        for path in ("/pooling", "/classify"):
+        for path in FORMS:
             routes.append(self._route(path, partial(self._answer, path), "POST"))
         self.asgi = Starlette(routes=routes)
 
@@ -90,10 +91,7 @@ class ScoreApp:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         rows = await asyncio.to_thread(self._rows, body)
         scores = await self._scored(rows)
-        kind: dict[str, object]
-        key, kind = "data", {"object": "pooling"}
-        if path == "/classify":
-            key, kind = "probs", {"label": "score", "num_classes": 1}
+        key, kind = FORMS[path]
         data = [{"index": index, **kind, key: [score]} for index, score in enumerate(scores)]
         usage = {"prompt_tokens": sum(map(len, rows))}
         return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
@@ -108,10 +106,10 @@ class ScoreApp:
             raise ApiError(400, "a reward model's score has no activation", param="use_activation")
         if "messages" in body:
             try:
-                told = [_message(**each) for each in body["messages"]]
-            except TypeError as error:
+                messages = [Message.from_dict({**each}) for each in body["messages"]]
+            except (KeyError, TypeError) as error:
                 raise ApiError(400, "messages are objects with role and content", param="messages") from error
-            text = render_chat(self._tokenizer, told, add_generation_prompt=bool(body.get("add_generation_prompt")))
+            text = render_chat(self._tokenizer, messages, add_generation_prompt=bool(body.get("add_generation_prompt")))
             rows = encode_rendered(self._tokenizer, [text])
         else:
             rows = self._read(body["input"], bool(body.get("add_special_tokens", True)))
@@ -130,7 +128,7 @@ class ScoreApp:
         raise ApiError(400, "input is a text, token ids, or a list of either", param="input")
 
     async def _scored(self, rows: Sequence[list[int]]) -> list[float]:
-        """The scores of rows, in one pass with those of the requests that came meanwhile.  Raises: ApiError."""
+        """Scores rows, in passes shared with other requests.  Raises: ApiError."""
         if len(self._waiting) + len(rows) > self._settings.max_running + self._settings.max_waiting:
             raise ApiError(429, f"{len(self._waiting)} texts wait already; try again later")
         loop = asyncio.get_running_loop()
@@ -145,24 +143,16 @@ class ScoreApp:
         most = self._settings.max_running
         while self._waiting:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]
-            found: list[float] | Exception
-            try:
-                found = await asyncio.to_thread(self._pass, [row for row, _ in taken])
-            except Exception as error:  # a request's answer says so, and the next pass may succeed
-                log.error("a pass over %d texts failed", len(taken), exc_info=error)
-                found = error
+            work = asyncio.get_running_loop().run_in_executor(None, self._pass, [row for row, _ in taken])
+            await asyncio.wait([work])
             for place, (_, future) in enumerate(taken):
                 if future.done():  # its request is over
                     continue
-                if isinstance(found, Exception):
-                    future.set_exception(found)
+                if (error := work.exception()) is not None:  # the next pass may succeed
+                    future.set_exception(error)
                 else:
-                    future.set_result(found[place])
+                    future.set_result(work.result()[place])
 
     def _pass(self, rows: Sequence[list[int]]) -> list[float]:
         found: list[float] = self._engine.forward(rows_of(rows), frozenset({"scores"}))["scores"].sum(1).tolist()
         return found
-
-
-def _message(*, role: str, content: Any, **fields: Any) -> Message:
-    return Message(role, content, fields)

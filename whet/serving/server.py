@@ -81,10 +81,7 @@ def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> No
         raise ConfigError("--follow", "set", "no --follow with a reward model", "leave it out")
     host, port = bound.getsockname()[:2]
     log.info("serving %s, as %r, on http://%s:%d/v1/models, /pooling, /classify", settings.model, app.name, host, port)
-    config = uvicorn.Config(app.asgi, http=with_deadline(AutoHTTPProtocol), log_level="warning", access_log=False)
-    config.timeout_graceful_shutdown = round(settings.stop_seconds)
-    with signals_end_quietly():
-        uvicorn.Server(config).run(sockets=[bound])
+    HttpServer(app.asgi, settings).run_on(bound)
 
 
 class _Server:
@@ -93,7 +90,7 @@ class _Server:
     def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str) -> None:
         self._settings, self._name, self._source = settings, reader.name, source
         self._dtype = torch_dtype(dtype)
-        self._engine = EngineThread(engine, on_death=lambda error: self._end())
+        self._engine = EngineThread(engine, on_death=lambda error: setattr(self._http, "should_exit", True))
         warm_up = Request("warm-up", (reader.stop_ids or (0,))[:1], SamplingParams(1), 0)
         warmed = self._engine.call(lambda: generate(engine, [warm_up]))  # makes the cache, compiles the kernels
         if (error := warmed.exception()) is not None:
@@ -101,32 +98,14 @@ class _Server:
             raise named(error) from error
         app = App(reader, self._engine, settings, lambda: {"root": self._source})
         app.asgi.router.lifespan_context = self._lifespan
-        http = with_deadline(AutoHTTPProtocol)
-        config = uvicorn.Config(app.asgi, http=http, log_level="warning", access_log=False, server_header=False)
-        config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
-        self._http = HttpServer(config, self._engine, settings.stop_seconds)
+        self._http = HttpServer(app.asgi, settings, self._engine)
 
     def run(self, bound: socket.socket) -> None:
         """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
-        try:
-            self._announce(*bound.getsockname()[:2])
-            with signals_end_quietly():
-                self._http.run(sockets=[bound])
-            death = self._engine.death
-        finally:
-            self._engine.stop()
-        if death is not None:
-            raise death
-
-    def _end(self) -> None:
-        self._http.should_exit = True
-
-    def _announce(self, host: str, port: int) -> None:
-        settings = self._settings
+        settings, (host, port) = self._settings, bound.getsockname()[:2]
         log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
         log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
-        if settings.host not in LOCAL and not settings.api_key:
-            log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
+        self._http.run_on(bound)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -167,14 +146,32 @@ class _Server:
 class HttpServer(uvicorn.Server):
     """uvicorn, which ends requests with an error where they take too long after a signal."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineThread, stop_seconds: float) -> None:
+    def __init__(self, app: Starlette, settings: Settings, engine: EngineThread | None = None) -> None:
+        http = with_deadline(AutoHTTPProtocol)
+        config = uvicorn.Config(app, http=http, log_level="warning", access_log=False, server_header=False)
+        config.timeout_graceful_shutdown = round(settings.stop_seconds + (0 if engine is None else END_SECONDS))
         super().__init__(config)
-        self._engine, self._stop_seconds = engine, stop_seconds
+        self._settings, self._engine = settings, engine
+
+    def run_on(self, bound: socket.socket) -> None:
+        """Serves until a signal, or until the engine fails, which is stopped.  Raises: WhetError then."""
+        if self._settings.host not in LOCAL and not self._settings.api_key:
+            log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", *bound.getsockname()[:2])
+        try:
+            with _signals_end_quietly():
+                self.run(sockets=[bound])
+            death = None if self._engine is None else self._engine.death
+        finally:
+            if self._engine is not None:
+                self._engine.stop()
+        if death is not None:
+            raise death
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more connections, and waits for requests to end."""
         log.info("the server ends with its running requests; Ctrl-C again ends it at once")
-        asyncio.get_running_loop().call_later(self._stop_seconds, self._engine.end_requests)
+        if self._engine is not None:
+            asyncio.get_running_loop().call_later(self._settings.stop_seconds, self._engine.end_requests)
         await super().shutdown(sockets)
 
 
@@ -230,7 +227,7 @@ def bound_to(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def signals_end_quietly() -> Iterator[None]:
+def _signals_end_quietly() -> Iterator[None]:
     """Marks a block whose server handles SIGINT and SIGTERM: it raises them again at its end, for nobody here."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

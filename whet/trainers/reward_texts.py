@@ -20,7 +20,7 @@ from whet.models.load import context_length, load_tokenizer
 from whet.models.positions import position_ids
 from whet.types import Trajectory
 
-LONGEST = 4  # tokenizers that are kept
+KEPT = 4  # tokenizers
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class TextReader:
         return found
 
 
-@lru_cache(LONGEST)
+@lru_cache(KEPT)
 def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> TextReader | None:
-    """The reader of a reward model; None where it has all tokens of the policy with their ids, and reads those.
+    """The reader of a reward model; None where it has all tokens of the policy with their ids, and reads the ids.
 
     Raises: ModelError."""
     tokenizer = load_tokenizer(path, path, trust_remote_code=trusted)

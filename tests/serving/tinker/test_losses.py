@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.raising import raises
 from tests.serving.tinker.rows import datum, request
 from whet.errors import DataError, WhetError
-from whet.serving.tinker.losses import Rows, objective_of, reading
+from whet.serving.tinker.losses import Rows, SumObjective, objective_of
 
 
 def rows(loss: str, *data: bytes) -> Rows:
@@ -67,25 +68,27 @@ def test_losses_by_hand(loss: str) -> None:
     made = rows(
         loss, datum([1, 2], target_tokens=[2, 3], logprobs=np.float32([-1.5, -1]), advantages=np.float32([2, -3]))
     )
-    objective = reading(made, objective_of(loss, {}))
+    objective = objective_of(loss, {}, is_picked=made.is_picked)
     log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     total, _ = objective.loss({"log_probs": log_probs}, made.batch.columns(), {})
     assert float(total.detach()) == pytest.approx(BY_HAND[loss], rel=1e-5)
     assert objective.seen[0].tolist() == [-1, -2]
 
 
+def plain(name: str, options: dict[str, float | str]) -> SumObjective:
+    return objective_of(name, options, is_picked=False)
+
+
 def test_options_of_the_sdk() -> None:
     ppo = {"clip_ratio_low": 0.5, "clip_ratio_high": 1.0, "clip_ratio_c": None}
-    assert objective_of("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}).options == ppo
+    assert plain("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}).options == ppo
     cispo = {"bounds": "absolute", "clip_ratio_low": 0.25, "clip_ratio_high": 4.0}
-    assert objective_of("cispo", {"clip_low_threshold": 0.25, "clip_high_threshold": 4.0}).options == cispo
-    assert objective_of("dro", {"beta": 0.05}).options["beta"] == 0.05
-    assert (
-        objective_of("whet:cispo", {}).options["bounds"] == "relative" and objective_of("sapo", {}).loss_name == "sapo"
-    )
+    assert plain("cispo", {"clip_low_threshold": 0.25, "clip_high_threshold": 4.0}).options == cispo
+    assert plain("dro", {"beta": 0.05}).options["beta"] == 0.05
+    assert plain("whet:cispo", {}).options["bounds"] == "relative" and plain("sapo", {}).loss_name == "sapo"
     for name, options in (("ppo", {"clip": 1.0}), ("cross_entropy", {"beta": 1.0}), ("stable_reinforce", {})):
         with pytest.raises(WhetError):
-            objective_of(name, options)
+            plain(name, options)
 
 
 def test_a_sequence_ratio_is_of_the_marked_tokens() -> None:
@@ -96,9 +99,15 @@ def test_a_sequence_ratio_is_of_the_marked_tokens() -> None:
         "gspo",
         datum([1, 2, 3], target_tokens=[0, 3, 4], logprobs=values[0], advantages=values[1], sequence_ratio_mask=mask),
     )
-    objective = reading(made, objective_of("gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}))
+    options = {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}
+    objective = objective_of("gspo", options, is_picked=made.is_picked)
     total, _ = objective.loss({"log_probs": torch.tensor([[-1.0, -2.0]])}, made.batch.columns(), {})
     assert float(total) == pytest.approx(-2 * math.exp(0.5), rel=1e-5)
+
+
+def test_an_input_that_only_some_rows_have_is_refused() -> None:
+    with raises(DataError, "input 'weights'"):
+        rows("cross_entropy", datum([1], target_tokens=[2], weights=np.float32([2])), datum([1], target_tokens=[2]))
 
 
 def test_targets_of_several_widths_are_refused() -> None:

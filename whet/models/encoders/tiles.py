@@ -178,14 +178,8 @@ class InternVision(TiledVision):
 
     def prepare(self, media: Media) -> Prepared:
         assert media.tokens is not None
-        if media.kind == "video":
-            return {
-                "pixel_values": self.processor(images(media), crop_to_patches=False, return_tensors="pt")[
-                    "pixel_values"
-                ]
-            }
         cut = media.tokens.size[1] // self.side
-        options = {"crop_to_patches": True, "min_patches": cut, "max_patches": cut}
+        options = {"crop_to_patches": media.kind == "image", "min_patches": cut, "max_patches": cut}
         return {"pixel_values": self.processor(images(media), **options, return_tensors="pt")["pixel_values"]}
 
 

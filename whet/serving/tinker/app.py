@@ -24,7 +24,7 @@ from whet.errors import WhetError
 from whet.guard import RefusedError, check_client, read_body
 from whet.serving.app import BODY_SECONDS, Settings
 from whet.serving.engine_thread import EngineThread
-from whet.serving.tinker.desk import SAMPLER as SAMPLES, Bounds, Desk, Failure, Request, Result, Session
+from whet.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session
 from whet.serving.tinker.models import Models, saved_now, size_of
 from whet.serving.tinker.samplers import Samplers
 from whet.serving.tinker.sampling import Sampling, digest, failure_of
@@ -37,13 +37,14 @@ Work = Callable[[], Result]
 PROTO, JSON = "application/x-protobuf", "application/json"
 POLL_SECONDS = 25.0  # of a call that waits for a result; the SDK gives up after 45
 SWEEP_SECONDS = 5.0
+FROZEN_HEAD = "adapters of this server leave the unembedding as it is: train_unembed is taken for False"
 SNAPSHOT = "_"  # begins the name of a checkpoint that ends with its session
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that clients name, and what they need to know of it."""
+    """The model that clients name: its names, its tokenizer, its architecture, its stop tokens."""
 
     name: str
     aliases: frozenset[str]
@@ -53,7 +54,7 @@ class Served:
 
 
 class TinkerApp:
-    """The application; `asgi` is what a server runs. All methods but work run in the loop of the server."""
+    """An ASGI application, `asgi`. All methods but work run in the loop of the server."""
 
     def __init__(
         self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: Settings
@@ -161,7 +162,7 @@ class TinkerApp:
     async def _open(self, owner: str, raw: Raw) -> Raw:
         name = str(uuid.uuid4())
         self._desk.open(owner, name, time.monotonic())
-        return {"type": "create_session", "session_id": name}
+        return {"type": "create_session", "session_id": name, "warning_message": FROZEN_HEAD}
 
     async def _heartbeat(self, owner: str, raw: Raw) -> Raw:
         self._desk.session(owner, raw["session_id"], time.monotonic())
@@ -173,7 +174,7 @@ class TinkerApp:
         return {}
 
     def _clear(self, session: Session) -> None:
-        """Frees what an ended session had."""
+        """Frees the models, snapshots and samples of an ended session."""
         for model in session.models:
             self._thread.call(lambda model=model: self._models.drop(model))  # type: ignore[misc]
             for path, _, _ in list(self._models.store.listed(session.owner, model)):
@@ -197,11 +198,8 @@ class TinkerApp:
 
     async def _create(self, owner: str, raw: Raw) -> Raw:
         self._check_base(raw["base_model"])
-        lora, optimizer = (
-            raw.get("lora_config") or {"rank": 0},
-            (raw.get("optimizer_config") or {}).get("type", "adamw"),
-        )
-        if optimizer != "adamw":
+        lora = raw.get("lora_config") or {"rank": 0}
+        if (optimizer := (raw.get("optimizer_config") or {}).get("type", "adamw")) != "adamw":
             raise RefusedError(400, f"models are trained by adamw, not {optimizer!r}")
         if not 0 <= int(lora["rank"]) <= 1024:
             raise RefusedError(400, f"rank={lora['rank']} is not from 1 to 1024, or 0 to train all weights")
@@ -225,9 +223,7 @@ class TinkerApp:
     async def _loss(self, owner: str, http: HttpRequest) -> Raw | Response:
         body = await self._body(http, PROTO)
         request = LossRequest.read(body)
-        self._desk.owned(owner, request.model_id)
-        work = lambda: self._models.loss(request)  # noqa: E731
-        return self._enter(owner, request.model_id, request.seq_id, body, work)
+        return self._enter(owner, request.model_id, request.seq_id, body, lambda: self._models.loss(request))
 
     async def _step(self, owner: str, raw: Raw) -> Raw:
         model, params = raw["model_id"], raw.get("adam_params")
@@ -246,14 +242,14 @@ class TinkerApp:
     async def _snapshot(self, owner: str, raw: Raw) -> Raw:
         """Saves weights to sample from: under a name, or for a sampler of this session alone."""
         model, number = raw["model_id"], raw.get("sampling_session_seq_id")
-        session = self._desk.owned(owner, model)
+        self._desk.owned(owner, model)
         if number is None:
             name = raw.get("path") or f"{raw['seq_id']:06d}"
             return self._enter(owner, model, raw["seq_id"], raw, self._saving(owner, raw, SAMPLER, name))
-        path = f"{SCHEME}{model}/{SAMPLER}/{SNAPSHOT}{raw['seq_id']}"
-        sampler = f"{self._desk.models[model].session}{SAMPLES}{number}"
-        session.samplers[sampler] = path
-        save = self._saving(owner, raw, SAMPLER, path.rpartition("/")[2])
+        name = f"{SNAPSHOT}{raw['seq_id']}"
+        save = self._saving(owner, raw, SAMPLER, name)
+        path = f"{SCHEME}{model}/{SAMPLER}/{name}"
+        sampler = self._desk.add_sampler(owner, self._desk.models[model].session, number, path)
 
         def work() -> Result:
             save()
@@ -351,8 +347,7 @@ class TinkerApp:
         self._check_base(base)
         if path is not None:
             self._models.store.find(owner, path)
-        name = f"{raw['session_id']}{SAMPLES}{raw['sampling_session_seq_id']}"
-        self._desk.add_sampler(owner, raw["session_id"], name, path)
+        name = self._desk.add_sampler(owner, raw["session_id"], raw["sampling_session_seq_id"], path)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _sampler_info(self, owner: str, raw: Raw) -> Raw:

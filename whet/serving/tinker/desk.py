@@ -55,7 +55,6 @@ class Request(Generic[W]):
     result: Result | None = None
     held_since: float = 0.0
     read_at: float | None = None
-    reply: dict[str, Any] = field(default_factory=dict)  # to the call that made it
 
 
 @dataclass
@@ -120,14 +119,13 @@ class Desk(Generic[W]):
         self.models.setdefault(name, Model(session, 0))
         return name
 
-    def add_sampler(self, owner: str, session: str, name: str, path: str | None) -> str:
-        """The name of a new sampler.  Raises: RefusedError."""
+    def add_sampler(self, owner: str, session: str, number: int, path: str | None) -> str:
+        """The name of a new sampler, or of the one with this number.  Raises: RefusedError."""
+        name = f"{session}{SAMPLER}{number}"
         self.session(owner, session).samplers.setdefault(name, path)
         return name
 
-    def enter(
-        self, model: str, seq: int, digest: bytes, work: W, size: int, now: float, reply: dict[str, Any] | None = None
-    ) -> Request[W]:
+    def enter(self, model: str, seq: int, digest: bytes, work: W, size: int, now: float) -> Request[W]:
         """Takes a request of a model in order; one that is there already is returned.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
@@ -137,16 +135,17 @@ class Desk(Generic[W]):
         full = len(own.held) + len(own.ready) >= self.bounds.waiting or self._bytes + size > self.bounds.body_bytes
         if full and seq != own.next:
             raise RefusedError(429, f"too many requests wait for {model}; send it again later")
-        request = self._add(Request(name, own.session, digest, size, work, held_since=now, reply=reply or {}))
+        request = self._add(Request(name, own.session, digest, size, work, held_since=now))
         own.held[seq] = request
         self._release(own)
         return request
 
-    def note(self, name: str, session: str, digest: bytes, reply: dict[str, Any]) -> tuple[Request[W], bool]:
-        """A request without an order, and whether it is new.  Raises: RefusedError."""
-        if (known := self._known(name, digest)) is not None:
-            return known, False
-        return self._add(Request(name, session, digest, 0, reply=reply)), True
+    def note(self, name: str, session: str, digest: bytes) -> bool:
+        """Takes a request without an order.  Returns whether it is new.  Raises: RefusedError."""
+        if self._known(name, digest) is not None:
+            return False
+        self._add(Request(name, session, digest, 0))
+        return True
 
     def _known(self, name: str, digest: bytes) -> Request[W] | None:
         known = self.requests.get(name)

@@ -9,7 +9,7 @@ bit for bit: rows are laid out as the two do it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,15 +43,15 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 RELATIVE = ("ppo_clip", "gspo")  # their bounds are distances from 1, the SDK's thresholds are bounds
 
 
-def objective_of(name: str, options: Mapping[str, float | str]) -> SumObjective:
-    """The objective of a loss by name, with its options.  Raises: RegistryError, ConfigError."""
+def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bool) -> SumObjective:
+    """The objective of a loss by name, with its options, for rows `is_picked`.  Raises: RegistryError, ConfigError."""
     given = dict(options)
     aggregation = str(given.pop(AGGREGATION, "token-sum"))
     given.pop(SHORT, None)
     if name == CROSS_ENTROPY:
         if given:
             raise DataError(f"loss {name!r}", f"has no option {min(given)!r}", change="leave it out")
-        return SumObjective(loss_name=name, aggregation=aggregation)
+        return SumObjective(loss_name=name, aggregation=aggregation, is_picked=is_picked)
     own, fixed = NAMED.get(name, (name.removeprefix(OWN), {}))
     if name in NAMED:
         for key, end in (("clip_low_threshold", "clip_ratio_low"), ("clip_high_threshold", "clip_ratio_high")):
@@ -59,7 +59,7 @@ def objective_of(name: str, options: Mapping[str, float | str]) -> SumObjective:
                 bound = float(given.pop(key))
                 given[end] = bound if own not in RELATIVE else (1 - bound if end == "clip_ratio_low" else bound - 1)
     bound_loss = Bound.of(POLICY_LOSSES, own, {**fixed, **given}, f"loss {name!r}: ")
-    return SumObjective(own, bound_loss.options, aggregation, bound=bound_loss)
+    return SumObjective(own, bound_loss.options, aggregation, bound=bound_loss, is_picked=is_picked)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SumObjective(Objective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probs of the targets, of the whole vocabulary where these are chosen, and what else the loss reads."""
+        """Outputs of the model: log-probs of next tokens, or of the vocabulary if `is_picked`, and the loss's own."""
         own = frozenset() if self.loss_name == CROSS_ENTROPY else POLICY_OUTPUTS & {*self.function.columns}
         return own | {"vocab_log_probs" if self.is_picked else "log_probs"}
 
@@ -95,7 +95,7 @@ class SumObjective(Objective):
 
 
 def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
-    """Log-probs of the targets: of the next tokens [B, R], or of those in the column `picked` [B, R, K]."""
+    """Log-probs of the targets: of the next tokens [B, R], or of the tokens in the column `picked` [B, R, K]."""
     if "picked" not in batch:
         found: torch.Tensor = outputs["log_probs"]
         return found
@@ -171,19 +171,16 @@ class Rows:
         """The batch with the columns that a loss computes of all rows."""
         if objective.loss_name == CROSS_ENTROPY:
             return self.batch
-        return self.batch.with_columns(
-            **{
-                name: each
-                for name, each in with_mini_batch_columns(objective.function, self.batch.tensors()).items()
-                if name not in self.batch
-            }
-        )
+        columns = with_mini_batch_columns(objective.function, self.batch.tensors())
+        return self.batch.with_columns(**{name: each for name, each in columns.items() if name not in self.batch})
 
 
 def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> dict[str, torch.Tensor]:
-    """Columns of the inputs that all rows have, under whet's names."""
-    shared = set.intersection(*(set(datum.inputs) for datum in data)) - {TARGETS, *MASKS[1:]}
-    parts = {name: [np.asarray(each.inputs[name], np.float32) for each in data] for name in shared}
+    """Columns of the inputs, under whet's names.  Raises: DataError where rows differ in their inputs."""
+    given = [datum.inputs.keys() - {TARGETS, *MASKS[1:]} for datum in data]
+    if missing := set[str]().union(*given) - given[0].intersection(*given):
+        raise DataError(f"input {min(missing)!r}", "is not in all rows", "the same inputs in each row")
+    parts = {name: [np.asarray(each.inputs[name], np.float32) for each in data] for name in given[0]}
     if loss == CROSS_ENTROPY and is_picked:
         width = max(datum.inputs[TARGETS].reshape(len(datum.tokens), -1).shape[1] for datum in data)
         whole = parts.get(WEIGHTS) or [np.ones(datum.inputs[TARGETS].shape, np.float32) for datum in data]
@@ -198,8 +195,8 @@ def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> d
 
 
 def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int) -> npt.NDArray[np.bool_]:
-    """Places [n] that are trained: those with a weight; without weights all, or for a policy loss those with an
-    advantage or a sampled log-prob.  Raises: DataError for a datum that cannot be read."""
+    """The mask [n] of trained places: where a weight is not 0; without weights all, or for a policy loss where an
+    advantage or a sampled log-prob is not 0.  Raises: DataError for a datum that cannot be read."""
     where, size = f"datum {number}", len(datum.tokens)
     if not 0 < size <= context:
         raise DataError(f"{where}: tokens", size, f"1 to {context}, which the model reads", "shorten it")
@@ -225,12 +222,6 @@ def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int)
 
 
 def _are_next(datum: Datum, mask: npt.NDArray[np.bool_], targets: npt.NDArray[Any], loss: str) -> bool:
-    """Tells whether the targets are the next tokens; of a policy loss those of trained places."""
-    return targets.ndim == 1 and bool(
-        ((targets[:-1] == datum.tokens[1:]) | ~(mask[:-1] | (loss == CROSS_ENTROPY))).all()
-    )
-
-
-def reading(rows: Rows, objective: SumObjective) -> SumObjective:
-    """The objective for these rows."""
-    return replace(objective, is_picked=rows.is_picked, seen={}, total_loss=[])
+    """Tells whether the targets are the next tokens; for a policy loss, at trained places."""
+    read = mask[:-1] | (loss == CROSS_ENTROPY)
+    return targets.ndim == 1 and bool(((targets[:-1] == datum.tokens[1:]) | ~read).all())

@@ -24,10 +24,12 @@ from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import TrainedModel, kept_buffers
 from whet.models.outputs import model_outputs
 from whet.registry import ENGINES
-from whet.serving.tinker.losses import CROSS_ENTROPY, SHORT, Rows, objective_of, reading, targets_of
+from whet.serving.tinker.losses import CROSS_ENTROPY, SHORT, Rows, objective_of, targets_of
 from whet.serving.tinker.store import STATE, ModelKind, Saved, Store
 from whet.serving.tinker.wire import LossRequest, PromptScores, write_loss_output
 
+# Numbers of the SDK's AdamParams.
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 ALPHA = 32.0  # of all adapters of the SDK
 KEPT = 4  # modules that are sampled from, in memory
 PICKED_ROWS = 4  # rows whose whole vocabulary is in memory at once
@@ -42,7 +44,7 @@ class SharedRole(RoleSettings):
     base: PreTrainedModel | None = None
 
     def whole_model(self) -> TrainedModel:
-        """A copy of the base; with an adapter its weights are those of the base, not copies."""
+        """A copy of the base, which shares the base's weights if it gets an adapter."""
         base = self.base
         assert base is not None
         shared = [*base.parameters(), *base.buffers()] if self.lora is not None else []
@@ -92,22 +94,20 @@ class Models:
         return sorted(chosen)
 
     def loss(self, request: LossRequest) -> bytes:
-        """Computes a loss, and adds its gradient to that of the next step.  Returns a ForwardBackwardOutput.
+        """Computes a loss, and adds its gradient to the next step's.  Returns a ForwardBackwardOutput.
 
         Raises: DataError, RegistryError, ConfigError."""
         if not request.data:
             raise DataError("data", "is empty", "rows")
-        engine, objective = self._engines[request.model_id][1], objective_of(request.loss, request.options)
+        engine = self._engines[request.model_id][1]
         rows = Rows.of(request.data, request.loss, self.vocab_size, self.context)
-        objective, batch = reading(rows, objective), rows.prepared(objective)
+        objective = objective_of(request.loss, request.options, is_picked=rows.is_picked)
+        batch, everything = rows.prepared(objective), rows.with_all_places()
         if not request.forward_only:
             engine.forward_backward(batch, objective)
-        seen, is_whole = (
-            dict(objective.seen),
-            bool(batch["response_mask"].eq(rows.with_all_places()["response_mask"]).all()),
-        )
+        seen, is_whole = dict(objective.seen), torch.equal(batch["response_mask"], everything["response_mask"])
         if request.forward_only or (request.loss == CROSS_ENTROPY and not is_whole and SHORT not in request.options):
-            everything, counts = rows.with_all_places(), objective.counts(batch.columns())
+            counts = objective.counts(batch.columns())
             step = PICKED_ROWS if rows.is_picked else len(rows.data)
             for start in range(0, len(rows.data), step):
                 part, own = everything[start : start + step], batch[start : start + step].columns()
@@ -126,13 +126,7 @@ class Models:
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
         """Takes a step of AdamW with the SDK's numbers.  Returns metrics.  Raises: ConfigError."""
         engine = self._engines[model_id][1]
-        lr, beta1, beta2, eps, decay, clip = (
-            float(params.get(name, default))
-            for name, default in (
-                ("learning_rate", 1e-4), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-12), ("weight_decay", 0.0),
-                ("grad_clip_norm", 0.0),
-            )
-        )  # fmt: skip
+        lr, beta1, beta2, eps, decay, clip = (float(params.get(name, default)) for name, default in ADAM.items())
         if not (0 <= lr < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf and 0 <= decay < np.inf):
             raise ConfigError("adam_params", str(dict(params)), "rates from 0 to 1, and an eps over 0")
         assert engine.role.optim is not None and engine.optimizer is not None
@@ -192,13 +186,10 @@ class Models:
         outputs = model_outputs(module, {**batch, "response_mask": real[:, 1:]}, frozenset({name}), self._role.forward)
         found = outputs[name][0].float().cpu()
         own = found.gather(1, ids[0, 1:, None])[:, 0] if likeliest else found
-        tables: list[list[tuple[int, float]]] = []
+        tables = list[list[tuple[int, float]]]()
         if likeliest:
-            values, tokens = found.topk(min(likeliest, found.shape[1]), dim=1)
-            tables = [
-                [],
-                *(list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), values.tolist(), strict=True)),
-            ]
+            values, tokens = (each.tolist() for each in found.topk(min(likeliest, found.shape[1]), dim=1))
+            tables = [[], *(list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True))]
         return PromptScores(np.concatenate([[np.nan], own.numpy()]).astype(np.float32), tables)
 
 

@@ -54,14 +54,12 @@ class Sampling:
         if name not in self._desk.requests and self._samples + number > room:
             raise RefusedError(429, f"the server is full ({self._samples} of {room} samples); come again later")
         ids = [f"{name}:{index}" for index in range(number)]
-        reply = {"request_id": name, "sample_sequence_ids": ids}
-        request, is_new = self._desk.note(name, sampler.rpartition(SAMPLER)[0], digest(raw), reply)
-        if is_new:
+        if self._desk.note(name, sampler.rpartition(SAMPLER)[0], digest(raw)):
             self._samples += number
             task = asyncio.create_task(self._run((owner, session.samplers[sampler]), raw, ids))
             self._tasks[name] = task
             task.add_done_callback(lambda done: self._finish_samples(name, ids, done))
-        return request.reply
+        return {"request_id": name, "sample_sequence_ids": ids}
 
     def _finish_samples(self, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
         self._samples -= len(uids)
@@ -80,8 +78,9 @@ class Sampling:
             raise RefusedError(400, f"{max(widths)} likeliest tokens are asked for, of at most {MOST_LIKELIEST}")
         prompt = prompt_of(raw["prompt"]["chunks"], self._models.vocab_size)
         params = self._params(raw, len(prompt))
-        scores = await self._scores(source, raw, prompt)
-        done = await self._completions(source, raw, prompt, params, uids)
+        async with asyncio.timeout(self._settings.deadline_seconds):
+            scores = await self._scores(source, raw, prompt)
+            done = await self._completions(source, raw, prompt, params, uids)
         samples = [
             SampledTokens(each.token_ids, each.log_probs, each.finish_reason == "length", each.likeliest)
             for each in (done[uid].completion for uid in uids)
@@ -117,8 +116,9 @@ class Sampling:
         found = await asyncio.wrap_future(call)
         last = raw.get("prompt_logprobs_last_n")
         if last is not None and found.log_probs is not None:
-            found.log_probs[: len(prompt) - int(last)] = np.nan
-            found = replace(found, likeliest=[[]] * (len(prompt) - int(last)) + list(found.likeliest[-int(last) :]))
+            unread = max(0, len(prompt) - int(last))
+            found.log_probs[:unread] = np.nan
+            found = replace(found, likeliest=[[]] * unread + list(found.likeliest[unread:]))
         return found if wants else replace(found, log_probs=None)
 
     async def _completions(
@@ -135,15 +135,14 @@ class Sampling:
         ]
         self._thread.submit(requests, queue.put_nowait)
         done: dict[str, Finished] = {}
-        async with asyncio.timeout(seconds):
-            while len(done) < len(uids):
-                match event := await queue.get():
-                    case WhetError():
-                        raise event
-                    case Failed(failure=failure):
-                        raise RefusedError(500, failure.message)
-                    case Finished(uid=uid):
-                        done[uid] = event
+        while len(done) < len(uids):
+            match event := await queue.get():
+                case WhetError():
+                    raise event
+                case Failed(failure=failure):
+                    raise RefusedError(500, failure.message)
+                case Finished(uid=uid):
+                    done[uid] = event
         return done
 
     async def cancel(self, owner: str, raw: Raw) -> Raw:

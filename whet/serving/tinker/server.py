@@ -11,23 +11,20 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal, cast
 
-import uvicorn
 from starlette.applications import Starlette
 from torch import nn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError
-from whet.guard import LOCAL, with_deadline
 from whet.models.load import context_length, load_policy, load_tokenizer, stop_token_ids, torch_dtype
 from whet.planning.dtypes import choose
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import RolloutEngine, SharesModule
 from whet.serving.app import Settings
 from whet.serving.engine_thread import EngineThread
-from whet.serving.server import END_SECONDS, HttpServer, bound_to, signals_end_quietly
+from whet.serving.server import HttpServer, bound_to
 from whet.serving.tinker.app import Served, TinkerApp
 from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import Samplers, Shared
@@ -59,24 +56,11 @@ def serve(settings: Settings) -> None:
         served = Served(name, frozenset({settings.model, where}), where, str(base.config.model_type), tuple(stops))
         app = TinkerApp(served, models, thread, samplers, settings)
         app.asgi.router.lifespan_context = partial(_lifespan, thread, app)
-        config = uvicorn.Config(
-            app.asgi, http=with_deadline(AutoHTTPProtocol), log_level="warning", access_log=False, server_header=False
-        )
-        config.timeout_graceful_shutdown = round(settings.stop_seconds + END_SECONDS)
-        http = HttpServer(config, thread, settings.stop_seconds)
+        http = HttpServer(app.asgi, settings, thread)
         host, port = bound.getsockname()[:2]
         log.info("serving %s to the tinker SDK, as %r, on http://%s:%d", source, name, host, port)
         log.info("checkpoints are in %s", store.folder)
-        if settings.host not in LOCAL and not settings.api_key:
-            log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", host, port)
-        try:
-            with signals_end_quietly():
-                http.run(sockets=[bound])
-            death = thread.death
-        finally:
-            thread.stop()
-        if death is not None:
-            raise death
+        http.run_on(bound)
 
 
 def _engine(settings: Settings, folder: str, dtype: Literal["float32", "bfloat16"]) -> Shared:
