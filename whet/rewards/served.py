@@ -29,7 +29,7 @@ async def compute_score(
     *,
     endpoint: str,
     model: str = "",
-    api: Api = "pooling",
+    api: Literal["pooling", "classify", "score", "sglang"] = "pooling",
     template: str | None = None,
     key_variable: str = "OPENAI_API_KEY",
     retries: Number = 4,
