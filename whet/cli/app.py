@@ -27,9 +27,10 @@ from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.runs import plot, runs, show
-from whet.cli.serve import serve, serve_sandbox, view
+from whet.cli.serve import serve, serve_sandbox
 from whet.cli.train import command_of, quickstart
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
+from whet.manifests import missing_plugin
 from whet.threads import yield_soon
 from whet.version import __version__
 
@@ -49,13 +50,15 @@ FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (quickstart, init_model),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, view, evaluate, generate, compare, lm_eval, serve, serve_sandbox, export),
+    "After training": (runs, plot, show, evaluate, generate, compare, lm_eval, serve, serve_sandbox, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
 for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
     name = "eval" if function is evaluate else function.__name__.replace("_", "-")
     settings = FOREIGN_OPTIONS if function is lm_eval else None
     app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
+for entry in registry.COMMANDS.shipped.values():
+    app.command(entry.name, cls=Command, rich_help_panel=entry.marks["panel"], help=entry.doc)(lambda: None)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
 app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
 app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
@@ -141,6 +144,8 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
         return registry.load_target(installed[name])
+    if plugin := missing_plugin("command", name):
+        raise registry.absent(f"whet {name}", plugin)
     known = [*_own_commands(), *registry.TRAINERS.names(), *installed, *COME_WITH]
     hint = did_you_mean(name, known, "`whet --help` lists the commands")
     raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))

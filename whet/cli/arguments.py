@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
 
-from whet.registry import TRAINERS
+from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
@@ -43,7 +44,21 @@ class Command(_Plain, TyperCommand):
 
 
 class Group(_Plain, TyperGroup):
-    """A command with subcommands."""
+    """A command with subcommands. Those of plugins are loaded when they are called; help lists them without."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns the name, the command and its arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        is_offered = ctx.parent is None and name in COMMANDS.shipped
+        return name, command_of(COMMANDS.shipped[str(name)]) if is_offered else command, rest
+
+
+def command_of(entry: Entry) -> Any:
+    """Loads a command of a plugin, or a group of commands: the mark `group` names it."""
+    own = entry.marked("group") if "group" in entry.marks else typer.Typer(add_completion=False)
+    if "group" not in entry.marks:
+        own.command(entry.name, cls=Command, context_settings=entry.marks.get("settings"))(entry.load())
+    return get_command(own)
 
 
 def program() -> str:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that listen on a port: `whet serve`, `whet serve-sandbox` and `whet view`."""
+"""The commands that serve a model or a sandbox: `whet serve` and `whet serve-sandbox`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import typer
@@ -125,26 +124,3 @@ def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ConfigError(f"{name} {word}", f"cannot be read: {error}", "a value as YAML", "quote it") from error
     return options
-
-
-def view(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a run's folder, or a folder with runs in it")],
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is every network")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: a free one")] = 8100,
-    open_page: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
-) -> None:
-    """Show runs on a page: curves, trajectories, tokens.
-
-    The page follows a running run. It needs no network, and changes nothing."""
-    import webbrowser
-
-    from whet.viewer.server import open_server
-
-    with open_server(folder, host, port) as server:
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        url = f"http://{shown}:{server.server_address[1]}/"
-        typer.echo(f"{folder} at {url} (Ctrl-C ends it)")
-        if open_page:
-            webbrowser.open(url)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()

@@ -22,8 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from whet.errors import ConfigError
 from whet.guard import HEAD_SECONDS, is_own
+from whet.plugins.viewer.records import SHOWN, SORTED, Query, Records, inside, is_number
 from whet.tracking.runs import CONFIG, MAIN, STATE, State, is_locked, main_names
-from whet.viewer.records import SHOWN, SORTED, Query, Records, inside, is_number
 
 MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
 INSIDE = {"checkpoints", "media", "profile", "rollouts", "tokens"}  # folders of a run, in which there is no other run
@@ -229,7 +229,7 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
 
 def _static(name: str) -> bytes:
     """A file of the page.  Raises: LookupError."""
-    folder = resources.files("whet.viewer") / "static"
+    folder = resources.files("whet.plugins.viewer") / "static"
     if name not in {each.name for each in folder.iterdir()}:
         raise LookupError(name)
     return (folder / name).read_bytes()

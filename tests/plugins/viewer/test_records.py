@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.conftest import DIGEST, record, write_lines
-from whet.viewer import records
-from whet.viewer.records import Query, Records
+from tests.plugins.viewer.conftest import DIGEST, record, write_lines
+from whet.plugins.viewer import records
+from whet.plugins.viewer.records import Query, Records
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.conftest import DIGEST
+from tests.plugins.viewer.conftest import DIGEST
+from whet.plugins.viewer import server as viewer
+from whet.plugins.viewer.server import open_server
 from whet.tracking.runs import is_locked, read_run
-from whet.viewer import server as viewer
-from whet.viewer.server import open_server
 
 SECRET = {"step": 7, "secret": 42.0}
 

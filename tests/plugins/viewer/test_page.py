@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.viewer.conftest import DIGEST, HOSTILE, record, two_agents, write_lines
+from tests.plugins.viewer.conftest import DIGEST, HOSTILE, record, two_agents, write_lines
+from whet.plugins.viewer.server import open_server
 from whet.tracking.runs import write_state
-from whet.viewer.server import open_server
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")

@@ -7,8 +7,8 @@ import os
 import socket
 from pathlib import Path
 
+from whet.plugins.viewer.server import Curves, find_runs, thinned
 from whet.tracking.runs import write_state
-from whet.viewer.server import Curves, find_runs, thinned
 
 
 def test_runs_are_found_by_their_paths_and_not_through_links(folder: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.plugins.viewer.conftest import DIGEST
 from tests.raising import raises
-from tests.viewer.conftest import DIGEST
 from whet.errors import ConfigError
-from whet.viewer.server import is_own, open_server
+from whet.plugins.viewer.server import is_own, open_server
 
 
 @pytest.fixture
