@@ -13,6 +13,8 @@ from types import ModuleType
 
 log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
+    **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
+    "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     "whet.viewer": "whet.plugins.viewer",
 }
 

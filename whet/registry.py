@@ -467,7 +467,8 @@ HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources
 ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=False)  # names: MODEL_TYPE/KIND
 TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
-COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, group
+TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
+COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, group, settings, exits
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -489,4 +490,5 @@ register_engine = ENGINES.register
 register_rollout = ROLLOUT_ENGINES.register
 register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register
+register_tracker = TRACKERS.register
 register_command = COMMANDS.register

@@ -67,7 +67,7 @@ def test_a_part_of_recipes_validates_as_its_section() -> None:
         "rollout: {n: true}",
         "rollout: {top_p: 1.5}",
         "actor: {optim: {betas: [0.9]}}",
-        "trainer: {logger: paper}",
+        "trainer: {logger: {paper: 1}}",
         "model: {dtype: float16}",
         "custom_reward_function: {file: my.py}",
     ],

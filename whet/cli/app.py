@@ -22,7 +22,7 @@ from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
-from whet.cli.evaluate import compare, evaluate, generate, lm_eval
+from whet.cli.evaluate import compare, evaluate, generate
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
@@ -46,18 +46,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (quickstart, init_model),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, evaluate, generate, compare, lm_eval, serve, serve_sandbox, export),
+    "After training": (runs, plot, show, evaluate, generate, compare, serve, serve_sandbox, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
 for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
     name = "eval" if function is evaluate else function.__name__.replace("_", "-")
-    settings = FOREIGN_OPTIONS if function is lm_eval else None
-    app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
-for entry in registry.COMMANDS.shipped.values():
+    app.command(name, cls=Command, rich_help_panel=panel)(function)
+for entry in registry.COMMANDS.shipped.values():  # its signature is read when it is called
     app.command(entry.name, cls=Command, rich_help_panel=entry.marks["panel"], help=entry.doc)(lambda: None)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
 app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
@@ -129,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show(error)
         sys.exit(2)
     except SystemExit as error:
-        if words[:1] == ["lm-eval"] or debug or not _is_below(error):
+        own = registry.COMMANDS.shipped.get(words[0]) if words else None
+        if (own and own.marks.get("exits")) or debug or not _is_below(error):
             raise
         _show(exit_error(error))
         sys.exit(2)

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 import swanlab
 
+from whet.registry import register_tracker
 from whet.tracking.service import TrackedRun, no_key
 from whet.tracking.tracker import NO_TABLES, Tables
 
 
+@register_tracker("swanlab", package="swanlab")
 class SwanlabTracker:
     """Logs scalars and tables by step. SwanLab ignores steps that it already has, but offline it loses the last steps
     of a killed process. So a run that resumes sends all steps from the start again."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.peers.peer import interpreter
-from tests.tracking.services_worker import rows, value
+from tests.plugins.trackers.services_worker import rows, value
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "services_worker.py"

@@ -16,6 +16,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import is_tracking_uri_set
 
 from whet.config.compose import flatten
+from whet.registry import register_tracker
 from whet.tracking.service import TrackedRun
 from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 
@@ -24,6 +25,7 @@ MAX_PARAMS, MAX_PARAM_LENGTH = 100, 6000  # of one request, and of one value
 REFUSED = re.compile(r"[^\w\-. :/]")  # not allowed in names of metrics and parameters
 
 
+@register_tracker("mlflow", package="mlflow")
 class MlflowTracker:
     """Logs metrics by step, the config as parameters and as `config.json`, and tables as CSV in `generations/`."""
 

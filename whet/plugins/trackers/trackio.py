@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 import trackio
 
+from whet.registry import register_tracker
 from whet.tracking.service import TrackedRun
 from whet.tracking.tracker import NO_TABLES, Tables
 
 
+@register_tracker("trackio", package="trackio")
 class TrackioTracker:
     """Logs one record a step, with its tables. A run resumes by its name, which is unique in the project."""
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 import wandb
 
+from whet.registry import register_tracker
 from whet.tracking.service import CLOSE_SECONDS, TrackedRun, no_key
 from whet.tracking.tracker import NO_TABLES, Tables
 
 
+@register_tracker("wandb", package="wandb")
 class WandbTracker:
     """Logs a history row a step, with its tables. W&B accepts only steps after the last one that it has, so a run that
     resumes does not send earlier ones again. Offline this step is unknown, and the new folder has the whole run."""

@@ -86,9 +86,9 @@ def test_whet_says_what_lm_evals_own_model_says(
 ) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from whet.evaluation.lm_eval import WhetLM
+    from whet.plugins.lm_eval.model import WhetLM
 
-    monkeypatch.setattr("whet.evaluation.lm_eval.BATCH_TOKENS", 100)  # several batches
+    monkeypatch.setattr("whet.plugins.lm_eval.model.BATCH_TOKENS", 100)  # several batches
     folder = str(request.getfixturevalue(model))
     own = results(HFLM(pretrained=folder, device="cpu", batch_size=1, dtype="float32"), tasks)
     ours = results(WhetLM(path=folder), tasks)
@@ -114,7 +114,7 @@ def test_whet_says_what_lm_evals_own_model_says(
 def test_greedy_continuations_are_called_greedy_and_empty_contexts_are_served(model_folder: Path) -> None:
     from lm_eval.api.instance import Instance
 
-    from whet.evaluation.lm_eval import WhetLM
+    from whet.plugins.lm_eval.model import WhetLM
 
     model = WhetLM(path=str(model_folder))
 
