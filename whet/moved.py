@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
+    "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.viewer": "whet.plugins.viewer",
 }
 

@@ -55,11 +55,13 @@ PANELS: dict[str, Sequence[Callable[..., None]]] = {
 for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
     name = "eval" if function is evaluate else function.__name__.replace("_", "-")
     app.command(name, cls=Command, rich_help_panel=panel)(function)
-for entry in registry.COMMANDS.shipped.values():  # its signature is read when it is called
-    app.command(entry.name, cls=Command, rich_help_panel=entry.marks["panel"], help=entry.doc)(lambda: None)
 app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
 app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
 app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
+GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
+for entry in registry.COMMANDS.shipped.values():  # its signature is read when it is called
+    group, _, name = entry.name.rpartition(" ")
+    GROUPS[group].command(name, cls=Command, rich_help_panel=entry.marks.get("panel"), help=entry.doc)(lambda: None)
 
 
 def _show_version(asked: bool) -> None:

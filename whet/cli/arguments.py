@@ -49,15 +49,17 @@ class Group(_Plain, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Returns the name, the command and its arguments."""
         name, command, rest = super().resolve_command(ctx, args)
-        is_offered = ctx.parent is None and name in COMMANDS.shipped
-        return name, command_of(COMMANDS.shipped[str(name)]) if is_offered else command, rest
+        whole = name if ctx.parent is None else f"{ctx.info_name} {name}"
+        return name, command_of(COMMANDS.shipped[whole]) if whole in COMMANDS.shipped else command, rest
 
 
 def command_of(entry: Entry) -> Any:
     """Loads a command of a plugin, or a group of commands: the mark `group` names it."""
     own = entry.marked("group") if "group" in entry.marks else typer.Typer(add_completion=False)
     if "group" not in entry.marks:
-        own.command(entry.name, cls=Command, context_settings=entry.marks.get("settings"))(entry.load())
+        own.command(entry.name.rpartition(" ")[2], cls=Command, context_settings=entry.marks.get("settings"))(
+            entry.load()
+        )
     return get_command(own)
 
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
-from whet.protocol import DataProto
-from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
-from whet.trainers.certify import (
+from whet.plugins.proofs.certify import (
     GAP,
     STALENESS,
     SUMS,
@@ -31,6 +29,8 @@ from whet.trainers.certify import (
     rows,
     rows_of,
 )
+from whet.protocol import DataProto
+from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
 from whet.trainers.shape import Shaper
 
 SMALL = World(length=2)  # the whole table, of answers of up to three tokens, is docs/algorithms.md's
