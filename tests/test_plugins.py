@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
+    sys.modules.pop(old, None)
     spec = find_spec(old)
     assert spec is not None and spec.origin == new and find_spec(new) is not None
     assert not Path(*old.split(".")).with_suffix(".py").exists()

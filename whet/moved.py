@@ -15,6 +15,11 @@ log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
+    "whet.sandbox": "whet.plugins.sandbox",
+    "whet.sandbox.inside.whet_peer": "whet.programs.inside.whet_peer",
+    "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",
+    "whet.sandbox.protocol": "whet.programs.protocol",
+    "whet.serving.sandbox": "whet.plugins.sandbox.server",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.viewer": "whet.plugins.viewer",
 }

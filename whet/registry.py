@@ -468,6 +468,7 @@ ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=Fa
 TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
+SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, group, settings, exits
 
 register_adv_est = ADV_ESTIMATORS.register
@@ -491,4 +492,5 @@ register_rollout = ROLLOUT_ENGINES.register
 register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register
 register_tracker = TRACKERS.register
+register_sandbox = SANDBOXES.register
 register_command = COMMANDS.register

@@ -27,7 +27,7 @@ from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.runs import plot, runs, show
-from whet.cli.serve import serve, serve_sandbox
+from whet.cli.serve import serve
 from whet.cli.train import command_of, quickstart
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.manifests import missing_plugin
@@ -49,7 +49,7 @@ app = typer.Typer(
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (quickstart, init_model),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, evaluate, generate, compare, serve, serve_sandbox, export),
+    "After training": (runs, plot, show, evaluate, generate, compare, serve, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
 for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):

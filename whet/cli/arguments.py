@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
+from whet.errors import ConfigError
 from whet.registry import COMMANDS, TRAINERS, Entry
 
 
@@ -107,3 +108,19 @@ def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str 
     if config_name is None and words and "=" not in words[0] and not words[0].startswith("~"):
         return words[0], words[1:]
     return config_name, words
+
+
+def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
+    """Reads options, each value read as YAML.  Raises: ConfigError."""
+    import yaml
+
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(name, f"{word} has no value", f"{name} KEY=VALUE", "add the value")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name} {word}", f"cannot be read: {error}", "a value as YAML", "quote it") from error
+    return options

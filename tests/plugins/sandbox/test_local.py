@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
-from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
-from whet.sandbox.local import LANGUAGES, LocalSandbox
-from whet.sandbox.protocol import Job, Language, Limits, Program, open_sandbox
+from whet.plugins.sandbox.local import LANGUAGES, LocalSandbox
+from whet.programs.protocol import Job, Language, Limits, Program, open_sandbox
 
 MORE = {
     "perl": Language("a.pl", ["perl", "a.pl"]),
@@ -228,8 +228,8 @@ def test_a_sandbox_that_was_killed_is_replaced() -> None:
 def test_it_ends_with_its_owner(box: LocalSandbox, how: str) -> None:
     code = f"""
 import os, signal, threading
-from whet.sandbox.local import LocalSandbox
-from whet.sandbox.protocol import Job
+from whet.plugins.sandbox.local import LocalSandbox
+from whet.programs.protocol import Job
 box = LocalSandbox(isolated={box.name == "bubblewrap"})
 box.run_job(Job(code="1"))
 job = Job(code="import os; os.execvp('sleep', ['sleep', '8765432'])")
@@ -250,7 +250,7 @@ def test_there_is_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with raises(SandboxError, "sandbox=bubblewrap", expected=re.compile("bwrap")):
         LocalSandbox().run_job(Job(code="1"))
-    with raises(SandboxError, "sandbox", found="docker", expected=re.compile("bubblewrap, http.*unisolated")):
+    with raises(SandboxError, "sandbox", found="docker", expected=re.compile("bubblewrap, .*unisolated.*http")):
         open_sandbox("docker")
     with raises(SandboxError, "languages.lua", found={"path": "x"}, expected=re.compile("file, run")):
         open_sandbox("unisolated", None, '{"lua": {"path": "x"}}')

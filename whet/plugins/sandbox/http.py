@@ -13,7 +13,8 @@ from typing import Any, get_args
 from whet.errors import SandboxError
 from whet.http import CallError, fetch, shown
 from whet.limits import read_json
-from whet.sandbox.protocol import End, Language, Program, Ran, until_late
+from whet.programs.protocol import End, Language, Program, Ran, until_late
+from whet.registry import register_sandbox
 
 ATTEMPTS = 4  # of a request that found the service busy or gone
 GRACE_SECONDS = 30.0  # for the service to answer with all attempts, beyond the limits of the program
@@ -112,3 +113,21 @@ class HttpSandbox:
         given, seconds = answer.get("files") or {}, float(result.get("execution_time") or 0.0)
         files = {name: base64.b64decode(content, validate=True) for name, content in given.items()}
         return Ran(end, -9 if code is None else int(code), out, errors, seconds, files=files)
+
+
+@register_sandbox("service")
+def service(
+    address: str,
+    *,
+    python: str | None = None,
+    paths: Sequence[str] = (),
+    languages: Mapping[str, Language] | None = None,
+) -> HttpSandbox:
+    """A service at http://HOST:PORT, which has interpreters and folders of its own.
+
+    Raises: SandboxError where those of this machine are set."""
+    if python or paths:
+        found = f"set to files of this machine, and the sandbox {address} is a service"
+        change = "unset them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"
+        raise SandboxError("python, paths", found, "neither", change)
+    return HttpSandbox(address, languages)

@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import SandboxError
-from whet.sandbox.inside import whet_landlock
-from whet.sandbox.inside.whet_zygote import LENGTH, SCRATCH, receive
-from whet.sandbox.protocol import Job, Language, Limits, Program, Ran, until_late
+from whet.plugins.sandbox.inside import whet_landlock
+from whet.plugins.sandbox.inside.whet_zygote import LENGTH, SCRATCH, receive
+from whet.programs.inside import whet_peer
+from whet.programs.protocol import Job, Language, Limits, Program, Ran, until_late
+from whet.registry import register_sandbox
 
 log = logging.getLogger(__name__)
-INSIDE = Path(__file__).parent / "inside"
-INSIDE_SHOWN = "/opt/whet"  # where it lies inside
+INSIDE = {  # folders of code that runs inside, by their places there
+    "/opt/whet": Path(__file__).parent / "inside",
+    "/opt/whet_tester": Path(whet_peer.__file__).parent,
+}
 END_SECONDS = 1.0  # for a process whose programs are lost
 GRACE_SECONDS = 20.0  # for a busy machine, beyond a program's own limit
 LINKS = ("bin", "lib", "lib64", "sbin")  # at the root, where the distribution has them as links into /usr
@@ -177,8 +181,8 @@ class LocalSandbox:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        folder = INSIDE_SHOWN if self._isolated else str(INSIDE)
-        command = [*self.python, f"{folder}/whet_zygote.py", folder, str(theirs.fileno())]
+        folders = [place if self._isolated else str(folder) for place, folder in INSIDE.items()]
+        command = [*self.python, f"{folders[0]}/whet_zygote.py", ":".join(folders), str(theirs.fileno())]
         wrapper = self._wrapper() if self._isolated else []
         if not self._isolated and not whet_landlock.version():
             log.warning(
@@ -218,12 +222,11 @@ class LocalSandbox:
             elif link.is_dir():
                 words += ["--ro-bind", str(link), str(link)]
         shown = self._readable()
-        above = sorted({str(parent) for path in [*shown, INSIDE_SHOWN] for parent in Path(path).parents} - {"/"})
+        above = sorted({str(parent) for path in [*shown, *INSIDE] for parent in Path(path).parents} - {"/"})
         for parent in above:  # bubblewrap makes them for the owner alone
             words += ["--perms", "0755", "--dir", parent]
-        for path in shown:
-            words += ["--ro-bind", path, path]
-        words += ["--ro-bind", str(INSIDE), INSIDE_SHOWN]
+        for place, path in {**{path: path for path in shown}, **INSIDE}.items():
+            words += ["--ro-bind", str(path), place]
         words += ["--proc", "/proc", "--dev", "/dev", "--dir", SCRATCH]
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
 
@@ -243,11 +246,28 @@ class LocalSandbox:
         return ""
 
 
-def check(sandbox: LocalSandbox) -> None:
+@register_sandbox("bubblewrap")
+def bubblewrap(
+    *, python: str | None = None, paths: Sequence[str] = (), languages: Mapping[str, Language] | None = None
+) -> LocalSandbox:
+    """Programs on this machine, without network, files or other processes to see."""
+    return _checked(LocalSandbox(isolated=True, python=python, paths=paths, languages=languages))
+
+
+@register_sandbox("unisolated")
+def unisolated(
+    *, python: str | None = None, paths: Sequence[str] = (), languages: Mapping[str, Language] | None = None
+) -> LocalSandbox:
+    """Programs on this machine without namespaces, held by Landlock where the kernel has it."""
+    return _checked(LocalSandbox(isolated=False, python=python, paths=paths, languages=languages))
+
+
+def _checked(sandbox: LocalSandbox) -> LocalSandbox:
     """Runs a program that prints.  Raises: SandboxError where this machine cannot hold programs."""
     ran = sandbox.run_job(Job(code="print(6 * 7)", limits=Limits(seconds=20.0)))
     if (ran.end, ran.stdout) != ("ok", b"42\n"):
         raise SandboxError(f"sandbox {sandbox.name}", f"a program that prints 42 ended with {ran}", change=INSTALL)
+    return sandbox
 
 
 def _prefixes(python: str) -> list[str]:

@@ -17,9 +17,9 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import SandboxError
-from whet.sandbox.inside import whet_landlock
-from whet.sandbox.local import LocalSandbox
-from whet.sandbox.protocol import Job, Language, Program
+from whet.plugins.sandbox.inside import whet_landlock
+from whet.plugins.sandbox.local import LocalSandbox
+from whet.programs.protocol import Job, Language, Program
 
 pytestmark = pytest.mark.skipif(not whet_landlock.version(), reason="the kernel has no Landlock")
 SECRET = "the secret of another user"

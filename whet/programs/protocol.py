@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
 
-from whet.errors import SandboxError
+from whet.errors import RegistryError, SandboxError
+from whet.registry import SANDBOXES
 
 End = Literal["ok", "failed", "compile", "timeout", "memory", "output", "processes", "disk"]
 
@@ -110,26 +111,17 @@ class Sandbox(Protocol):
 
 @cache
 def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
-    """The sandbox `bubblewrap`, `unisolated`, or a service at http://HOST:PORT.
+    """The sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
 
     `python` is the interpreter of programs on this machine; `languages` further ones as JSON:
     `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.
     Raises: SandboxError where it cannot hold programs."""
-    if name.startswith(("http://", "https://")):
-        from whet.sandbox.http import HttpSandbox
-
-        if python or paths:
-            found = f"set to files of this machine, and the sandbox {name} is a service"
-            change = "unset them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"
-            raise SandboxError("python, paths", found, "neither", change)
-        return HttpSandbox(name, _read(languages))
-    from whet.sandbox.local import LocalSandbox, check
-
-    if name not in ("bubblewrap", "unisolated"):
-        unisolated = "unisolated, which has no namespaces, and holds programs by Landlock where the kernel has it"
-        raise SandboxError("sandbox", name, f"bubblewrap, http://HOST:PORT of a SandboxFusion service, or {unisolated}")
-    sandbox = LocalSandbox(isolated=name == "bubblewrap", python=python, languages=_read(languages), paths=paths)
-    check(sandbox)
+    try:
+        entry = SANDBOXES["service" if name.startswith(("http://", "https://")) else name]
+    except RegistryError as error:
+        expected = f"{error.expected}, or http://HOST:PORT of a SandboxFusion service"
+        raise SandboxError("sandbox", name, expected, error.change) from error
+    sandbox: Sandbox = entry.make({"address": name}, {"python": python, "paths": paths, "languages": _read(languages)})
     return sandbox
 
 

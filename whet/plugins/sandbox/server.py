@@ -20,8 +20,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from whet.errors import SandboxError
 from whet.guard import LOCAL, RefusedError, check_client, read_body, with_deadline
-from whet.sandbox.http import SERVED, TOLD
-from whet.sandbox.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
+from whet.plugins.sandbox.http import SERVED, TOLD
+from whet.programs.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
 
 logger = logging.getLogger(__name__)
 NAMES = {theirs: ours for ours, theirs in SERVED.items()} | {name: name for name in ("c", "javascript")}

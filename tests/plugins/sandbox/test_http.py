@@ -21,16 +21,15 @@ import pytest
 import uvicorn
 
 import whet.http
+from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
-from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import SandboxError
+from whet.plugins.sandbox import http, server as sandbox_service
+from whet.plugins.sandbox.http import HttpSandbox
+from whet.plugins.sandbox.local import LocalSandbox
+from whet.plugins.sandbox.server import SandboxApp
+from whet.programs.protocol import Language, Limits, Program, open_sandbox
 from whet.rewards.code import Suite, compute_score, run_tests
-from whet.sandbox import http
-from whet.sandbox.http import HttpSandbox
-from whet.sandbox.local import LocalSandbox
-from whet.sandbox.protocol import Language, Limits, Program, open_sandbox
-from whet.serving import sandbox as sandbox_service
-from whet.serving.sandbox import SandboxApp
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that starts programs, each in namespaces of its own; nothing of whet is imported.
 
-    python -I -S whet_zygote.py FOLDER DESCRIPTOR isolated|unisolated [READABLE ...]
+    python -I -S whet_zygote.py FOLDER:FOLDER DESCRIPTOR isolated|unisolated [READABLE ...]
 
 It runs inside bubblewrap, has loaded common modules, and forks for every connection that it gets over the socket
 DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills it as a whole, and answers:
@@ -483,9 +483,10 @@ def _signal(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
+    own = sys.argv[1].split(":")
+    sys.path[:0] = own
     isolated = sys.argv[3] == "isolated"
-    READABLE = [sys.argv[1], *sys.argv[4:]]
+    READABLE = [*own, *sys.argv[4:]]
     seccomp: Any = importlib.import_module("whet_seccomp")
     landlock: Any = importlib.import_module("whet_landlock")
     FILTER = seccomp.program(isolated=isolated) if isolated or os.uname().machine in seccomp.ARCHITECTURES else b""

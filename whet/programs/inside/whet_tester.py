@@ -15,7 +15,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whet.sandbox.inside.whet_peer import MODULE, NO_PYTEST, SHOWN, TESTS, LostError, Peer, execute, is_near, nurse
+    from whet.programs.inside.whet_peer import MODULE, NO_PYTEST, SHOWN, TESTS, LostError, Peer, execute, is_near, nurse
 else:
     from whet_peer import MODULE, NO_PYTEST, SHOWN, TESTS, LostError, Peer, execute, is_near, nurse
 

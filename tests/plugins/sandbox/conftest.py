@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from whet.sandbox.local import LocalSandbox
+from whet.plugins.sandbox.local import LocalSandbox
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

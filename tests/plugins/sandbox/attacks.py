@@ -2,7 +2,7 @@
 # ruff: noqa: E501 - a program is one line
 """Programs that try to break out of the sandbox, or to be paid for nothing. Each prints BROKE where it succeeds.
 
-`held_by` names what holds it, in the words of whet/sandbox/inside: a resource limit, the watch of the supervisor, a
+`held_by` names what holds it, in the words of whet/plugins/sandbox/inside: a resource limit, the watch of the supervisor, a
 namespace, the filter of system calls, the missing rights, or the two processes of a test.
 """
 
