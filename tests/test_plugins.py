@@ -33,7 +33,8 @@ def test_every_folder_has_a_manifest_and_a_readme_of_ten_lines() -> None:
 
 @pytest.mark.parametrize("plugin", HERE)
 def test_a_manifest_names_what_its_plugin_registers(plugin: str) -> None:
-    offered = {(kind, name): target for kind, names in manifests()[plugin].items() for name, target in names.items()}
+    said = {kind: names for kind, names in manifests()[plugin].items() if kind != "recipe"}
+    offered = {(kind, name): target for kind, names in said.items() for name, target in names.items()}
     registered = {
         (kind, name): entry.target
         for kind, each in KINDS.items()
@@ -41,6 +42,12 @@ def test_a_manifest_names_what_its_plugin_registers(plugin: str) -> None:
         if entry.target.startswith(f"whet.plugins.{plugin}.")
     }
     assert offered == registered
+
+
+@pytest.mark.parametrize("plugin", HERE)
+def test_a_manifest_names_the_recipes_of_its_plugin(plugin: str) -> None:
+    found = {path.stem: f"recipes/{path.name}" for path in (PLUGINS / plugin / "recipes").glob("*.yaml")}
+    assert manifests()[plugin].get("recipe", {}) == found
 
 
 def test_the_table_of_names_is_that_of_the_manifests() -> None:

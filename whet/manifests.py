@@ -32,6 +32,11 @@ def targets(kind: str) -> list[str]:
     return [target for offered in manifests().values() for target in offered.get(kind, {}).values()]
 
 
+def recipe_folders() -> list[Path]:
+    """The folders of the recipes of plugins."""
+    return [PLUGINS / plugin / "recipes" for plugin, offered in manifests().items() if "recipe" in offered]
+
+
 def missing_plugin(kind: str, name: str) -> str:
     """Returns the plugin that offers a name and is not there; "" where no plugin of whet does."""
     with NAMES.open(encoding="utf-8", newline="") as file:

@@ -13,14 +13,20 @@ from types import ModuleType
 
 log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
+    "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
+    "whet.models.init": "whet.plugins.lessons.init_model",
+    "whet.models.init_vision": "whet.plugins.lessons.init_vision",
     "whet.sandbox": "whet.plugins.sandbox",
     "whet.sandbox.inside.whet_peer": "whet.programs.inside.whet_peer",
     "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",
     "whet.sandbox.protocol": "whet.programs.protocol",
     "whet.serving.sandbox": "whet.plugins.sandbox.server",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
+    "whet.trainers.quickstart": "whet.plugins.lessons.quickstart",
+    "whet.trainers.quickstart_images": "whet.plugins.lessons.quickstart_images",
+    "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",
     "whet.viewer": "whet.plugins.viewer",
 }
 

@@ -24,11 +24,11 @@ from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate
 from whet.cli.inputs import config, data
-from whet.cli.models import export, init_model
+from whet.cli.models import export
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.runs import plot, runs, show
 from whet.cli.serve import serve
-from whet.cli.train import command_of, quickstart
+from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.manifests import missing_plugin
 from whet.threads import yield_soon
@@ -46,22 +46,31 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def _later() -> None:
+    """Stands for a command of a plugin until it is called."""
+
+
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
-    "Getting started": (quickstart, init_model),
+    "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
     "After training": (runs, plot, show, evaluate, generate, compare, serve, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
-for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
-    name = "eval" if function is evaluate else function.__name__.replace("_", "-")
-    app.command(name, cls=Command, rich_help_panel=panel)(function)
-app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
-app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
-app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
-for entry in registry.COMMANDS.shipped.values():  # its signature is read when it is called
-    group, _, name = entry.name.rpartition(" ")
-    GROUPS[group].command(name, cls=Command, rich_help_panel=entry.marks.get("panel"), help=entry.doc)(lambda: None)
+for panel, functions in PANELS.items():
+    for function in functions:
+        name = "eval" if function is evaluate else function.__name__.replace("_", "-")
+        app.command(name, cls=Command, rich_help_panel=panel)(function)
+    for entry in registry.COMMANDS.shipped.values():  # of plugins, whose signatures are read when they are called
+        group, _, name = entry.name.rpartition(" ")
+        if entry.marks.get("panel", LOOK) == panel:
+            GROUPS[group].command(name, cls=Command, rich_help_panel=None if group else panel, help=entry.doc)(
+                lambda: None
+            )
+for name, typed in list(GROUPS.items())[1:]:
+    app.add_typer(typed, name=name, cls=Group, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:

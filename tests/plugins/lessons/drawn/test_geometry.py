@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.raising import raises
-from whet.data.drawn.geometry import KINDS, Point, Sheet, questions
 from whet.errors import DataError
+from whet.plugins.lessons.drawn.geometry import KINDS, Point, Sheet, questions
 from whet.rewards.math import geo3k
 
 

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
-from whet.data.drawn.figures import counting
-from whet.models.init import init_model
+from whet.plugins.lessons.drawn.figures import counting
+from whet.plugins.lessons.init_model import init_model
+from whet.plugins.lessons.quickstart import PAGE, Lesson, Rows, Shown, answer_text, write_rows
 from whet.tracking.rollouts import Record, read_rollouts
-from whet.trainers.quickstart import PAGE, Lesson, Rows, Shown, answer_text, write_rows
 
 NUM_TRAINED, NUM_HELD_OUT = 8192, 256
 GRID = 6  # pictures on a side of the page
@@ -32,7 +32,7 @@ def write_problems(
     **options: Any,
 ) -> tuple[Rows, Rows]:
     """Writes pictures to images/, and rows that name them to train.jsonl and held_out.jsonl. `options` are those of
-    `draw`, a function of whet.data.drawn."""
+    `draw`, a function of whet.plugins.lessons.drawn."""
     (run_dir / "images").mkdir(parents=True, exist_ok=True)
     written: dict[str, Rows] = {}
     for name, split, count in (("train", "train", num_trained), ("held_out", "val", NUM_HELD_OUT)):

@@ -28,8 +28,8 @@ from transformers import (
 
 from whet.errors import ConfigError
 from whet.keyed import key
-from whet.models.init_vision import MARKERS, VisionArch, save_processor, vision_model, with_media
 from whet.models.load import without_weight_bars
+from whet.plugins.lessons.init_vision import MARKERS, VisionArch, save_processor, vision_model, with_media
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
-from whet.cli import models
 from whet.cli.app import main
 from whet.cli.arguments import program, split_recipe
 from whet.config import SFTConfig, TrainConfig, load_config, problems
-from whet.models.init import ARCHS
+from whet.plugins.lessons import command
+from whet.plugins.lessons.init_model import ARCHS
 
 
 def test_a_model_folder_is_written_with_a_tokenizer_of_the_given_text(
@@ -64,4 +64,4 @@ def test_commands_are_printed_as_the_shell_finds_them(
 
 
 def test_every_architecture_can_be_named() -> None:
-    assert (*get_args(models.TextArch), *get_args(models.VisionArch)) == ARCHS
+    assert (*get_args(command.TextArch), *get_args(command.VisionArch)) == ARCHS

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from tests.raising import raises
 from whet.errors import ConfigError, StorageError
+from whet.plugins.lessons.quickstart import ADDITION, MARK, WRITTEN, clear, is_good, quickstart, show
 from whet.tracking.console import shared_console
-from whet.trainers.quickstart import ADDITION, MARK, WRITTEN, clear, is_good, quickstart, show
 
 
 def filled(folder: Path, *names: str) -> Path:
@@ -114,7 +114,7 @@ def test_the_lines_of_the_stages_have_whole_paths(
 
     run_dir = tmp_path / ("long " * 20) / "[bold]run"
     shared_console.cache_clear()
-    monkeypatch.setattr("whet.trainers.quickstart.warm_up", enough)
+    monkeypatch.setattr("whet.plugins.lessons.quickstart.warm_up", enough)
     with pytest.raises(EnoughError):
         quickstart(run_dir, 0)
     shared_console.cache_clear()

@@ -9,8 +9,17 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from whet.data.drawn.canvas import COLOURS, SHAPES, DataRow, canvas, check_room, draw_figure, draw_rows, to_png
 from whet.options import Count
+from whet.plugins.lessons.drawn.canvas import (
+    COLOURS,
+    SHAPES,
+    DataRow,
+    canvas,
+    check_room,
+    draw_figure,
+    draw_rows,
+    to_png,
+)
 
 Frames = Annotated[int, Ge(2)]
 WAYS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}

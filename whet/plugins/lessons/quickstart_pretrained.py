@@ -22,8 +22,8 @@ from whet import files
 from whet.compiled import cache_folder
 from whet.errors import ModelError
 from whet.keyed import key
+from whet.plugins.lessons.quickstart import Lesson, Rows, Shown, answer_text, write_rows
 from whet.tracking.rollouts import read_rollouts
-from whet.trainers.quickstart import Lesson, Rows, Shown, answer_text, write_rows
 
 NUM_TRAINED, NUM_HELD_OUT, NUM_SHOWN = 2048, 128, 3  # of both kinds together; shown of each
 WORDS = """

@@ -29,8 +29,8 @@ from whet.data.prompts import PromptFormat
 from whet.data.supervised import build_examples
 from whet.errors import ConfigError
 from whet.keyed import key
-from whet.models.init import init_model
 from whet.models.load import load_tokenizer, without_weight_bars
+from whet.plugins.lessons.init_model import init_model
 from whet.tracking.console import shared_console
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.tracking.rollouts import read_rollouts
@@ -70,7 +70,7 @@ class Lesson:
     warm_up: str | None = None  # its recipe; without one the model itself is evaluated and trained
     warm_enough: float = 1.0  # mean probability of the correct response that ends the warm-up
     warm_steps: int | None = None  # at which the warm-up is expected to end
-    stop: str = "whet.trainers.quickstart:GOOD_ENOUGH"  # callback that ends the training
+    stop: str = "whet.plugins.lessons.quickstart:GOOD_ENOUGH"  # callback that ends the training
     problem: str = "problem"
     page: str = ""  # a picture of answers that `read_back` draws
 
@@ -311,7 +311,7 @@ ADDITION = Lesson(
     warm_up="quickstart_sft",
     warm_enough=0.26,
     warm_steps=370,
-    stop="whet.trainers.quickstart:ADDS",
+    stop="whet.plugins.lessons.quickstart:ADDS",
     write_problems=write_problems,
     write_model=write_adder,
     read_back=read_back,

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from tests.raising import raises
-from whet.data.drawn.canvas import COLOURS, WHITE
-from whet.data.drawn.figures import counting, grounding, naming, reading, two_images
 from whet.errors import DataError
+from whet.plugins.lessons.drawn.canvas import COLOURS, WHITE
+from whet.plugins.lessons.drawn.figures import counting, grounding, naming, reading, two_images
 from whet.rewards.perception import detection, ocr
 
 

@@ -11,10 +11,10 @@ from PIL import Image
 
 from tests.raising import raises
 from whet.config.sources import Source
-from whet.data.drawn import figures, geometry, videos
-from whet.data.drawn.canvas import canvas, draw_figure, draw_rows, to_png
 from whet.data.load import _call
 from whet.errors import DataError
+from whet.plugins.lessons.drawn import figures, geometry, videos
+from whet.plugins.lessons.drawn.canvas import canvas, draw_figure, draw_rows, to_png
 
 DATA_SETS: list[Callable[..., Any]] = [
     figures.counting,
@@ -60,7 +60,9 @@ def test_by_default_there_are_4096_rows_to_train_on_and_256_held_out() -> None:
 
 
 def test_a_data_set_is_an_entry_of_train_files() -> None:
-    source = Source("function", "whet.data.drawn.figures:counting", options={"num_rows": 2, "prompt": "<image>n"})
+    source = Source(
+        "function", "whet.plugins.lessons.drawn.figures:counting", options={"num_rows": 2, "prompt": "<image>n"}
+    )
     rows = list(_call(source, {"split": "train", "seed": 0, "tokenizer": None}))
     assert [row["prompt"] for row in rows] == ["<image>n", "<image>n"]
     with raises(DataError, key="option 'pixel'", expected=re.compile("pixels")):

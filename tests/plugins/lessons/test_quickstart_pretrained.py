@@ -13,9 +13,9 @@ import pytest
 
 from whet.config.compose import find_recipe
 from whet.errors import ModelError
-from whet.trainers import quickstart_pretrained
-from whet.trainers.quickstart import quickstart
-from whet.trainers.quickstart_pretrained import PRETRAINED, last_word, write_problems
+from whet.plugins.lessons import quickstart_pretrained
+from whet.plugins.lessons.quickstart import quickstart
+from whet.plugins.lessons.quickstart_pretrained import PRETRAINED, last_word, write_problems
 
 
 @pytest.mark.parametrize(

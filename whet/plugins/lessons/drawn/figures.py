@@ -10,9 +10,18 @@ from typing import Literal
 
 from PIL import Image, ImageFont
 
-from whet.data.drawn.canvas import COLOURS, SHAPES, DataRow, canvas, check_room, draw_figure, draw_rows, to_png
 from whet.errors import DataError
 from whet.options import Count
+from whet.plugins.lessons.drawn.canvas import (
+    COLOURS,
+    SHAPES,
+    DataRow,
+    canvas,
+    check_room,
+    draw_figure,
+    draw_rows,
+    to_png,
+)
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
 

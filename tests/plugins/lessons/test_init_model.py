@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.raising import raises
 from whet.errors import ConfigError
-from whet.models.init import SAMPLE_TEXT, init_model
+from whet.plugins.lessons.init_model import SAMPLE_TEXT, init_model
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -97,7 +97,11 @@ def test_rows_are_what_was_asked_or_the_tokenizer_rounded_up(tmp_path: Path, cap
     assert AutoModelForCausalLM.from_pretrained(rounded).config.vocab_size == 264
     asked = init_model(tmp_path / "asked", "qwen3", "nano", texts=["ab ab"], vocab_size=300)
     assert AutoModelForCausalLM.from_pretrained(asked).config.vocab_size == 300
-    said = [each.args for each in caplog.records if each.name == "whet.models.init" and len(each.args or ()) == 2]
+    said = [
+        each.args
+        for each in caplog.records
+        if each.name == "whet.plugins.lessons.init_model" and len(each.args or ()) == 2
+    ]
     assert said == [(261, 39)]
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from PIL import ImageDraw, ImageFont
 
-from whet.data.drawn.canvas import DataRow, canvas, check_room, draw_rows, to_png
 from whet.errors import DataError
 from whet.options import Count
+from whet.plugins.lessons.drawn.canvas import DataRow, canvas, check_room, draw_rows, to_png
 
 Point = tuple[float, float]
 INK = (20, 20, 20)

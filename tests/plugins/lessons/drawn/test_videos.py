@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.raising import raises
-from whet.data.drawn.videos import WAYS, direction, flashes, jumps
 from whet.errors import DataError
+from whet.plugins.lessons.drawn.videos import WAYS, direction, flashes, jumps
 
 
 def corners(frames: list[bytes]) -> list[tuple[int, int]]:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.data.drawn.test_figures import opened
-from whet.data.drawn.figures import two_images
-from whet.data.drawn.videos import flashes
-from whet.trainers import quickstart_images
-from whet.trainers.quickstart import PAGE
+from tests.plugins.lessons.drawn.test_figures import opened
+from whet.plugins.lessons import quickstart_images
+from whet.plugins.lessons.drawn.figures import two_images
+from whet.plugins.lessons.drawn.videos import flashes
+from whet.plugins.lessons.quickstart import PAGE
 
 
 def test_rows_name_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
