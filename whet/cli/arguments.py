@@ -50,7 +50,7 @@ class Group(_Plain, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Returns the name, the command and its arguments."""
         name, command, rest = super().resolve_command(ctx, args)
-        whole = name if ctx.parent is None else f"{ctx.info_name} {name}"
+        whole = f"{name}" if ctx.parent is None else f"{ctx.info_name} {name}"
         return name, command_of(COMMANDS.shipped[whole]) if whole in COMMANDS.shipped else command, rest
 
 
