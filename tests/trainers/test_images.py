@@ -27,7 +27,7 @@ from whet.data.drawn.videos import direction
 from whet.data.load import load_items
 from whet.errors import ConfigError, EngineError
 from whet.models.encoders.load import encoders_of
-from whet.models.init_vision import MARKERS, VisionArch
+from whet.models.init import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.rollout.batch import to_batch
