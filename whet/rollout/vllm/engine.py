@@ -35,13 +35,15 @@ from whet.rollout.vllm.plain import (
     INSTEAD,
     SCALE_OUT,
     check_options,
+    check_routed,
     generated,
     inside,
+    mixtures,
     plainly_refused,
+    routed_of,
     seed_of,
     without,
 )
-from whet.rollout.vllm.routed import check_routed, mixtures, routed_of
 from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
