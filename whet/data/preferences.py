@@ -156,7 +156,7 @@ def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: Respons
     if margin is not None:
         prompt_format.refuse_media(row, placed, _TEXT)
         if len(responses) == 1:
-            raise DataError(f"field {responses[0][0]!r}", "is the only response", "two, of which one is the better")
+            raise DataError(f"field {responses[0][0]!r}", "is the only response", "two responses, or a list")
     media = from_row(index, media)
     named = zip((name for name, _ in responses), answers, strict=True)
     examples = [_encode(placed, *each, prompt_format, media) for each in named]
