@@ -157,29 +157,42 @@ def reference_of(folders: dict[str, Path]) -> Callable[[str], Reference]:
 
 
 @pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[dict[str, WorkerGroup]]:
-    """A group for each kind and mesh of a number of processes, all in the same ones: their start costs the most."""
-    roles = {}
-    for count, kind, sizes in CASES:
-        if count == request.param:
-            arch, both, _ = KINDS[kind]
-            roles[role_of(kind, sizes)] = suite.settings(folders[arch], fsdp(sizes), **both)
-    made = suite.launched(roles, request.param)
-    yield made
-    next(iter(made.values())).close()
+def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], WorkerGroup]]:
+    """The group of a case. All of a number of processes are in the same ones: their start costs the most."""
+    made: dict[int, dict[str, WorkerGroup]] = {}
+
+    def launched(processes: int) -> dict[str, WorkerGroup]:
+        roles = {}
+        for count, kind, sizes in CASES:
+            if count == processes:
+                arch, both, _ = KINDS[kind]
+                roles[role_of(kind, sizes)] = suite.settings(folders[arch], fsdp(sizes), **both)
+        return suite.launched(roles, processes)
+
+    def of(processes: int, kind: str, sizes: Sizes) -> WorkerGroup:
+        if processes not in made:  # no parameter of the fixture, which pytest would end with each case
+            made[processes] = launched(processes)
+        return made[processes][role_of(kind, sizes)]
+
+    yield of
+    for groups in made.values():
+        next(iter(groups.values())).close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("groups", "kind", "sizes"),
+    ("count", "kind", "sizes"),
     CASES,
-    indirect=["groups"],
     ids=[f"{kind} on {count}, {named(sizes)}" for count, kind, sizes in CASES],
 )
 def test_gradients_and_steps_are_those_of_one_process(
-    kind: str, sizes: Sizes, groups: dict[str, WorkerGroup], reference_of: Callable[[str], Reference]
+    count: int,
+    kind: str,
+    sizes: Sizes,
+    group_of: Callable[[int, str, Sizes], WorkerGroup],
+    reference_of: Callable[[str], Reference],
 ) -> None:
-    group, (gradients, record) = groups[role_of(kind, sizes)], reference_of(kind)
+    group, (gradients, record) = group_of(count, kind, sizes), reference_of(kind)
     if "in one call" in kind:
         group.in_one_call()
     group.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])

@@ -5,7 +5,7 @@ deltas."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,23 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[dict[str, WorkerGroup]]:
-    """A group for each kind and mesh of a number of processes, all in the same processes."""
-    specs = [
-        WorkerSpec(role_of(kind, sizes), Sender, (suite.settings(folders[KINDS[kind][0]], fsdp(sizes)),))
-        for count, kind, sizes in CASES
-        if count == request.param
-    ]
-    made = launch(specs, ResourcePool(request.param), deadline_seconds=480)
-    yield made
-    next(iter(made.values())).close()
+def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], WorkerGroup]]:
+    """The group of a case. All of a number of processes are in the same ones: their start costs the most."""
+    made: dict[int, dict[str, WorkerGroup]] = {}
+
+    def of(processes: int, kind: str, sizes: Sizes) -> WorkerGroup:
+        if processes not in made:
+            specs = [
+                WorkerSpec(role_of(kind, sizes), Sender, (suite.settings(folders[KINDS[kind][0]], fsdp(sizes)),))
+                for count, kind, sizes in CASES
+                if count == processes
+            ]
+            made[processes] = launch(specs, ResourcePool(processes), deadline_seconds=480)
+        return made[processes][role_of(kind, sizes)]
+
+    yield of
+    for groups in made.values():
+        next(iter(groups.values())).close()
 
 
 def rollout_spec(folder: Path, dtype: str, **options: Any) -> WorkerSpec:
@@ -78,15 +85,19 @@ def exported(group: WorkerGroup, model: Path, out: Path) -> dict[str, torch.Tens
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("groups", "kind", "sizes"),
+    ("count", "kind", "sizes"),
     CASES,
-    indirect=["groups"],
     ids=[f"{kind} on {count}, {named(sizes)}" for count, kind, sizes in CASES],
 )
 def test_the_bits_of_the_export_arrive(
-    kind: str, sizes: Sizes, groups: dict[str, WorkerGroup], folders: dict[str, Path], tmp_path: Path
+    count: int,
+    kind: str,
+    sizes: Sizes,
+    group_of: Callable[[int, str, Sizes], WorkerGroup],
+    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    model, actor = folders[KINDS[kind][0]], groups[role_of(kind, sizes)]
+    model, actor = folders[KINDS[kind][0]], group_of(count, kind, sizes)
     actor.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])
     whole = exported(actor, model, tmp_path / "0")
     for in_parts, dtype in ((False, torch.float32), (True, torch.bfloat16)):
