@@ -161,6 +161,10 @@ def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], W
     """The group of a case. All of a number of processes are in the same ones: their start costs the most."""
     made: dict[int, dict[str, WorkerGroup]] = {}
 
+    def close() -> None:
+        while made:
+            next(iter(made.popitem()[1].values())).close()
+
     def launched(processes: int) -> dict[str, WorkerGroup]:
         roles = {}
         for count, kind, sizes in CASES:
@@ -171,12 +175,12 @@ def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], W
 
     def of(processes: int, kind: str, sizes: Sizes) -> WorkerGroup:
         if processes not in made:  # no parameter of the fixture, which pytest would end with each case
+            close()  # the threads of its many process groups
             made[processes] = launched(processes)
         return made[processes][role_of(kind, sizes)]
 
     yield of
-    for groups in made.values():
-        next(iter(groups.values())).close()
+    close()
 
 
 @pytest.mark.slow

@@ -46,8 +46,13 @@ def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], W
     """The group of a case. All of a number of processes are in the same ones: their start costs the most."""
     made: dict[int, dict[str, WorkerGroup]] = {}
 
+    def close() -> None:
+        while made:
+            next(iter(made.popitem()[1].values())).close()
+
     def of(processes: int, kind: str, sizes: Sizes) -> WorkerGroup:
         if processes not in made:
+            close()
             specs = [
                 WorkerSpec(role_of(kind, sizes), Sender, (suite.settings(folders[KINDS[kind][0]], fsdp(sizes)),))
                 for count, kind, sizes in CASES
@@ -57,8 +62,7 @@ def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], W
         return made[processes][role_of(kind, sizes)]
 
     yield of
-    for groups in made.values():
-        next(iter(groups.values())).close()
+    close()
 
 
 def rollout_spec(folder: Path, dtype: str, **options: Any) -> WorkerSpec:
