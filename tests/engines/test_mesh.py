@@ -22,6 +22,7 @@ import engine_conformance as suite
 from whet.config.schema import EngineConfig, LoraConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.fsdp.pipeline import stages_of
+from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.load import outline
 from whet.trainers.objectives import ValueObjective
@@ -66,10 +67,6 @@ def without_routers(metrics: dict[str, float]) -> dict[str, float]:
 
 def named(sizes: Sizes) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items()) or "shard"
-
-
-def role_of(kind: str, sizes: Sizes) -> str:
-    return f"{kind}, {named(sizes)}"
 
 
 def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
@@ -137,9 +134,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[int, list[Sizes]]]] = {
     ),
     "checkpointing": ("qwen3_moe", {"gradient_checkpointing": True}, {2: [{"expert": 2}], 4: [{"expert": 2}]}),
 }
-CASES = [
-    (count, kind, sizes) for count in (2, 4) for kind, (*_, meshes) in KINDS.items() for sizes in meshes.get(count, [])
-]
+CASES = {
+    f"{kind} on {count}, {named(sizes)}": (count, kind, sizes)
+    for count in (2, 4)
+    for kind, (*_, meshes) in KINDS.items()
+    for sizes in meshes.get(count, [])
+}
 
 
 @pytest.fixture(scope="module")
@@ -157,46 +157,28 @@ def reference_of(folders: dict[str, Path]) -> Callable[[str], Reference]:
 
 
 @pytest.fixture(scope="module")
-def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], WorkerGroup]]:
-    """The group of a case. All of a number of processes are in the same ones: their start costs the most."""
-    made: dict[int, dict[str, WorkerGroup]] = {}
+def group_of(folders: dict[str, Path]) -> Iterator[Callable[[str], WorkerGroup]]:
+    """The group of a case. No fixture with a parameter of each case, which pytest would end with the case."""
 
-    def close() -> None:
-        while made:
-            next(iter(made.popitem()[1].values())).close()
+    def settings(case: str) -> RoleSettings:
+        _, kind, sizes = CASES[case]
+        arch, both, _ = KINDS[kind]
+        return suite.settings(folders[arch], fsdp(sizes), **both)
 
-    def launched(processes: int) -> dict[str, WorkerGroup]:
-        roles = {}
-        for count, kind, sizes in CASES:
-            if count == processes:
-                arch, both, _ = KINDS[kind]
-                roles[role_of(kind, sizes)] = suite.settings(folders[arch], fsdp(sizes), **both)
-        return suite.launched(roles, processes)
+    def launch(cases: list[str], count: int) -> dict[str, WorkerGroup]:
+        return suite.launched({case: settings(case) for case in cases}, count)
 
-    def of(processes: int, kind: str, sizes: Sizes) -> WorkerGroup:
-        if processes not in made:  # no parameter of the fixture, which pytest would end with each case
-            close()  # the threads of its many process groups
-            made[processes] = launched(processes)
-        return made[processes][role_of(kind, sizes)]
-
-    yield of
-    close()
+    with suite.launched_in_turn({case: count for case, (count, *_) in CASES.items()}, launch) as of:
+        yield of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "kind", "sizes"),
-    CASES,
-    ids=[f"{kind} on {count}, {named(sizes)}" for count, kind, sizes in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_and_steps_are_those_of_one_process(
-    count: int,
-    kind: str,
-    sizes: Sizes,
-    group_of: Callable[[int, str, Sizes], WorkerGroup],
-    reference_of: Callable[[str], Reference],
+    case: str, group_of: Callable[[str], WorkerGroup], reference_of: Callable[[str], Reference]
 ) -> None:
-    group, (gradients, record) = group_of(count, kind, sizes), reference_of(kind)
+    _, kind, sizes = CASES[case]
+    group, (gradients, record) = group_of(case), reference_of(kind)
     if "in one call" in kind:
         group.in_one_call()
     group.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 import engine_conformance as suite
 from mesh_workers import Sender
 from sync_workers import Rollout
-from test_mesh import DENSE, MIXED_STAGES, MIXTURE, STAGES, Sizes, folders as folders, fsdp, named, role_of
+from test_mesh import DENSE, MIXED_STAGES, MIXTURE, STAGES, Sizes, folders as folders, fsdp, named
 
 from whet.checkpoints.export import MergedShards, write_weights
 from whet.config.schema import ModelConfig, RolloutConfig
@@ -36,33 +36,27 @@ KINDS: dict[str, tuple[str, dict[int, list[Sizes]]]] = {
     "stages": ("qwen3 untied", STAGES),
     "stages of a mixture": ("qwen3_moe untied", MIXED_STAGES),
 }
-CASES = [
-    (count, kind, sizes) for count in (2, 4) for kind, (_, meshes) in KINDS.items() for sizes in meshes.get(count, [])
-]
+CASES = {
+    f"{kind} on {count}, {named(sizes)}": (count, kind, sizes)
+    for count in (2, 4)
+    for kind, (_, meshes) in KINDS.items()
+    for sizes in meshes.get(count, [])
+}
 
 
 @pytest.fixture(scope="module")
-def group_of(folders: dict[str, Path]) -> Iterator[Callable[[int, str, Sizes], WorkerGroup]]:
-    """The group of a case. All of a number of processes are in the same ones: their start costs the most."""
-    made: dict[int, dict[str, WorkerGroup]] = {}
+def group_of(folders: dict[str, Path]) -> Iterator[Callable[[str], WorkerGroup]]:
+    """The group of a case."""
 
-    def close() -> None:
-        while made:
-            next(iter(made.popitem()[1].values())).close()
+    def spec(case: str) -> WorkerSpec:
+        _, kind, sizes = CASES[case]
+        return WorkerSpec(case, Sender, (suite.settings(folders[KINDS[kind][0]], fsdp(sizes)),))
 
-    def of(processes: int, kind: str, sizes: Sizes) -> WorkerGroup:
-        if processes not in made:
-            close()
-            specs = [
-                WorkerSpec(role_of(kind, sizes), Sender, (suite.settings(folders[KINDS[kind][0]], fsdp(sizes)),))
-                for count, kind, sizes in CASES
-                if count == processes
-            ]
-            made[processes] = launch(specs, ResourcePool(processes), deadline_seconds=480)
-        return made[processes][role_of(kind, sizes)]
+    def start(cases: list[str], count: int) -> dict[str, WorkerGroup]:
+        return launch([spec(case) for case in cases], ResourcePool(count), deadline_seconds=480)
 
-    yield of
-    close()
+    with suite.launched_in_turn({case: count for case, (count, *_) in CASES.items()}, start) as of:
+        yield of
 
 
 def rollout_spec(folder: Path, dtype: str, **options: Any) -> WorkerSpec:
@@ -88,20 +82,11 @@ def exported(group: WorkerGroup, model: Path, out: Path) -> dict[str, torch.Tens
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("count", "kind", "sizes"),
-    CASES,
-    ids=[f"{kind} on {count}, {named(sizes)}" for count, kind, sizes in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_the_export_arrive(
-    count: int,
-    kind: str,
-    sizes: Sizes,
-    group_of: Callable[[int, str, Sizes], WorkerGroup],
-    folders: dict[str, Path],
-    tmp_path: Path,
+    case: str, group_of: Callable[[str], WorkerGroup], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    model, actor = folders[KINDS[kind][0]], group_of(count, kind, sizes)
+    model, actor = folders[KINDS[CASES[case][1]][0]], group_of(case)
     actor.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])
     whole = exported(actor, model, tmp_path / "0")
     for in_parts, dtype in ((False, torch.float32), (True, torch.bfloat16)):
