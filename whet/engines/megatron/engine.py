@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,16 @@ from whet.engines.megatron import checkpoint, sizes as checks
 from whet.engines.megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    LocalNonpersistentObject,
     OptimizerConfig,
+    ShardedBase,
     clip_grad_by_total_norm_fp32,
+    dict_list_map_inplace,
     finalize_model_grads,
     get_forward_backward_func,
     get_megatron_optimizer,
 )
-from whet.engines.megatron.model import config_of, outputs_of, pack, stage_of
+from whet.engines.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
 from whet.engines.megatron.names import check_family
 from whet.engines.megatron.ranks import arrange, join
 from whet.engines.megatron.sizes import Sizes
@@ -57,7 +60,8 @@ class MegatronEngine(Engine):
     pipeline: parts of the layers, one after another.
     virtual: parts of a rank's layers, interleaved with those of the others: less waiting, more messages.
     expert: parts of the experts, over the ranks of a stage.
-    context: parts of a row's tokens, which ranks exchange for heads in attention.
+    context: parts of a row's tokens.
+    context_by: `heads`: ranks exchange tokens for heads in attention; `transformer_engine`: Megatron-Core's own form.
     distributed_optimizer: the optimizer's state in shards over the ranks that read different rows.
     hugging_face: checkpoints have the weights in Hugging Face's form too, which `whet export` reads.
     """
@@ -76,19 +80,22 @@ class MegatronEngine(Engine):
         virtual: Count = 1,
         expert: Count = 1,
         context: Count = 1,
+        context_by: Literal["heads", "transformer_engine"] = "transformer_engine",
         distributed_optimizer: bool = False,
         hugging_face: bool = True,
     ) -> None:
         join(process_group, device)
         role = replace(role, lora=None)
-        self.sizes = Sizes(tensor, pipeline, virtual, expert, context)
+        self.sizes = Sizes(tensor, pipeline, virtual, expert, context, context_by)
         self.ranks, self._hugging_face = arrange(self.sizes, device), hugging_face
         super().__init__(role.empty_model(device), role, dist.group.WORLD, device)
         self.config: Any = body_of(self.model).config
         check_family(self.config)
         self.rows_group, self.row_ranks, self.pipeline_ranks = self.ranks.rows, tensor * context, pipeline
-        self.forward_settings = replace(self.forward_settings, packing=True, token_share=self.ranks.row)
-        if context > 1 and (heads := heads_ranks(self.config, context, tensor)) < context:
+        forward, halves = self.forward_settings, self.sizes.halves
+        shared = forward.share_prompts and not halves
+        self.forward_settings = replace(forward, packing=True, share_prompts=shared, token_share=self.ranks.row)
+        if context > 1 and not halves and (heads := heads_ranks(self.config, context, tensor)) < context:
             expected = f"at most {heads}, as ranks share out heads"
             raise ConfigError("engine.options.context", context, expected, f"set it to {heads}")
         dtype, recomputes = self.forward_settings.dtype, role.gradient_checkpointing
@@ -168,10 +175,11 @@ class MegatronEngine(Engine):
         layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
         width = max(map(self._width, layouts))
 
-        def loss_of(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            found = outputs_of(
-                self.stages[-1], hidden, layouts[number], objective.needs, self.forward_settings, objective.temperature
-            )
+        def loss_of(
+            number: int, packed: Packed, hidden: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            settings, heat = self.forward_settings, objective.temperature
+            found = outputs_of(self.stages[-1], hidden, packed, objective.needs, settings, heat)
             loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
             if passes[number]:
                 total.add_(loss.detach())
@@ -180,8 +188,8 @@ class MegatronEngine(Engine):
         def forward(numbers: Iterator[int], stage: Any) -> tuple[torch.Tensor, Any]:
             number = next(numbers)
             size = width if self.sizes.pipeline > 1 else self._width(layouts[number])
-            ids, packed = pack(body_of(self.model), layouts[number], size, self.ranks.context)
-            return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number)
+            ids, packed = pack(body_of(self.model), layouts[number], size, self.ranks)
+            return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number, packed)
 
         numbers = [iter(range(len(passes))) for _ in self.wrapped]
         get_forward_backward_func()(
@@ -197,22 +205,25 @@ class MegatronEngine(Engine):
 
     def _width(self, where: Layout) -> int:
         """Tokens with padding, which ranks share out evenly."""
+        if self.sizes.halves:
+            return int(in_halves(where, self.sizes)[1][-1])
         return tokens_of(where, self.forward_settings) * self.row_ranks
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         ranks, settings, count = self.ranks, self.forward_settings, self.sizes.pipeline * self.sizes.virtual
-        ids, packed = pack(body_of(self.model), where, self._width(where), ranks.context)
+        width = self._width(where)
+        ids, packed = pack(body_of(self.model), where, width, ranks)
 
         def run(index: int, stage: Any, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
             stage.set_input_tensor(received)
             hidden = stage(ids, None, None, packed_seq_params=packed)
             if index < count - 1:
                 return {"states": hidden}
-            return outputs_of(stage, hidden, where, needs, settings, temperature)
+            return outputs_of(stage, hidden, packed, needs, settings, temperature)
 
         indices = range(dist.get_rank(ranks.pipeline), count, self.sizes.pipeline)
         runs = {index: partial(run, index, stage) for index, stage in zip(indices, self.stages, strict=True)}
-        shape = tokens_of(where, settings), 1, self.config.hidden_size
+        shape = width // self.row_ranks, 1, self.config.hidden_size
         found = run_forward(runs, count, torch.empty(shape, dtype=settings.dtype, device=self.device), ranks.pipeline)
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
@@ -269,21 +280,34 @@ class Steps:
                 clip_grad_by_total_norm_fp32(weights, largest, norm)
         return norm
 
-    def allocate(self) -> None:
-        """Makes the state before the first step, which a checkpoint is read into."""
-        for each in self.inner.chained_optimizers:
-            own = each.optimizer
-            for weight in (weight for group in own.param_groups for weight in group["params"]):
-                if isinstance(own, torch.optim.AdamW) and not own.state[weight]:
-                    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-                    own.state[weight] = {"step": torch.zeros(()), **moments}
+    def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
+        """The state after `steps`, unset to read one, of each of its optimizers: another mesh has others, so tensors
+        alone are saved, by the names of `weights`."""
+        found: dict[int, Any] = {}
+        for number, each in enumerate(self.inner.chained_optimizers):
+            self._count(each, steps or 0)
+            found[number] = each.sharded_state_dict(weights, is_loading=steps is None, metadata=metadata)
+            if not each.config.bf16:  # shards of the weights themselves, which the optimizer without shards has not
+                for tensors in found[number].get("param_state", {}).values():
+                    del tensors["fp32_param"]
+        kept = (ShardedBase, LocalNonpersistentObject)
+        dict_list_map_inplace(lambda x: x if isinstance(x, kept) else LocalNonpersistentObject(x), found)
+        return found
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back a state. All weights then have one tensor that counts their steps: each gets its own."""
-        self.inner.load_state_dict(state)
-        for each in self.inner.chained_optimizers:
-            for own in each.optimizer.state.values():
-                own.update({name: value.clone() for name, value in own.items() if name == "step"})
+    def load_state_dict(self, state: dict[int, Any], steps: int) -> None:
+        """Puts back a state after a number of steps."""
+        for number, each in enumerate(self.inner.chained_optimizers):
+            each.load_state_dict(state[number])
+            self._count(each, steps)
+
+    def _count(self, each: Any, steps: int) -> None:
+        """Sets the number of steps, with moments for those to come."""
+        each.init_state_fn(each.optimizer, each.config)
+        for group in each.optimizer.param_groups:
+            group["step"] = steps  # Apex reads it here, torch in each weight's state
+        for own in each.optimizer.state.values():
+            if isinstance(each.optimizer, torch.optim.AdamW):
+                own["step"] = torch.tensor(float(steps))
 
     def step(self) -> None:
         """Changes the weights."""

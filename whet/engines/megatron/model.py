@@ -6,7 +6,7 @@ Its layers are Megatron-Core's local ones, with whet's attention over packed row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,16 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from whet.devices import HOST
 from whet.engines.megatron.core import (
     GPTModel,
+    AttnMaskType,
     PackedSeqParams,
     TransformerBlockSubmodules,
     TransformerConfig,
     gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
     parallel_state,
+    transformer_engine,
 )
+from whet.engines.megatron.ranks import Ranks
 from whet.engines.megatron.sizes import Sizes
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
@@ -58,23 +61,38 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
     where: Layout | None = None
     turns: tuple[torch.Tensor, torch.Tensor] | None = None  # [1, T, D] cosines and sines of rotary positions
     share: TokenShare | None = None  # splits the tokens over ranks
+    places: torch.Tensor | None = None  # [T] of the tokens, which come in another order
 
 
 class PackedAttention(nn.Module):
-    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention."""
+    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention.
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    With Megatron-Core's context parallelism it is Transformer Engine's, the only one that knows it."""
+
+    def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
+        is_core = config.context_parallel_size > 1
+        # No submodule: it has no weights, and states are those of meshes without it.
+        vars(self)["core"] = transformer_engine.TEDotProductAttention(config, **settings) if is_core else None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Packed, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None,
+        packed_seq_params: Packed,
+        **_: Any,
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
-        assert packed_seq_params.turns is not None
+        packed, core = packed_seq_params, vars(self)["core"]
+        assert packed.turns is not None
+        query, key = apply_rotary_pos_emb(query, key, *(turn[0].to(query.dtype) for turn in packed.turns))
+        if core is not None:
+            out: torch.Tensor = core(query, key, value, mask, AttnMaskType.padding_causal, packed_seq_params=packed)
+            return out
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        query, key = apply_rotary_pos_emb(query, key, *(turn.to(query.dtype) for turn in packed_seq_params.turns))
-        packed, share = packed_seq_params.where, packed_seq_params.share
-        return attention(self, query, key, value, None, packed=packed, token_share=share)[0][0].flatten(1)
+        return attention(self, query, key, value, None, packed=packed.where, token_share=packed.share)[0][0].flatten(1)
 
 
 class Norm(nn.RMSNorm):
@@ -142,7 +160,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
-        context_parallel_size=sizes.context,
+        context_parallel_size=sizes.context if sizes.halves else 1,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
         sequence_parallel=sizes.tensor > 1,
@@ -187,22 +205,51 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     return made
 
 
-def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
+def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple[torch.Tensor, Packed]:
     """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
-    ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
-    if share is not None:
+    found, places = {}, torch.arange(len(where.input_ids), device=where.input_ids.device)
+    if ranks.sizes.halves:
+        places, begins = in_halves(where, ranks.sizes, size)
+        longest = int(begins.diff().max())
+        found = {f"cu_seqlens_{each}": begins for each in ("q", "kv", "q_padded", "kv_padded")}
+        found |= {"max_seqlen_q": longest, "max_seqlen_kv": longest, "places": places}
+    ids, positions = (
+        x.new_zeros(1, size).index_copy(1, places, x[None]) for x in (where.input_ids, where.position_ids)
+    )
+    if (share := ranks.context) is not None:
         ids, positions = share.own(ids), share.own(positions)
     like = torch.empty((), dtype=torch.float32, device=ids.device)
     turns = body.base_model.get_submodule("rotary_emb")(like, positions)
-    return ids, Packed(qkv_format="thd", where=where, turns=turns, share=share)
+    return ids, Packed(qkv_format="thd", where=where, turns=turns, share=share, **found)
+
+
+def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of Megatron-Core's context parallelism, rank after rank: rows have padding and are cut into 2 `context`
+    chunks; rank r has the r-th of each row from the start, then the r-th from the end.
+
+    Returns: places [T] of the tokens; begins [rows + 2] of the rows with padding, then of more padding up to `size`, and
+    its end."""
+    ranks, step = sizes.context, 2 * sizes.context * sizes.tensor
+    row, within = where.slots // where.width, where.slots % where.width
+    lengths = -(-row.bincount(minlength=where.num_rows) // step) * step
+    begins = F.pad(lengths.cumsum(0), (1, 0))
+    begins = F.pad(begins, (0, 1), value=max(size, int(begins[-1])))
+    chunk = lengths[row] // (2 * ranks)
+    number, at = within // chunk, within % chunk
+    rank = torch.minimum(number, 2 * ranks - 1 - number)
+    return rank * (begins[-1] // ranks) + begins[row] // ranks + (number >= ranks) * chunk + at, begins.int()
 
 
 def outputs_of(
-    stage: Stage, hidden: torch.Tensor, where: Layout, needs: frozenset[str], settings: ForwardSettings, heat: float
+    stage: Stage, hidden: torch.Tensor, packed: Packed, needs: frozenset[str], settings: ForwardSettings, heat: float
 ) -> dict[str, torch.Tensor]:
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
+    where = packed.where
+    assert where is not None
     if "scores" in needs:
         where = where.at_ends(stage.pad_token_id)
+    if packed.places is not None:
+        where = replace(where, states=packed.places[where.states])
     share = settings.token_share
     at = Sampled.of(where, settings, len(hidden) * (1 if share is None else share.size))
     states = hidden[:, 0].index_select(0, at.states)
