@@ -40,14 +40,8 @@ class Attention(torch.nn.Module):
         """[T, H, D], [T, KV, D], [T, KV, D] of this rank's tokens -> [T, H D]."""
         assert (kind.name, packed_seq_params.qkv_format) == ("padding_causal", "thd")
         begins, size = packed_seq_params.cu_seqlens_q_padded.tolist(), self.share.size
-        owned = []
-        for rank in range(size):
-            rows = [list(range(start, stop)) for start, stop in pairwise(begins)]
-            cuts = [(row, len(row) // (2 * size)) for row in rows]
-            parts = [
-                row[rank * n : rank * n + n] + row[len(row) - rank * n - n : len(row) - rank * n] for row, n in cuts
-            ]
-            owned.append(torch.tensor(sum(parts, []), dtype=torch.long))
+        rows = [torch.arange(start, stop).view(2 * size, -1) for start, stop in pairwise(begins) if stop > start]
+        owned = [torch.cat([row[[rank, 2 * size - 1 - rank]].flatten() for row in rows]) for rank in range(size)]
         assert packed_seq_params.max_seqlen_q == max(stop - start for start, stop in pairwise(begins))
         whole = [self.share.gather_rings(x)[torch.cat(owned).argsort()].transpose(0, 1) for x in (query, key, value)]
         outs = [

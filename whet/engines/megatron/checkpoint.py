@@ -88,20 +88,14 @@ def read(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> dict[str
         found, change = f"{error}".partition("\n")[0][:200], "name a folder with metadata.json"
         raise CheckpointError(f"{path}", found, "a state of this model", change) from error
     for number, stage in enumerate(stages):
-        stage.load_state_dict(state[_key(number, stages)])
+        stage.load_state_dict(state[f"model{number}"])
     return state
 
 
 def _state(stages: Sequence[Stage], optimizer: Any, steps: int | None) -> dict[str, Any]:
     """The parts of this rank, with their places in the whole; `steps` is unset to read them."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state: dict[str, Any] = {
-        _key(number, stages): stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)
-    }
+    state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict(state, steps, metadata)
     return state
-
-
-def _key(number: int, stages: Sequence[Stage]) -> str:
-    return "model" if len(stages) == 1 else f"model{number}"

@@ -28,18 +28,11 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        get_megatron_optimizer,
-    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -106,15 +99,7 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _same(value: Any, *_: Any, **__: Any) -> Any:
-    return value
-
-
 def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-def _as_numbers(value: Any, as_numpy: bool = False, **_: Any) -> Any:
-    return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
 
 REPLACED: list[tuple[Any, str, Any]] = [
@@ -129,11 +114,10 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
     (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     *((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
-    (torch.Tensor, "cuda", _same),
-    (torch.nn.Module, "cuda", _same),
+    *((owner, "cuda", lambda self, *_, **__: self) for owner in (torch.Tensor, torch.nn.Module)),
     (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", lambda x, as_numpy=False, **_: x.numpy() if as_numpy else x),
 ]
 
 

@@ -17,19 +17,7 @@ from torch import nn
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp.pipeline import everywhere, run_forward
-from whet.engines.megatron import checkpoint, sizes as checks
-from whet.engines.megatron.core import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    LocalNonpersistentObject,
-    OptimizerConfig,
-    ShardedBase,
-    clip_grad_by_total_norm_fp32,
-    dict_list_map_inplace,
-    finalize_model_grads,
-    get_forward_backward_func,
-    get_megatron_optimizer,
-)
+from whet.engines.megatron import checkpoint, core, sizes as checks
 from whet.engines.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
 from whet.engines.megatron.names import check_family
 from whet.engines.megatron.ranks import arrange, join
@@ -106,10 +94,10 @@ class MegatronEngine(Engine):
             self.wrapped: list[Any] = list(self.stages)
             self.optimizer = None
             if role.optim is not None:
-                buffers = DistributedDataParallelConfig(
+                buffers = core.DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
                 )
-                self.wrapped = [DistributedDataParallel(own, buffers, stage) for stage in self.stages]
+                self.wrapped = [core.DistributedDataParallel(own, buffers, stage) for stage in self.stages]
                 self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has what the base calls
             else:
                 for stage in self.stages:
@@ -175,9 +163,7 @@ class MegatronEngine(Engine):
         layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
         width = max(map(self._width, layouts))
 
-        def loss_of(
-            number: int, packed: Packed, hidden: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        def loss_of(number: int, packed: Packed, hidden: torch.Tensor) -> tuple[Any, ...]:
             settings, heat = self.forward_settings, objective.temperature
             found = outputs_of(self.stages[-1], hidden, packed, objective.needs, settings, heat)
             loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
@@ -192,7 +178,7 @@ class MegatronEngine(Engine):
             return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number, packed)
 
         numbers = [iter(range(len(passes))) for _ in self.wrapped]
-        get_forward_backward_func()(
+        core.get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=numbers if len(numbers) > 1 else numbers[0],
             model=self.wrapped if len(numbers) > 1 else self.wrapped[0],
@@ -228,7 +214,7 @@ class MegatronEngine(Engine):
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _sum_gradients(self) -> None:
-        finalize_model_grads(self.wrapped)
+        core.finalize_model_grads(self.wrapped)
 
     def _clip(self) -> torch.Tensor:
         """The norm of the gradient before it is clipped: of all shards, each counted once."""
@@ -242,7 +228,7 @@ class Steps:
     def __init__(self, engine: MegatronEngine, distributed: bool, dtype: torch.dtype) -> None:
         optim = engine.role.optim
         assert optim is not None
-        settings = OptimizerConfig(
+        settings = core.OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
             weight_decay=optim.weight_decay,
@@ -255,15 +241,14 @@ class Steps:
             bf16=dtype == torch.bfloat16,
         )
         self.wrapped = engine.wrapped
-        self.inner: Any = get_megatron_optimizer(settings, engine.wrapped, use_gloo_process_groups=False)
+        self.inner: Any = core.get_megatron_optimizer(settings, engine.wrapped, use_gloo_process_groups=False)
         for group in self.param_groups:
             group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of weights with their rates."""
-        found: list[dict[str, Any]] = self.inner.param_groups
-        return found
+        return list(self.inner.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -277,7 +262,7 @@ class Steps:
         norm = float(self.inner.get_grad_norm())
         for each in self.inner.chained_optimizers if largest is not None else ():
             if not each.is_stub_optimizer and (weights := each.get_parameters()):
-                clip_grad_by_total_norm_fp32(weights, largest, norm)
+                core.clip_grad_by_total_norm_fp32(weights, largest, norm)
         return norm
 
     def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
@@ -290,8 +275,8 @@ class Steps:
             if not each.config.bf16:  # shards of the weights themselves, which the optimizer without shards has not
                 for tensors in found[number].get("param_state", {}).values():
                     del tensors["fp32_param"]
-        kept = (ShardedBase, LocalNonpersistentObject)
-        dict_list_map_inplace(lambda x: x if isinstance(x, kept) else LocalNonpersistentObject(x), found)
+        kept = (core.ShardedBase, core.LocalNonpersistentObject)
+        core.dict_list_map_inplace(lambda x: x if isinstance(x, kept) else core.LocalNonpersistentObject(x), found)
         return found
 
     def load_state_dict(self, state: dict[int, Any], steps: int) -> None:

@@ -16,17 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from whet.devices import HOST
-from whet.engines.megatron.core import (
-    GPTModel,
-    AttnMaskType,
-    PackedSeqParams,
-    TransformerBlockSubmodules,
-    TransformerConfig,
-    gather_from_sequence_parallel_region,
-    get_gpt_layer_local_spec,
-    parallel_state,
-    transformer_engine,
-)
+from whet.engines.megatron import core
 from whet.engines.megatron.ranks import Ranks
 from whet.engines.megatron.sizes import Sizes
 from whet.engines.role import RoleSettings
@@ -55,7 +45,7 @@ FIXED: dict[str, Any] = {
 
 
 @dataclass
-class Packed(PackedSeqParams):  # type: ignore[misc]
+class Packed(core.PackedSeqParams):  # type: ignore[misc]
     """Rows end to end, as layers read them."""
 
     where: Layout | None = None
@@ -71,25 +61,21 @@ class PackedAttention(nn.Module):
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
-        is_core = config.context_parallel_size > 1
-        # No submodule: it has no weights, and states are those of meshes without it.
-        vars(self)["core"] = transformer_engine.TEDotProductAttention(config, **settings) if is_core else None
+        # No submodule: it has no weights, and a state is that of a mesh without it.
+        vars(self)["inner"] = None
+        if config.context_parallel_size > 1:
+            vars(self)["inner"] = core.transformer_engine.TEDotProductAttention(config, **settings)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: None,
-        packed_seq_params: Packed,
-        **_: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Packed, **__: Any
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
-        packed, core = packed_seq_params, vars(self)["core"]
+        packed, inner = packed_seq_params, vars(self)["inner"]
         assert packed.turns is not None
         query, key = apply_rotary_pos_emb(query, key, *(turn[0].to(query.dtype) for turn in packed.turns))
-        if core is not None:
-            out: torch.Tensor = core(query, key, value, mask, AttnMaskType.padding_causal, packed_seq_params=packed)
+        if inner is not None:
+            kind = core.AttnMaskType.padding_causal
+            out: torch.Tensor = inner(query, key, value, None, kind, packed_seq_params=packed)
             return out
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         return attention(self, query, key, value, None, packed=packed.where, token_share=packed.share)[0][0].flatten(1)
@@ -103,7 +89,7 @@ class Norm(nn.RMSNorm):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
-class Stage(GPTModel):  # type: ignore[misc]
+class Stage(core.GPTModel):  # type: ignore[misc]
     """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
 
     head: nn.Linear | None
@@ -143,7 +129,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
             "moe_router_pre_softmax": not getattr(model, "norm_topk_prob", True),
             "moe_router_dtype": "fp32" if dtype != torch.float32 else None,
         }
-    return TransformerConfig(
+    return core.TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=heads,
@@ -175,7 +161,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
 
 def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
+    spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     own.self_attention.submodules.core_attention = PackedAttention
@@ -183,14 +169,14 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
         own.self_attention.submodules.q_layernorm = own.self_attention.submodules.k_layernorm = Norm
     virtual = config.virtual_pipeline_model_parallel_size
     ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
-    is_last, has_head = parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
+    is_last, has_head = core.parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
     layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
     made = Stage(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
+        core.TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        pre_process=core.parallel_state.is_pipeline_first_stage(**ends),
         post_process=is_last,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not has_head,
         position_embedding_type="none",  # attention turns queries and keys
@@ -207,7 +193,8 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
 
 def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple[torch.Tensor, Packed]:
     """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
-    found, places = {}, torch.arange(len(where.input_ids), device=where.input_ids.device)
+    found: dict[str, Any] = {}
+    places = torch.arange(len(where.input_ids), device=where.input_ids.device)
     if ranks.sizes.halves:
         places, begins = in_halves(where, ranks.sizes, size)
         longest = int(begins.diff().max())
@@ -224,20 +211,18 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple
 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of Megatron-Core's context parallelism, rank after rank: rows have padding and are cut into 2 `context`
-    chunks; rank r has the r-th of each row from the start, then the r-th from the end.
+    """The order of Megatron-Core's context parallelism: rows have padding, and are cut into 2 `context` chunks; first
+    come those of rank 0, of each row the first and the last, then those of rank 1, the second and the last but one.
 
-    Returns: places [T] of the tokens; begins [rows + 2] of the rows with padding, then of more padding up to `size`, and
-    its end."""
+    Returns: places [T] of the tokens; begins [rows + 1] of the rows with padding, the last one's up to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor
     row, within = where.slots // where.width, where.slots % where.width
-    lengths = -(-row.bincount(minlength=where.num_rows) // step) * step
+    lengths = -(-row.bincount() // step) * step
+    lengths[-1] += max(0, size - int(lengths.sum()))
     begins = F.pad(lengths.cumsum(0), (1, 0))
-    begins = F.pad(begins, (0, 1), value=max(size, int(begins[-1])))
-    chunk = lengths[row] // (2 * ranks)
-    number, at = within // chunk, within % chunk
-    rank = torch.minimum(number, 2 * ranks - 1 - number)
-    return rank * (begins[-1] // ranks) + begins[row] // ranks + (number >= ranks) * chunk + at, begins.int()
+    rows = torch.arange(int(begins[-1]), device=row.device).split(lengths.tolist())
+    order = [each.view(2 * ranks, -1)[[rank, -1 - rank]].flatten() for rank in range(ranks) for each in rows]
+    return torch.cat(order).argsort()[begins[row] + within], begins.int()
 
 
 def outputs_of(
@@ -258,5 +243,5 @@ def outputs_of(
     is_tied = stage.share_embeddings_and_output_weights
     weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
     # Along the rows of the vocabulary: each rank has tokens of its own, and gets the gradient of its rows from all.
-    whole = gather_from_sequence_parallel_region(weight)
+    whole = core.gather_from_sequence_parallel_region(weight)
     return statistics_of(states, whole, None, at, needs, settings, heat)
