@@ -102,6 +102,10 @@ class _OnHost(TorchFunctionMode):
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _as_numbers(value: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+
 REPLACED: list[tuple[Any, str, Any]] = [
     (torch.cuda, "current_device", lambda: HOST),
     *(
@@ -117,7 +121,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     *((owner, "cuda", lambda self, *_, **__: self) for owner in (torch.Tensor, torch.nn.Module)),
     (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-    (token_dispatcher, "maybe_move_tensor_to_cpu", lambda x, as_numpy=False, **_: x.numpy() if as_numpy else x),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers),
 ]
 
 
