@@ -36,9 +36,14 @@ pytestmark = [
 SHARDED = {"distributed_optimizer": True}
 # A run goes on with other processes and another mesh each time.
 CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "plain": [(2, {"tensor": 2}), (2, {"pipeline": 2, "virtual": 2}), (1, {})],
-    "experts": [(2, {"expert": 2}), (2, {"expert": 2, "tensor": 2})],
-    "sharded": [(2, SHARDED), (2, {"pipeline": 2, **SHARDED})],
+    "layers": [(2, {"tensor": 2}), (2, {"pipeline": 2, "virtual": 2, **SHARDED}), (1, {})],
+    "experts": [
+        (2, {"expert": 2}),
+        (2, {"expert": 2, "tensor": 2, **SHARDED}),
+        (2, {"pipeline": 2}),
+        (2, {"expert": 2}),
+        (1, SHARDED),
+    ],
 }
 
 
