@@ -73,7 +73,6 @@ class MegatronEngine(Engine):
         hugging_face: bool = True,
     ) -> None:
         join(process_group, device)
-        role = replace(role, lora=None)
         self.sizes = Sizes(tensor, pipeline, virtual, expert, context, context_by)
         self.ranks, self._hugging_face = arrange(self.sizes, device), hugging_face
         super().__init__(role.empty_model(device), role, dist.group.WORLD, device)
@@ -106,9 +105,8 @@ class MegatronEngine(Engine):
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of the layers and heads in each process; copies of it hold the other rows."""
-        sizes = Sizes.of(options)
-        parts = sizes.tensor * sizes.pipeline
-        return Spread(parts, row_ranks=parts * sizes.context, token_shares=sizes.context)
+        parts, context = options["tensor"] * options["pipeline"], options["context"]
+        return Spread(parts, row_ranks=parts * context, token_shares=context)
 
     def step(self) -> Metrics:
         with self.ranks.used():
@@ -180,8 +178,8 @@ class MegatronEngine(Engine):
         numbers = [iter(range(len(passes))) for _ in self.wrapped]
         core.get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=numbers if len(numbers) > 1 else numbers[0],
-            model=self.wrapped if len(numbers) > 1 else self.wrapped[0],
+            data_iterator=numbers,
+            model=self.wrapped,
             num_microbatches=len(passes),
             seq_length=width,
             micro_batch_size=1,
@@ -219,7 +217,13 @@ class MegatronEngine(Engine):
     def _clip(self) -> torch.Tensor:
         """The norm of the gradient before it is clipped: of all shards, each counted once."""
         assert isinstance(self.optimizer, Steps)
-        return torch.tensor(self.optimizer.clip(self.grad_clip), device=self.device)
+        inner = self.optimizer.inner
+        inner.prepare_grads()
+        norm = float(inner.get_grad_norm())
+        for each in inner.chained_optimizers if self.grad_clip is not None else ():
+            if not each.is_stub_optimizer and (weights := each.get_parameters()):
+                core.clip_grad_by_total_norm_fp32(weights, self.grad_clip, norm)
+        return torch.tensor(norm, device=self.device)
 
 
 class Steps:
@@ -255,15 +259,6 @@ class Steps:
         for stage in self.wrapped:
             stage.zero_grad_buffer()
         self.inner.zero_grad(set_to_none)
-
-    def clip(self, largest: float | None) -> float:
-        """Clips the gradients.  Returns their norm before."""
-        self.inner.prepare_grads()
-        norm = float(self.inner.get_grad_norm())
-        for each in self.inner.chained_optimizers if largest is not None else ():
-            if not each.is_stub_optimizer and (weights := each.get_parameters()):
-                core.clip_grad_by_total_norm_fp32(weights, largest, norm)
-        return norm
 
     def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
         """The state after `steps`, unset to read one, of each of its optimizers: another mesh has others, so tensors

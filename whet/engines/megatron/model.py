@@ -44,14 +44,14 @@ FIXED: dict[str, Any] = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Packed(core.PackedSeqParams):  # type: ignore[misc]
     """Rows end to end, as layers read them."""
 
-    where: Layout | None = None
-    turns: tuple[torch.Tensor, torch.Tensor] | None = None  # [1, T, D] cosines and sines of rotary positions
-    share: TokenShare | None = None  # splits the tokens over ranks
-    places: torch.Tensor | None = None  # [T] of the tokens, which come in another order
+    where: Layout
+    turns: tuple[torch.Tensor, torch.Tensor]  # [1, T, D] cosines and sines of rotary positions
+    share: TokenShare | None  # splits the tokens over ranks
+    places: torch.Tensor | None = None  # [T] of the tokens, where they come in another order
 
 
 class PackedAttention(nn.Module):
@@ -71,7 +71,6 @@ class PackedAttention(nn.Module):
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
         packed, inner = packed_seq_params, vars(self)["inner"]
-        assert packed.turns is not None
         query, key = apply_rotary_pos_emb(query, key, *(turn[0].to(query.dtype) for turn in packed.turns))
         if inner is not None:
             kind = core.AttnMaskType.padding_causal
@@ -120,22 +119,17 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     ):
         if count % size:
             raise ConfigError(f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it")
-    mixture: dict[str, Any] = {}
-    if experts:
-        mixture = {
-            "num_moe_experts": experts,
-            "moe_router_topk": model.num_experts_per_tok,
-            "moe_ffn_hidden_size": width,
-            "moe_router_pre_softmax": not getattr(model, "norm_topk_prob", True),
-            "moe_router_dtype": "fp32" if dtype != torch.float32 else None,
-        }
     return core.TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=getattr(model, "head_dim", None) or model.hidden_size // heads,
-        ffn_hidden_size=width,
+        ffn_hidden_size=width,  # of an expert too
+        num_moe_experts=experts,
+        moe_router_topk=getattr(model, "num_experts_per_tok", 2),
+        moe_router_pre_softmax=not getattr(model, "norm_topk_prob", True),
+        moe_router_dtype="fp32" if dtype != torch.float32 else None,
         layernorm_epsilon=model.rms_norm_eps,
         add_qkv_bias=model.model_type == "qwen2",
         qk_layernorm=model.model_type.startswith("qwen3"),
@@ -154,7 +148,6 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         **FIXED,
-        **mixture,
         **(RECOMPUTED if recomputes else {}),
     )
 
@@ -229,10 +222,7 @@ def outputs_of(
     stage: Stage, hidden: torch.Tensor, packed: Packed, needs: frozenset[str], settings: ForwardSettings, heat: float
 ) -> dict[str, torch.Tensor]:
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
-    where = packed.where
-    assert where is not None
-    if "scores" in needs:
-        where = where.at_ends(stage.pad_token_id)
+    where = packed.where.at_ends(stage.pad_token_id) if "scores" in needs else packed.where
     if packed.places is not None:
         where = replace(where, states=packed.places[where.states])
     share = settings.token_share

@@ -6,10 +6,9 @@ pipeline x rows x context x tensor = processes        the first is the outermost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.engines.fsdp.checks import uneven_experts, uneven_sizes
@@ -26,11 +25,6 @@ class Sizes:
     expert: int = 1  # of the experts
     context: int = 1  # of a row's tokens
     context_by: str = "heads"
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Sizes:
-        """The sizes in the options of the engine."""
-        return cls(**{name: options[name] for name in cls.__dataclass_fields__})
 
     @property
     def halves(self) -> bool:
@@ -49,7 +43,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
     if not is_installed():
         change = "run `make megatron`, or pip install megatron-core==0.16.1"
         yield ConfigError(f"{use.key}.name", "megatron", "an installation of Megatron-Core", change)
-    sizes = Sizes.of(use.options)
+    sizes = Sizes(**{name: use.options[name] for name in Sizes.__dataclass_fields__})
     yield from _sizes(use, sizes)
     if sizes.halves and find_spec("transformer_engine") is None:
         change = "set it to heads, or pip install transformer-engine[pytorch]"
