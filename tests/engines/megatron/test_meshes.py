@@ -28,12 +28,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
 ]
-Options, Tensors = dict[str, Any], dict[str, torch.Tensor]
+Where, Options, Tensors = tuple[str, int], dict[str, Any], dict[str, torch.Tensor]
 SHARDED = {"distributed_optimizer": True}
 SPLIT: list[Options] = [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual": 2}, SHARDED]
 EXPERTS: list[Options] = [{"expert": 2}, {"expert": 2, "tensor": 2}]
 HEADS = {"context_by": "heads"}
-MESHES: dict[tuple[str, int], list[Options]] = {
+MESHES: dict[Where, list[Options]] = {
     ("qwen2", 2): [*SPLIT, {}, {"context": 2, **HEADS}, {"context": 2}],
     ("qwen3", 2): SPLIT,
     ("llama", 2): SPLIT,
@@ -104,41 +104,51 @@ def before(group: WorkerGroup) -> tuple[Tensors, Tensors]:
 
 
 @pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[dict[str, WorkerGroup]]:
-    """A group for each mesh of a model, all in the same processes."""
+def groups_of(folders: dict[str, Path]) -> Iterator[Callable[[Where], dict[str, WorkerGroup]]]:
+    """A group for each mesh of a model, all in the same processes, which end when another model is asked for."""
     from whole import Whole
 
-    kind, count = request.param
-    roles = {named(each): suite.settings(folders[kind], megatron(each)) for each in MESHES[request.param]}
-    specs = [WorkerSpec(role, Whole, (each,)) for role, each in roles.items()]
-    made = launch(specs, ResourcePool(count), deadline_seconds=480)
-    yield made
-    next(iter(made.values())).close()
+    made: dict[Where, dict[str, WorkerGroup]] = {}
+
+    def close() -> None:
+        for each in made.values():
+            next(iter(each.values())).close()
+        made.clear()
+
+    def groups(where: Where) -> dict[str, WorkerGroup]:
+        if where not in made:
+            close()
+            kind, count = where
+            roles = {named(each): suite.settings(folders[kind], megatron(each)) for each in MESHES[where]}
+            specs = [WorkerSpec(role, Whole, (each,)) for role, each in roles.items()]
+            made[where] = launch(specs, ResourcePool(count), deadline_seconds=480)
+        return made[where]
+
+    yield groups
+    close()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("groups", "options"),
-    CASES,
-    indirect=["groups"],
-    ids=[f"{kind} on {count}, {named(options)}" for (kind, count), options in CASES],
+    ("where", "options"), CASES, ids=[f"{kind} on {count}, {named(options)}" for (kind, count), options in CASES]
 )
 def test_a_mesh_is_one_process(
+    where: Where,
     options: Options,
-    groups: dict[str, WorkerGroup],
+    groups_of: Callable[[Where], dict[str, WorkerGroup]],
     reference_of: Callable[[str], tuple[Tensors, Tensors, suite.Record]],
-    request: pytest.FixtureRequest,
 ) -> None:
     """Log-probs within 1e-5, each gradient within 1e-5 of its largest number, and steps."""
-    kind, _ = request.node.callspec.params["groups"]
-    outputs, gradients, record = reference_of(kind)
-    got, got_gradients = before(groups[named(options)])
+    outputs, gradients, record = reference_of(where[0])
+    group = groups_of(where)[named(options)]
+    got, got_gradients = before(group)
     for name, values in outputs.items():
         torch.testing.assert_close(got[name], values, atol=1e-5, rtol=0, msg=name)
     assert got_gradients.keys() == gradients.keys()
     for name, values in gradients.items():
-        close = float((got_gradients[name] - values).abs().max()) <= 1e-5 * max(1.0, float(values.abs().max()))
-        assert close, f"{name}: {(got_gradients[name] - values).abs().max()} of {values.abs().max()}"
-    suite.check_records(record, suite.drive(groups[named(options)], steps=range(3)))
+        gap, largest = float((got_gradients[name] - values).abs().max()), float(values.abs().max())
+        assert gap <= 1e-5 * max(1.0, largest), f"{name}: {gap} of {largest}"
+    suite.check_records(record, suite.drive(group, steps=range(3)))
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
