@@ -25,10 +25,10 @@ from whet.config.schema import EngineConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
-from whet.engines.megatron import sizes
 from whet.errors import EngineError, WorkerError
 from whet.trainers.objectives import ValueObjective
 
+sizes = pytest.importorskip("whet.engines.megatron.sizes")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),

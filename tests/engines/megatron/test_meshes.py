@@ -22,8 +22,8 @@ from whet.config.schema import EngineConfig
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.engines.megatron import sizes
 
+sizes = pytest.importorskip("whet.engines.megatron.sizes")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),

@@ -10,6 +10,8 @@ import pytest
 
 from whet.errors import ConfigError
 
+pytest.importorskip("whet.engines.megatron.sizes")
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "found"),

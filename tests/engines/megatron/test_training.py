@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from whet.engines.megatron import sizes
-
+sizes = pytest.importorskip("whet.engines.megatron.sizes")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
@@ -21,9 +23,19 @@ OPTIONS = {"tensor": 2, "distributed_optimizer": "true"}
 
 @pytest.mark.timeout(1200)
 def test_a_run_that_is_killed_has_the_same_numbers(tmp_path: Path) -> None:
+    """And its weights are those of the checkpoint by both ways of export."""
+    from whet.cli.app import app
+
     options = [f"actor.engine.options.{name}={value}" for name, value in OPTIONS.items()]
     command = [sys.executable, str(SCRIPT), "--kills=1", f"--folder={tmp_path}", "cluster.processes=2"]
     done = subprocess.run(
         [*command, "actor.engine.name=megatron", *options], capture_output=True, text=True, timeout=1100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    ways = [("killed", "plain"), ("killed", "core", "--to", "megatron"), ("core", "back", "--from", "megatron")]
+    for source, target, *way in ways:
+        made = CliRunner().invoke(app, ["export", str(tmp_path / source), str(tmp_path / target), *way])
+        assert made.exit_code == 0, made.output
+    plain, back = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "back"))
+    assert plain.keys() == back.keys()
+    assert all(torch.equal(plain[name].float(), back[name]) for name in plain)
