@@ -85,6 +85,23 @@ def test_a_value_model_in_stages_with_shared_heads(tmp_path: Path) -> None:
     suite.check_records(records[0], records[2])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_goes_into_shards_of_the_optimizer_and_back(dtype: str, tmp_path: Path) -> None:
+    from whet.engines.megatron.engine import MegatronEngine
+
+    role = suite.settings(folder_of("qwen3_moe", tmp_path), dtype=dtype)
+    first, *others = (MegatronEngine(role, **options) for options in ({}, SHARDED, {}))
+    suite.update(first, suite.ragged_batch(seed=0), suite.OBJECTIVES[1])
+    for step, other in enumerate(others, start=1):
+        (tmp_path / f"{step}").mkdir()
+        first.save(tmp_path / f"{step}", None)
+        other.load(tmp_path / f"{step}")
+        for each in (first, other):
+            suite.update(each, suite.ragged_batch(seed=step), suite.OBJECTIVES[1])
+        assert torch.equal(suite.weights_of(first), suite.weights_of(other))
+        first = other
+
+
 def test_a_state_of_another_engine(tmp_path: Path) -> None:
     from test_conformance import made
 

@@ -265,11 +265,11 @@ class Steps:
         alone are saved, by the names of `weights`."""
         found: dict[int, Any] = {}
         for number, each in enumerate(self.inner.chained_optimizers):
-            self._count(each, steps or 0)
+            self._count(each, 1 if steps is None else steps)  # of 0 steps Megatron-Core reads no state
             found[number] = each.sharded_state_dict(weights, is_loading=steps is None, metadata=metadata)
-            if not each.config.bf16:  # shards of the weights themselves, which the optimizer without shards has not
-                for tensors in found[number].get("param_state", {}).values():
-                    del tensors["fp32_param"]
+            for tensors in found[number].get("param_state", {}).values():  # of shards; in float32 a weight's own
+                wide = tensors["param"] if each.config.bf16 else tensors.pop("param")
+                wide.key = wide.key.replace("state.param.", "state.fp32_param.", 1)
         kept = (core.ShardedBase, core.LocalNonpersistentObject)
         core.dict_list_map_inplace(lambda x: x if isinstance(x, kept) else core.LocalNonpersistentObject(x), found)
         return found
