@@ -24,7 +24,7 @@ class Sizes:
     virtual: int = 1  # of a rank's layers, interleaved with those of other ranks
     expert: int = 1  # of the experts
     context: int = 1  # of a row's tokens
-    context_by: str = "heads"
+    context_by: str = "transformer_engine"
 
     @property
     def halves(self) -> bool:
