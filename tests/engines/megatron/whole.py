@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engine_conformance as suite
 
 from whet.controller.dispatch import register
-from whet.engines.megatron import model
-from whet.engines.megatron.core import parallel_state
+from whet.engines.megatron import core
 from whet.models.sequence_parallel import TokenShare
 from whet.protocol import DataProto
 
@@ -30,7 +29,7 @@ class Attention(torch.nn.Module):
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
-        group = parallel_state.get_context_parallel_group()
+        group = core.parallel_state.get_context_parallel_group()
         assert config.context_parallel_size == group.size() > 1
         self.share = TokenShare(group, group, group)
 
@@ -56,7 +55,7 @@ class Whole(suite.Probe):
     """A worker of the engine with Transformer Engine's stand-in in its place."""
 
     def __init__(self, *given: Any) -> None:
-        model.transformer_engine = SimpleNamespace(TEDotProductAttention=Attention)
+        core.transformer_engine = SimpleNamespace(TEDotProductAttention=Attention)
         super().__init__(*given)
 
     @register()
