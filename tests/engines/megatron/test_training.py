@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,12 @@ def test_a_run_that_is_killed_has_the_same_numbers(tmp_path: Path) -> None:
     from whet.cli.app import app
 
     options = [f"actor.engine.options.{name}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, str(SCRIPT), "--kills=1", f"--folder={tmp_path}", "cluster.processes=2"]
-    done = subprocess.run(
-        [*command, "actor.engine.name=megatron", *options], capture_output=True, text=True, timeout=1100, check=False
-    )
+    options += ["actor.engine.name=megatron", "algorithm.entropy_coef=0.1"]  # as the random model earns no reward
+    command = [sys.executable, str(SCRIPT), "--kills=1", f"--folder={tmp_path}", "cluster.processes=2", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    metrics = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["actor/grad_norm"] > 0 for line in metrics[1:])
     ways = [("killed", "plain"), ("killed", "core", "--to", "megatron"), ("core", "back", "--from", "megatron")]
     for source, target, *way in ways:
         made = CliRunner().invoke(app, ["export", str(tmp_path / source), str(tmp_path / target), *way])
