@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker with the gradients of all ranks, and a stand-in for Transformer Engine's attention: in a module that worker
+"""A worker with the gradients of all ranks, and a stand-in for TransformerEngine's attention: in a module that worker
 processes import."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whet.protocol import DataProto
 
 
 class Attention(torch.nn.Module):
-    """Causal attention of rows whose tokens lie on ranks as `thd_get_partitioned_indices` of Transformer Engine says:
+    """Causal attention of rows whose tokens lie on ranks as `thd_get_partitioned_indices` of TransformerEngine says:
     of a row in 2 n chunks, rank r of n has chunk r and chunk 2 n - 1 - r."""
 
     def __init__(self, config: Any, **_: Any) -> None:
@@ -52,7 +52,7 @@ class Attention(torch.nn.Module):
 
 
 class Whole(suite.Probe):
-    """A worker of the engine with Transformer Engine's stand-in in its place."""
+    """A worker of the engine with TransformerEngine's stand-in in its place."""
 
     def __init__(self, *given: Any) -> None:
         core.transformer_engine = SimpleNamespace(TEDotProductAttention=Attention)

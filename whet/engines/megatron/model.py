@@ -57,7 +57,7 @@ class Packed(core.PackedSeqParams):  # type: ignore[misc]
 class PackedAttention(nn.Module):
     """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention.
 
-    With Megatron-Core's context parallelism it is Transformer Engine's, the only one that knows it."""
+    With Megatron-Core's context parallelism it is TransformerEngine's, the only one that knows it."""
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
