@@ -115,7 +115,7 @@ class ExamplesRun(Frame):
                     chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
                     batch = self.prepared(chosen, metrics)
                     with metrics.time("time/update"):
-                        metrics.merge(self.roles["actor"].update(batch, objective, block=objective.block))
+                        metrics.merge(self.roles["actor"].update(batch, objective))
                     self.updated()
                 schedule.end_step(batch, metrics)
 
