@@ -23,11 +23,11 @@ class ResponsesDataConfig(ExamplesDataConfig):
 
 
 class PreferenceDataConfig(ResponsesDataConfig):
-    """The pairs of `whet train-reward`."""
+    """The rows of `whet train-reward`: pairs, or responses whose steps have labels."""
 
     margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
 
-    builder: ClassVar[str] = "whet.data.supervised:build_pairs"
+    builder: ClassVar[str] = "whet.data.preferences:build_judged"
 
 
 class ComparisonDataConfig(ResponsesDataConfig):

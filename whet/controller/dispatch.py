@@ -134,7 +134,8 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 
 
 def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int | str) -> CallPlan:
-    split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (Batch, list))]
+    given = (*arguments.args, *arguments.kwargs.values())
+    split: list[Any] = [value for value in given if isinstance(value, (Batch, list))]
     if not split:
         expected = "a Batch or a list, whose rows it splits"
         raise DataError(caller, "no argument has rows", expected, "pass one, or register it one to all")
@@ -245,10 +246,11 @@ def sequence_workload(num_tokens: int) -> float:
 def balanced_partition(workloads: Sequence[float], parts: int, block: int | list[list[int]] = 1) -> list[list[int]]:
     """Row numbers of each part, ascending; the largest total workload of a part is kept small.
 
-    Each `block` consecutive rows stay together, or those of each of the blocks. Greedy (Graham 1969): the largest remaining block goes to the part with
-    the least work; the largest part is then at most 4/3 - 1/(3 parts) of the optimum. With few blocks the largest
-    differencing method (Karmarkar and Karp 1982) is tried too, and the more even partition is returned. A part is empty
-    only where there are fewer blocks than parts. The same workloads give the same parts.
+    Each `block` consecutive rows stay together, or those of each block in a list. Greedy (Graham 1969): the largest
+    remaining block goes to the part with the least work; the largest part is then at most 4/3 - 1/(3 parts) of the
+    optimum. With few blocks the largest differencing method (Karmarkar and Karp 1982) is tried too, and the more even
+    partition is returned. A part is empty only where there are fewer blocks than parts. The same workloads give the
+    same parts.
 
     Raises: DataError if the rows are not a whole number of blocks.
     """

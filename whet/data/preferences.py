@@ -10,14 +10,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
-from whet.config.preference import ResponsesDataConfig
-from whet.data.chat import encode_texts
+from whet.config.preference import PreferenceDataConfig, ResponsesDataConfig
+from whet.data.chat import as_text, encode_rendered, encode_texts
 from whet.data.prompts import PromptFormat, Row, find_field, from_row, read_messages
 from whet.data.supervised import (
     COMMON,
+    PreferencePair,
     SupervisedExample,
+    build_pairs,
     common_prefix,
     compared,
     encode_conversation,
@@ -105,6 +108,59 @@ def build_comparisons(
     data.overlong=drop, those over data.max_length.
     Raises: DataError for a row that has none of these forms, and for one that is too long if data.overlong=error."""
     return compared(rows, prompt_format, data, numbers, lambda index, row: _comparison(index, row, prompt_format, data))
+
+
+@dataclass(frozen=True)
+class StepExample(SupervisedExample):
+    """A prompt and steps with labels from 0 (wrong) to 1 (right); the mask is 1 on the token that follows each step."""
+
+    labels: tuple[float, ...] = ()
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return *super().content, self.labels
+
+    @property
+    def is_equal(self) -> bool:
+        """Returns False: it is no comparison."""
+        return False
+
+    def facts(self) -> Mapping[str, object]:
+        return {"labels": list(self.labels)}
+
+
+def build_judged(
+    rows: Sequence[Row],
+    prompt_format: PromptFormat,
+    data: PreferenceDataConfig,
+    *,
+    numbers: Sequence[int] | None = None,
+) -> tuple[PreferencePair, ...] | tuple[StepExample, ...]:
+    """Makes pairs from rows or, where the first has `labels` of steps, `StepExample`s, as `build_pairs` does."""
+    if isinstance(rows[0].get("labels"), list):
+        return compared(rows, prompt_format, data, numbers, lambda _, row: _steps(row, prompt_format, data))
+    return build_pairs(rows, prompt_format, data, numbers=numbers)
+
+
+def _steps(row: Row, prompt_format: PromptFormat, data: PreferenceDataConfig) -> StepExample:
+    """The steps of a row, each with a line break behind it, in tokens of its own."""
+    prompt_format.refuse_media(row, expected="only text in rows of steps")
+    steps, labels = row.get("completions"), row.get("labels")
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
+        raise DataError("field 'completions'", f"is {str(steps)[:80]!r}", "a list of texts, the steps", "correct it")
+    shares = [each for each in labels if isinstance(each, int | float) and 0 <= each <= 1] if labels else []
+    if labels != shares or len(shares) != len(steps):
+        expected = f"a label from 0 (wrong) to 1 (right) for each of the {len(steps)} steps"
+        raise DataError("field 'labels'", f"is {str(labels)[:80]!r}", expected, "correct it")
+    messages = prompt_format.messages(row, find_field(row, data.prompt_key, "data.prompt_key", PROMPTS))
+    *prompt, end = encode_response(messages, "", prompt_format).input_ids
+    texts, tokenizer = [f"{step}\n" for step in steps], prompt_format.tokenizer
+    if prompt_format.apply_chat_template:
+        texts = as_text(tokenizer, texts, prompt_format.chat_template_kwargs)
+    parts = encode_rendered(tokenizer, texts)
+    ends = [int(at == len(part)) for part in parts for at in range(1, len(part) + 1)]
+    ids = (*prompt, *chain.from_iterable(parts), end)
+    return StepExample(ids, (0,) * (len(prompt) + 1) + tuple(ends), labels=tuple(map(float, shares)))
 
 
 def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:

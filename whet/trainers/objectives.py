@@ -16,7 +16,7 @@ from whet.algorithms.calls import Bound, PolicyLoss, policy_loss, whole_trajecto
 from whet.algorithms.kl import kl_columns, kl_penalty
 from whet.algorithms.preference_losses import pairs_of
 from whet.algorithms.statistics import log_ratio, masked_mean, row_sums
-from whet.algorithms.value_loss import bradley_terry
+from whet.algorithms.value_loss import bradley_terry, step_cross_entropy
 from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
@@ -275,6 +275,7 @@ class ComparisonObjective(Objective):
     """A registered preference loss: a mean over the comparisons of the whole batch. Rows of one stay together."""
 
     of: str = "pair"  # pair, label, list
+    block: int = 2
     name = "preference"
     kind = PREFERENCE_LOSSES
 
@@ -369,8 +370,8 @@ class GroupObjective(PolicyObjective):
         columns, metrics = {**batch, **outputs}, Metrics()
         compared = self._compared(columns)
         losses, rewards = self.function(compared)
-        of_pairs = ComparisonObjective(self.loss_name, self.options, block=2)
-        of_pairs.measure(metrics, "preference/", losses.detach(), rewards.detach(), compared)
+        offline = ComparisonObjective(self.loss_name, self.options)
+        offline.measure(metrics, "preference/", losses.detach(), rewards.detach(), compared)
         return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
 
     def _compared(self, columns: Columns) -> dict[str, Tensor]:
@@ -395,27 +396,48 @@ class PreferenceObjective:
     temperature = 1.0
     block = 2
 
-    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+    def counts(self, batch: Columns) -> dict[str, Tensor]:
         """The number of pairs."""
-        return {"num_pairs": batch["response_mask"][::2].bool().any(1).sum()}
+        return {"num_judged": batch["response_mask"][::2].bool().any(1).sum()}
 
-    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Losses of the pairs of these rows, divided by the number of all."""
-        scores, margin = outputs["scores"].sum(1), batch["margin"][::2]
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
+        """Losses of these rows, divided by the number of all."""
         metrics = Metrics()
-        loss = measure_pairs(metrics, "reward_model/", scores, margin, self.center_coef)
+        losses, _, _ = self.measure(metrics, "reward_model/", {**batch, **outputs})
         metrics.sum("reward_model/tokens", batch["attention_mask"].sum())
-        return loss.sum() / counts["num_pairs"], metrics
+        return losses.sum() / counts["num_judged"], metrics
+
+    def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of pairs, with the logits of the judgement that the first is the better, and its labels, 1; records
+        means, and how often the chosen score is higher.   [n] x 3"""
+        chosen, rejected = columns["scores"].sum(1).view(-1, 2).unbind(1)
+        losses = bradley_terry(chosen, rejected, columns["margin"][::2], center_coef=self.center_coef)
+        means = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
+        measure_means(metrics, area, means | {"chosen": chosen, "rejected": rejected})
+        return losses, chosen - rejected, torch.ones_like(chosen)
 
 
-def measure_pairs(
-    metrics: Metrics, prefix: str, scores: torch.Tensor, margin: torch.Tensor, center_coef: float
-) -> torch.Tensor:
-    """Losses of pairs [n], whose scores [2n] alternate; records means, and how often the chosen score is higher."""
-    chosen, rejected = scores[::2], scores[1::2]
-    loss = bradley_terry(chosen, rejected, margin, center_coef=center_coef)
-    means = {"loss": loss, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
-    means |= {"chosen": chosen, "rejected": rejected}
-    for name, values in means.items():
-        metrics.mean(prefix + name, values.detach().mean(), len(values))
-    return loss
+@dataclass(frozen=True)
+class StepObjective(PreferenceObjective):
+    """Process reward models: a mean over the steps of all responses. `response_mask` is 1 on the token after a step."""
+
+    needs = frozenset({"values"})
+    block = 1
+
+    def counts(self, batch: Columns) -> dict[str, Tensor]:
+        """The number of steps."""
+        return {"num_judged": batch["response_mask"].sum()}
+
+    def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of steps, with their scores and labels; records how often a score is on the side of its label."""
+        ends = columns["response_mask"] != 0
+        scores, labels = columns["values"][ends], columns["label"][ends]
+        losses = step_cross_entropy(scores, labels)
+        measure_means(metrics, area, {"loss": losses, "accuracy": ((scores > 0) == (labels > 0.5)).float()})
+        return losses, scores, labels
+
+
+def measure_means(metrics: Metrics, area: str, values: Mapping[str, Tensor]) -> None:
+    """Records the means of values [n], each weighing the same."""
+    for name, each in values.items():
+        metrics.mean(area + name, each.detach().mean(), len(each))

@@ -16,23 +16,21 @@ from torch import Tensor
 
 from whet.algorithms.statistics import row_sums
 from whet.batch import Batch
-from whet.columns import POLICY_OUTPUTS
 from whet.config.preference import PreferenceConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.preferences import Comparison, Response
 from whet.engines.engine import Engine
-from whet.engines.protocol import Columns
 from whet.errors import DataError, EngineError, StorageError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models.packing import MEDIA
 from whet.models.positions import position_ids, rotary_positions
 from whet.phases import phase
-from whet.registry import PREFERENCE_LOSSES, register_trainer
+from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
-from whet.trainers.objectives import Objective
+from whet.trainers.objectives import ComparisonObjective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
