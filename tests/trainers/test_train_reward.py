@@ -295,7 +295,7 @@ def test_a_dry_run_writes_nothing(
     caplog.set_level("INFO", "whet")
     train_reward(reward_config(), data=rows, dry_run=True)
     assert not (tmp_path / "run").exists()
-    assert "dry run: 18 pairs to train on, 0 to validate on, 3 steps" in caplog.text
+    assert "dry run: 18 rows to train on, 0 to validate on, 3 steps" in caplog.text
     assert "the first pair, rejected:\nsay x=bb<|im_end|>" in caplog.text
 
 
