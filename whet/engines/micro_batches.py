@@ -18,8 +18,9 @@ def micro_batches(
     """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
 
     Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
-    padding stays small. `block` consecutive rows stay together, or each of the blocks. `prompts` are for each
-    row the number and length of its prompt, where packed rows share it: they come one after another, and it costs once.
+    padding stays small. `block` consecutive rows stay together, or those of each block in a list; rows of length 0 are
+    left out. `prompts` are for each row the number and length of its prompt, where packed rows share it: they come one
+    after another, and it costs once.
     With `first_fit` a block goes into any micro-batch with room, first into one that has its prompt: fewer are needed.
     """
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
