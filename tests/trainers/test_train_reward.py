@@ -297,7 +297,7 @@ def test_a_dry_run_writes_nothing(
     train_reward(reward_config(), data=rows, dry_run=True)
     assert not (tmp_path / "run").exists()
     assert "dry run: 18 rows to train on, 0 to validate on, 3 steps" in caplog.text
-    assert "the first pair, rejected:\nsay x=bb<|im_end|>" in caplog.text
+    assert "the first row, rejected:\nsay x=bb<|im_end|>" in caplog.text
 
 
 def test_a_plan_counts_both_rows_of_a_pair(reward_config: MakeConfig) -> None:

@@ -91,8 +91,8 @@ def outputs_of(
         offered = VALUE_OUTPUTS
     elif isinstance(model, RewardModel):
         offered = SCORE_OUTPUTS | VALUE_OUTPUTS
-        ends = where.at_ends(body_of(model).config.get_text_config().pad_token_id)
-        where = where if "values" in needs else ends
+        if "values" not in needs:
+            where = where.at_ends(body_of(model).config.get_text_config().pad_token_id)
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
         raise EngineError(type(model).__name__, f"gives {', '.join(sorted(offered))}", missing)
