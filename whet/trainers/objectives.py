@@ -408,7 +408,7 @@ class PreferenceObjective:
         return losses.sum() / counts["num_judged"], metrics
 
     def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of pairs, with the logits of the judgement that the first is the better, and its labels, 1; records
+        """Losses of pairs, with the logits of the first being the better, and its labels, 1; records
         means, and how often the chosen score is higher.   [n] x 3"""
         chosen, rejected = columns["scores"].sum(1).view(-1, 2).unbind(1)
         losses = bradley_terry(chosen, rejected, columns["margin"][::2], center_coef=self.center_coef)
