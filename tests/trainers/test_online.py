@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from whet.trainers.certify import Step, World, plain
 
 from tests.algorithms.calling import estimate
 from tests.raising import raises
@@ -25,7 +26,6 @@ from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, PREFERENCE_LOSSES
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.certify import Step, World, plain
 from whet.trainers.objectives import ComparisonObjective, GroupObjective
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
