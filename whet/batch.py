@@ -14,6 +14,14 @@ from whet.column_rules import Column, ObjectArray, RowIndex
 from whet.errors import DataError
 
 
+def blocks_of(column: torch.Tensor) -> list[list[int]]:
+    """Row numbers by the value in a column [B], in the order of first rows."""
+    found: dict[int, list[int]] = {}
+    for row, value in enumerate(column.tolist()):
+        found.setdefault(value, []).append(row)
+    return list(found.values())
+
+
 class Batch:
     """B rows as named columns: tensors [B, ...], and arrays of B objects; `meta_info` is about the batch as a whole.
 

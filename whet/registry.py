@@ -160,6 +160,8 @@ class Entry:
 class Registry:
     """The functions of one kind. `register` is the decorator; lookup finds shipped and registered names, and paths."""
 
+    also: Registry | None = None  # another kind whose functions are found here too, and not listed
+
     def __init__(
         self,
         kind: str,
@@ -213,6 +215,8 @@ class Registry:
             return found
         if reference in self._installed:
             return replace(self[self._installed[reference]], name=reference)
+        if self.also is not None and reference in self.also:
+            return self.also[reference]
         if ":" in reference:
             function = load_target(reference)
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
@@ -226,8 +230,8 @@ class Registry:
 
     def registered(self, function: Callable[..., Any]) -> Entry | None:
         """The entry of a function object under its registered name; None if it is not registered."""
-        own = (entry for entry in self._live.values() if entry.function is function and entry.alias_of is None)
-        return next(own, None)
+        live = [*self._live.values(), *(() if self.also is None else self.also._live.values())]
+        return next((entry for entry in live if entry.function is function and entry.alias_of is None), None)
 
     @cached_property
     def shipped(self) -> Mapping[str, Entry]:
@@ -448,6 +452,7 @@ WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
 VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
 PREFERENCE_LOSSES = Registry("preference loss", "algorithms", "register_preference_loss", has_foreign_form=False)
+POLICY_LOSSES.also = PREFERENCE_LOSSES  # on groups of responses
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.calls import call
-from whet.algorithms.value_loss import bradley_terry, explained_variance
+from whet.algorithms.value_loss import bradley_terry, calibration, explained_variance, step_cross_entropy
 from whet.registry import VALUE_LOSSES
 
 
@@ -105,3 +105,19 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(
         lambda one, other: bradley_terry(one, other, margin, center_coef=0.1), (chosen, rejected)
     )
+
+
+def test_steps_by_hand() -> None:
+    # sigmoid(log 3) is 3/4: a right step costs -log 3/4, a wrong one -log 1/4, one with the label 1/2 their mean
+    found = step_cross_entropy(torch.full((3,), math.log(3)), torch.tensor([1.0, 0.0, 0.5])).tolist()
+    assert found == pytest.approx([math.log(4 / 3), math.log(4), 0.5 * math.log(16 / 3)])
+
+
+def test_calibration_by_hand() -> None:
+    """Three of confidence 0.9, one of them wrong, and a 0 of confidence 0.75, in other bins: 3 (0.9 - 2/3) and 0.25."""
+    logits = torch.tensor([9.0, 9.0, 9.0, 1 / 3]).log()
+    found = calibration(logits, torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    assert found["brier"].item() == pytest.approx((0.01 + 0.01 + 0.81 + 0.0625) / 4)
+    assert found["calibration_error"].item() == pytest.approx((0.7 + 0.25) / 4)
+    sure = calibration(torch.tensor([99.0, -99.0]), torch.tensor([1.0, 0.0]))
+    assert sure["brier"].item() == sure["calibration_error"].item() == 0.0

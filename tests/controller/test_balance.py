@@ -29,6 +29,8 @@ def test_the_more_even_partition_is_taken() -> None:
 def test_blocks_stay_together() -> None:
     # blocks (0, 1) = 2, (2, 3) = 9, (4, 5) = 8, (6, 7) = 2: 9 | 8, then 2 -> 10 on the right, then 2 -> 11 on the left
     assert balanced_partition([1, 1, 8, 1, 1, 7, 1, 1], 2, block=2) == [[2, 3, 6, 7], [0, 1, 4, 5]]
+    # blocks of other sizes, whose rows are apart: 2 + 8 | 9, then 3
+    assert balanced_partition([1, 9, 8, 1, 2, 1], 2, block=[[0, 3], [1], [2, 4], [5]]) == [[2, 4, 5], [0, 1, 3]]
 
 
 def test_equal_work_is_dealt_evenly() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.raising import raises
 from whet.config.preference import ComparisonDataConfig, PreferenceDataConfig
-from whet.data.preferences import Comparison, build_comparisons
+from whet.data.preferences import Comparison, StepExample, build_comparisons
 from whet.data.prompts import PromptFormat
 from whet.errors import DataError
 
@@ -157,6 +157,42 @@ def test_data_says_how_much_the_length_tells(tokenizer: PreTrainedTokenizerBase)
     assert "62.5%" in note and "of 4 " in note and "1.00 to" in note  # 3 + 4 + 2 + 2 tokens each
     [note] = Comparison.notes(build(tokenizer, *({"prompt": "1", "completion": "2", "label": good} for good in (1, 0))))
     assert note.startswith("1 of 2")
+
+
+STEPS = {"prompt": "1+1", "completions": ["1+1", "2"], "labels": [True, 0.25]}
+
+
+def judged(tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any], **keys: Any) -> list[Any]:
+    return list(build_comparisons(rows, PromptFormat(tokenizer), PreferenceDataConfig(**keys)))
+
+
+def test_a_step_ends_in_a_line_break_and_is_marked_on_the_token_after_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    [made] = judged(tokenizer, STEPS)
+    assert isinstance(made, StepExample) and made.labels == (1.0, 0.25)
+    assert tokenizer.decode(made.input_ids) == f"{PROMPT}1+1\n2\n<|im_end|>"
+    ends = [place for place, mark in enumerate(made.loss_mask) if mark]
+    assert [tokenizer.decode(made.input_ids[:end]) for end in ends] == [f"{PROMPT}1+1\n", f"{PROMPT}1+1\n2\n"]
+    assert judged(tokenizer, STEPS, {**STEPS, "prompt": "1" * 99}, max_length=40) == [made]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"labels": [True]}, "labels"),
+        ({"labels": [True, 2]}, "labels"),
+        ({"labels": [True, None]}, "labels"),
+        ({"labels": None}, "labels"),
+        ({"completions": "1+1"}, "completions"),
+        ({"completions": [1, 2]}, "completions"),
+        ({"completions": []}, "completions"),
+    ],
+    ids=str,
+)
+def test_a_malformed_row_of_steps_is_named(
+    changes: dict[str, Any], field: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with raises(DataError, f"row 1: field '{field}'"):
+        judged(tokenizer, STEPS, {**STEPS, **changes})
 
 
 # -- pairs for a reward model

@@ -18,6 +18,8 @@ def test_padded_by_hand() -> None:
 
 def test_pairs_stay_together_and_a_large_one_goes_alone() -> None:
     assert micro_batches([1, 1, 9, 9, 2, 2], 6, packing=True, block=2) == [[2, 3], [4, 5, 0, 1]]
+    blocks = [[0, 2, 4], [1], [3, 5]]
+    assert micro_batches([1, 4, 1, 0, 2, 2], 6, packing=True, block=blocks) == [[1], [0, 2, 4, 3, 5]]
 
 
 def test_rows_of_one_prompt_follow_one_another_and_pay_for_it_once() -> None:

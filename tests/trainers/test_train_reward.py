@@ -141,6 +141,7 @@ def test_it_learns_the_preference(reward_config: MakeConfig, rows: list[dict[str
     assert last["val/accuracy"] == 1.0 and last["val/loss"] < 0.5 * first["val/loss"]
     assert last["val/margin"] == pytest.approx(last["val/chosen"] - last["val/rejected"], abs=1e-5)
     assert last["reward_model/margin"] > 1.0
+    assert last["val/brier"] < 0.25 * first["val/brier"] and 0 < last["val/calibration_error"] < 0.5
 
 
 @pytest.mark.slow
@@ -309,8 +310,8 @@ def test_a_dry_run_writes_nothing(
     caplog.set_level("INFO", "whet")
     train_reward(reward_config(), data=rows, dry_run=True)
     assert not (tmp_path / "run").exists()
-    assert "dry run: 18 pairs to train on, 0 to validate on, 3 steps" in caplog.text
-    assert "the first pair, rejected:\nsay x=bb<|im_end|>" in caplog.text
+    assert "dry run: 18 rows to train on, 0 to validate on, 3 steps" in caplog.text
+    assert "the first row, rejected:\nsay x=bb<|im_end|>" in caplog.text
 
 
 def test_a_plan_counts_both_rows_of_a_pair(reward_config: MakeConfig) -> None:
@@ -348,3 +349,60 @@ def test_what_cannot_be(
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model_folder)}))
     with raises(ModelError, f"{adapter}", found=re.compile(f"{model_folder}$"), change=re.compile("whet export")):
         train_reward(reward_config(**{"model.path": str(adapter), "trainer.run_dir": str(tmp_path / "b")}), data=rows)
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[dict[str, Any]]:
+    """A step is right if it has the letter a."""
+    parts = [("ab", "cc"), ("bb", "ca", "a"), ("dd",), ("a", "ba", "b", "c")]
+    return [
+        {"prompt": f"say {x}=", "completions": [*each], "labels": ["a" in step for step in each]}
+        for x in "xyz"
+        for each in parts
+    ]
+
+
+def test_the_loss_of_steps_is_that_of_transformers_scores_of_the_text_up_to_them(
+    reward_config: MakeConfig, steps: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changes = {"trainer.total_steps": 1, "data.shuffle": False, "optim.lr": 0.0, "data.max_length": 48}
+    run = train_reward(reward_config(**changes), data=steps, val_data=steps[:5])
+    model = AutoModelForSequenceClassification.from_pretrained(export(tmp_path / "run", tmp_path / "out"))
+    scores, labels = [], []
+    for example in run.examples[:5]:
+        for end in (place for place, mark in enumerate(example.loss_mask) if mark):
+            with torch.no_grad():
+                scores.append(model(torch.tensor([example.input_ids[:end]])).logits.squeeze())
+        labels += example.labels
+    logits, truths = torch.stack(scores), torch.tensor(labels)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, truths).item()
+    found = run.history[-1]
+    assert found["reward_model/loss"] == pytest.approx(loss, rel=1e-5) == found["val/loss"]
+    assert found["val/accuracy"] == pytest.approx(((logits > 0) == (truths > 0.5)).float().mean().item())
+    assert found["val/brier"] == pytest.approx((logits.sigmoid() - truths).square().mean().item(), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine.packing": False, "max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 40},
+        {"engine.name": "fsdp"},
+        {"cluster.processes": 2},
+    ],
+    ids=str,
+)
+def test_any_split_of_steps_is_the_same(
+    changes: dict[str, Any], reward_config: MakeConfig, steps: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    both = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0, "data.max_length": 48}
+    one = train_reward(reward_config(**both), data=steps)
+    check_same(
+        one, train_reward(reward_config(**both, **changes, **{"trainer.run_dir": str(tmp_path / "other")}), data=steps)
+    )
+
+
+def test_centring_needs_pairs(reward_config: MakeConfig, steps: list[dict[str, Any]]) -> None:
+    with raises(ConfigError, "center_coef", found=0.1):
+        train_reward(reward_config(**{"center_coef": 0.1, "data.max_length": 48}), data=steps)

@@ -308,6 +308,44 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
     return torch.where(groups.member & (groups.size > 1), rate - 0.5, 0.0).to(scores.dtype)
 
 
+@register_adv_est("best_worst")
+def best_worst(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A = 1 for the best row of G, -1 for the worst, 0 for the others, and for all where no score differs.   -> [B]
+
+    Of rows that tie the first counts. For a preference loss, whose pairs it chooses: online DPO, Guo et al. 2024,
+    https://arxiv.org/abs/2402.04792.
+    """
+    scores = token_level_rewards.sum(-1)
+    groups = Groups(uid, response_mask)
+    differ, rows = groups.differ(scores), torch.arange(len(uid), device=uid.device).to(scores.dtype)
+
+    def first_with(best: Tensor) -> Tensor:
+        """True for the first row of each group whose score is `best`."""
+        at = alike(scores, best) & differ
+        return at & (rows == -groups.max((-rows).masked_fill(~at, -torch.inf)))
+
+    ends = first_with(groups.max(scores)).to(scores.dtype) - first_with(-groups.max(-scores)).to(scores.dtype)
+    return ends, {"preference/tied_groups": _tied(groups, differ)}
+
+
+@register_adv_est("all_pairs")
+def all_pairs(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A = 1 + the number of rows in G that a row beats, 0 where no score differs: all pairs for a preference loss.
+
+    -> [B]. Rows that tie are no pair.
+    """
+    scores = token_level_rewards.sum(-1)
+    groups = Groups(uid, response_mask)
+    differ = groups.differ(scores)
+    beats = (uid[:, None] == uid) & groups.member & (scores[:, None] > scores) & ~alike(scores[:, None], scores)
+    return (1 + beats.sum(1)) * differ.to(scores.dtype), {"preference/tied_groups": _tied(groups, differ)}
+
+
+def _tied(groups: Groups, differ: Tensor) -> Tensor:
+    """The number of groups whose scores are equal."""
+    return ((~differ & groups.member) / groups.size.clamp(min=1)).sum()
+
+
 @register_adv_est("prime")
 def prime(
     token_level_rewards: Tensor,

@@ -204,6 +204,12 @@ def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values
     return PolicyLoss(per_token, aggregated, diagnostics, metrics)
 
 
+def whole_trajectories(columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The columns with one row for each trajectory; differentiable.  Raises: DataError where its rows disagree."""
+    layout = _trajectory_layout(columns)
+    return columns if layout is None else {name: layout.join(name, column) for name, column in columns.items()}
+
+
 def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None:
     """Layout of the trajectories; None where every row is a whole trajectory."""
     uid = columns.get("trajectory_uid")

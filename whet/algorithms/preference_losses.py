@@ -32,6 +32,14 @@ def pair_differences(rewards: Tensor) -> Tensor:
     return rewards[::2] - rewards[1::2]
 
 
+def pairs_of(order: Tensor, uid: Tensor) -> Tensor:
+    """The pairs of rows with one `uid`, of which the first has the higher `order`; a row whose order is 0 is in none.
+    [B], [B] -> row numbers [P, 2]"""
+    rows = order.nonzero()[:, 0]
+    order, uid = order[rows], uid[rows]
+    return rows[((uid[:, None] == uid) & (order[:, None] > order)).nonzero()]
+
+
 def _imitation(log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """-M(l) of the better responses.   [B, R] -> [B / 2]"""
     return -row_means(log_probs, response_mask)[::2]

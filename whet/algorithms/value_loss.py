@@ -57,6 +57,27 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return 1.0 - left / (returns[sampled].var() + 1e-5)
 
 
+def step_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """-y log sigmoid(r) - (1 - y) log sigmoid(-r), of the score r after a step and its label y in [0, 1].   [n] -> [n]
+
+    Lightman et al. 2023, https://arxiv.org/abs/2305.20050; soft labels: Wang et al. 2024 (Math-Shepherd),
+    https://arxiv.org/abs/2312.08935.
+    """
+    return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+
+
+def calibration(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Brier score, mean (p - y)^2 with p = sigmoid(logit), and the error of calibration: the mean over 10 equal bins of
+    the confidence max(p, 1 - p) of |accuracy - confidence|, weighted by their sizes.   [n] x 2 -> scalars
+
+    Guo et al. 2017, https://arxiv.org/abs/1706.04599.
+    """
+    confidence, right = logits.abs().sigmoid(), (logits > 0) == (labels > 0.5)
+    bins = ((confidence - 0.5) * 20).long().clamp(max=9)
+    apart = torch.zeros(10, device=logits.device).index_add(0, bins, right.float() - confidence)
+    return {"brier": (logits.sigmoid() - labels).square().mean(), "calibration_error": apart.abs().sum() / len(logits)}
+
+
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, center_coef: float = 0.0) -> Tensor:
     """-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, of scores of pairs.   [n] -> [n]
 

@@ -73,12 +73,32 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: Place) -> Iterator[Con
         expected = "with teacher.hint=judge either complete, a function, or endpoint and model"
         yield ConfigError("teacher.hint_options", dict(given), expected, "set one of the two")
     yield from _correction(algorithm)
+    yield from _of_pairs(algorithm)
     entry = entry_at(registry.AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))
     required = [name for name, default in entry.options.items() if default is registry.REQUIRED]
     if unknown := [name for name in (*entry.parameters, *required) if name not in AGGREGATED]:
         expected = f"parameters of an aggregation only ({', '.join(AGGREGATED)}), not {unknown[0]!r}"
         change = "make it an option with a default after the `*`, or remove it"
         yield ConfigError("algorithm.loss_agg_mode", entry.name, expected, change)
+
+
+def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
+    """Requires, with a preference loss, a loss of pairs and advantages that are an order of each group."""
+    loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
+    if loss.kind != registry.PREFERENCE_LOSSES.kind:
+        return
+    if (of := loss.marks.get("of", "pair")) != "pair":
+        expected, change = "a loss of pairs, for groups of sampled responses", "choose another, such as dpo"
+        yield ConfigError("algorithm.policy_loss", f"{loss.name}, a loss of a {of}", expected, change)
+    if "uid" not in estimator.columns:
+        expected = f"one that orders the responses to a prompt, with the preference loss {loss.name!r}"
+        yield ConfigError("algorithm.adv_estimator", estimator.name, expected, "set it to best_worst or all_pairs")
+    shaping, weight = algorithm.shaping, algorithm.correction.weight
+    values = {"shaping.whiten_advantages": shaping.whiten_advantages, "shaping.advantage_clip": shaping.advantage_clip}
+    for key, value in (values | {"correction.weight": weight}).items():
+        if value not in (None, False):
+            expected = f"unset: the preference loss {loss.name!r} reads the order of a group alone"
+            yield ConfigError(f"algorithm.{key}", value, expected, "unset it, or choose a policy loss")
 
 
 def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:

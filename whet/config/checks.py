@@ -32,7 +32,7 @@ from whet.config.managers import LIMIT_NAMES
 from whet.config.section import Choice, Place, choices, entry_at
 from whet.config.sources import check_files, missing_file, shares_at
 from whet.errors import ConfigError, pip_install
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, TRACKERS, WEIGHTS
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, REJECTIONS, REWARDS, TRACKERS, WEIGHTS
 
 NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
     "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
@@ -303,14 +303,15 @@ def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
     if stale * (size := config.data.train_batch_size) < 1:
         expected = f"at least one prompt of data.train_batch_size={size}, or nothing is sampled ahead"
         yield ConfigError(key, stale, expected, f"set it to {math.ceil(1e4 / size) / 1e4:g} or more")
-    loss = POLICY_LOSSES[config.algorithm.policy_loss].columns
+    loss = POLICY_LOSSES[config.algorithm.policy_loss]
     chosen = [
         registry[name].columns
         for registry, name in ((WEIGHTS, correction.weight), (REJECTIONS, correction.rejection))
         if name is not None
     ]
-    is_old_the_sampler = correction.old_log_probs == "rollout" and "old_log_probs" in loss
-    if not is_old_the_sampler and not any("rollout_log_probs" in columns for columns in (loss, *chosen)):
+    is_old_the_sampler = correction.old_log_probs == "rollout" and "old_log_probs" in loss.columns
+    is_for_any = is_old_the_sampler or loss.kind == PREFERENCE_LOSSES.kind  # a preference holds for any sampler
+    if not is_for_any and not any("rollout_log_probs" in columns for columns in (loss.columns, *chosen)):
         change = (
             "set algorithm.correction.weight=importance (truncated importance sampling; with several updates a step "
             "decoupled PPO) or icepop, algorithm.correction.rejection=divergence with rejection_options.high, or, with "

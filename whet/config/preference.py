@@ -25,7 +25,7 @@ class ResponsesDataConfig(ExamplesDataConfig):
 
 
 class PreferenceDataConfig(ResponsesDataConfig):
-    """The pairs of `whet train-reward`."""
+    """The rows of `whet train-reward`: pairs, or responses whose steps have labels."""
 
     margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from whet.batch import Batch
+from whet.batch import Batch, blocks_of
 from whet.controller.worker import Layout, Worker
 from whet.errors import DataError, RegistryError, WorkerError
 from whet.metrics import Metrics
@@ -94,7 +94,9 @@ def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
     return found
 
 
-def plan_call(mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int = 1) -> CallPlan:
+def plan_call(
+    mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int | str = 1
+) -> CallPlan:
     """Plans one call on ranks with these layouts. `caller` is its name in errors ("actor.update").
 
     Raises: DataError for arguments that do not fit the mode.
@@ -131,8 +133,9 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 # -- rows out ----------------------------------------------------------------------------------------------------------
 
 
-def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int) -> CallPlan:
-    split = [value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, (Batch, list))]
+def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int | str) -> CallPlan:
+    given = (*arguments.args, *arguments.kwargs.values())
+    split: list[Any] = [value for value in given if isinstance(value, (Batch, list))]
     if not split:
         expected = "a Batch or a list, whose rows it splits"
         raise DataError(caller, "no argument has rows", expected, "pass one, or register it one to all")
@@ -142,7 +145,8 @@ def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str,
         raise DataError(caller, found, "equal numbers of rows", change)
     dp_size = layouts[0].dp_size
     reporters = {layout.dp_rank: rank for rank, layout in enumerate(layouts) if layout.is_reporting}
-    shards = balanced_partition(_workloads(split[0]), dp_size, block)
+    together = block if isinstance(block, int) else blocks_of(split[0][block])
+    shards = balanced_partition(_workloads(split[0]), dp_size, together)
     by_dp_rank = [_map(arguments, partial(_take_rows, shard)) for shard in shards]
     return CallPlan(
         {rank: by_dp_rank[layout.dp_rank] for rank, layout in enumerate(layouts)},
@@ -239,25 +243,29 @@ def sequence_workload(num_tokens: int) -> float:
     return num_tokens + num_tokens**2 / EVEN_LENGTH
 
 
-def balanced_partition(workloads: Sequence[float], parts: int, block: int = 1) -> list[list[int]]:
+def balanced_partition(workloads: Sequence[float], parts: int, block: int | list[list[int]] = 1) -> list[list[int]]:
     """Row numbers of each part, ascending; the largest total workload of a part is kept small.
 
-    Each `block` consecutive rows stay together. Greedy (Graham 1969): the largest remaining block goes to the part with
-    the least work; the largest part is then at most 4/3 - 1/(3 parts) of the optimum. With few blocks the largest
-    differencing method (Karmarkar and Karp 1982) is tried too, and the more even partition is returned. A part is empty
-    only where there are fewer blocks than parts. The same workloads give the same parts.
+    Each `block` consecutive rows stay together, or those of each block in a list. Greedy (Graham 1969): the largest
+    remaining block goes to the part with the least work; the largest part is then at most 4/3 - 1/(3 parts) of the
+    optimum. With few blocks the largest differencing method (Karmarkar and Karp 1982) is tried too, and the more even
+    partition is returned. A part is empty only where there are fewer blocks than parts. The same workloads give the
+    same parts.
 
     Raises: DataError if the rows are not a whole number of blocks.
     """
-    if parts < 1 or block < 1 or len(workloads) % block:
-        found = f"{len(workloads)} rows for {parts} data-parallel ranks in blocks of {block} rows"
+    size = block if isinstance(block, int) else 1
+    if parts < 1 or size < 1 or len(workloads) % size:
+        found = f"{len(workloads)} rows for {parts} data-parallel ranks in blocks of {size} rows"
         raise DataError("rows", found, "a whole number of blocks, and at least 1 rank and 1 row of a block")
-    blocks = [sum(workloads[start : start + block]) for start in range(0, len(workloads), block)]
+    starts = range(0, len(workloads), size)
+    rows = [list(range(start, start + size)) for start in starts] if isinstance(block, int) else block
+    blocks = [sum(workloads[row] for row in each) for each in rows]
     order = sorted(range(len(blocks)), key=lambda index: -blocks[index])
     chosen = _greedy(blocks, order, parts)
     if len(blocks) <= max(2 * parts, min(MAX_DIFFERENCED * parts, MAX_STEPS // parts)):
         chosen = min(chosen, _differenced(blocks, order, parts), key=lambda found: max(work for work, _ in found))
-    return [[index * block + row for index in sorted(part) for row in range(block)] for _, part in chosen]
+    return [sorted(row for index in part for row in rows[index]) for _, part in chosen]
 
 
 def inverse_order(shards: Iterable[Sequence[int]]) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods, whole_call
 from whet.controller.local_workers import LocalWorkers
 from whet.controller.worker import Layout, Worker
+from whet.engines.protocol import Objective
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError, did_you_mean
 
 Reply = concurrent.futures.Future[Any]
@@ -118,23 +119,25 @@ class WorkerGroup:
         self._layouts, self._transport, self._deadline_seconds = layouts, transport, deadline_seconds
         self._class_name, self._methods = cls.__qualname__, registered_methods(cls)
 
-    def call(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any, block: int | str | None = None, **kwargs: Any) -> Any:
         """Calls `method` on the ranks, in its dispatch mode.  Returns the gathered result.
 
-        Where rows are split, `block` consecutive rows stay on one rank (2 for preference pairs, n for the samples of a
-        prompt), and ranks get equal work, measured by the column `attention_mask` or the `token_ids` of list items.
+        Where rows are split, a `block` stays on one rank: consecutive rows (2 for preference pairs), or those that are
+        equal in a column; unset, that of an objective among the arguments. Ranks get equal work, measured by the column
+        `attention_mask` or the `token_ids` of list items.
 
         Raises: DataError for arguments that do not fit the mode; the errors of `PendingCall.result`.
         """
         return self.start(method, *args, block=block, **kwargs).result()
 
-    def start(self, method: str, *args: Any, block: int = 1, **kwargs: Any) -> PendingCall:
+    def start(self, method: str, *args: Any, block: int | str | None = None, **kwargs: Any) -> PendingCall:
         """Starts `call` without waiting (within one process the call is finished on return)."""
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             registered = f"a method of {self._class_name}: {', '.join(self._methods)}"
             raise WorkerError(caller, "not registered", registered, did_you_mean(method, self._methods))
         mode, arguments = self._methods[method], Arguments(args, kwargs)
+        block = block or next((each.block for each in args if isinstance(each, Objective)), 1)
         plan = whole_call(mode, arguments, caller) if self.world_size == block == 1 else None
         return self._send(method, plan or plan_call(mode, self._layouts, arguments, caller, block))
 

@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from whet.config.preference import PreferenceDataConfig, ResponsesDataConfig
-from whet.data.chat import encode_texts, roles
+from whet.data.chat import as_text, encode_rendered, encode_texts, roles
 from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
 from whet.data.supervised import SupervisedExample, common_prefix, encode_conversation, encode_response
 from whet.errors import DataError
@@ -113,20 +114,22 @@ class Comparison(Example):
 
 def build_comparisons(
     rows: Sequence[Row], prompt_format: PromptFormat, data: ResponsesDataConfig, *, numbers: Sequence[int] | None = None
-) -> tuple[Comparison, ...]:
+) -> tuple[Comparison | StepExample, ...]:
     """Makes comparisons from rows, in order; `numbers` are the row numbers for errors.
 
     A row has two responses (chosen, rejected), one with a label, or a list with scores; texts, messages, or whole
     conversations without a prompt. Dropped are comparisons whose responses, or whose scores, are all equal and, with
-    data.overlong=drop, those over data.max_length.
+    data.overlong=drop, those over data.max_length. Pairs for a reward model are `StepExample`s where the first row has
+    a list of `labels`.
     Raises: DataError for a row that has none of these forms, for one that is too long if data.overlong=error, and where
     none is left."""
-    made: list[Comparison] = []
+    of_steps = isinstance(data, PreferenceDataConfig) and bool(rows) and isinstance(rows[0].get("labels"), list)
+    made: list[Comparison | StepExample] = []
     num_equal = num_long = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         noted = len(prompt_format.lost)
         with at_row(index):
-            each = _comparison(index, row, prompt_format, data)
+            each = _steps(row, prompt_format, data) if of_steps else _comparison(index, row, prompt_format, data)
         del prompt_format.lost[noted + 1 :]  # one of a row
         is_long = each.num_tokens > data.max_length
         if is_long and data.overlong == "error":
@@ -143,6 +146,46 @@ def build_comparisons(
         log.warning("dropped %s equal responses or scores", found)
     prompt_format.warn_lost(len(rows))
     return tuple(made)
+
+
+@dataclass(frozen=True)
+class StepExample(SupervisedExample):
+    """A prompt and steps with labels from 0 (wrong) to 1 (right); the mask is 1 on the token that follows each step."""
+
+    labels: tuple[float, ...] = ()
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        return *super().content, self.labels
+
+    @property
+    def is_equal(self) -> bool:
+        """Returns False: it is no comparison."""
+        return False
+
+    def facts(self) -> Mapping[str, object]:
+        return {"labels": list(self.labels)}
+
+
+def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> StepExample:
+    """The steps of a row, each with a line break behind it, in tokens of its own."""
+    prompt_format.refuse_media(row, expected="only text in rows of steps")
+    steps, labels = row.get("completions"), row.get("labels")
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
+        raise DataError("field 'completions'", f"is {str(steps)[:80]!r}", "a list of texts, the steps", "correct it")
+    shares = [each for each in labels if isinstance(each, int | float) and 0 <= each <= 1] if labels else []
+    if labels != shares or len(shares) != len(steps):
+        expected = f"a label from 0 (wrong) to 1 (right) for each of the {len(steps)} steps"
+        raise DataError("field 'labels'", f"is {str(labels)[:80]!r}", expected, "correct it")
+    messages = prompt_format.messages(row, find_field(row, data.prompt_key, "data.prompt_key", PROMPTS))
+    *prompt, end = encode_response(messages, "", prompt_format).input_ids
+    texts, tokenizer = [f"{step}\n" for step in steps], prompt_format.tokenizer
+    if prompt_format.apply_chat_template:
+        texts = as_text(tokenizer, texts, prompt_format.chat_template_kwargs)
+    parts = encode_rendered(tokenizer, texts)
+    ends = [int(at == len(part)) for part in parts for at in range(1, len(part) + 1)]
+    ids = (*prompt, *chain.from_iterable(parts), end)
+    return StepExample(ids, (0,) * (len(prompt) + 1) + tuple(ends), labels=tuple(map(float, shares)))
 
 
 def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet import devices
-from whet.batch import Batch
+from whet.batch import Batch, blocks_of
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.compact_adamw import own_part
@@ -137,7 +137,7 @@ class Engine(ABC):
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
         """Adds the gradient of the loss of `batch`, divided by `counts`, to those of earlier calls since the last step.
         Does nothing where no token counts."""
-        if "loss_mask" in batch and isinstance(objective, Narrows):
+        if isinstance(objective, Narrows):
             batch = objective.narrowed(batch)
         columns: Columns = batch.columns()
         optimizer, metrics, self._name = self._require_optimizer(), Metrics(), objective.name
@@ -311,7 +311,7 @@ class Engine(ABC):
     def _clip(self) -> torch.Tensor:
         """Clips the gradient.  Returns its norm before that, the same on every rank."""
 
-    def _passes(self, columns: Columns, block: int) -> list[list[int]]:
+    def _passes(self, columns: Columns, block: int | str) -> list[list[int]]:
         """Rows by micro-batch, whose media are decoded from now on; one without rows is a pass that counts for nothing,
         beside ranks that have more."""
         if not len(columns["response_mask"]):  # more ranks than rows
@@ -327,7 +327,7 @@ class Engine(ABC):
             lengths,
             self.max_tokens_per_micro_batch,
             packing=settings.packing,
-            block=block,
+            block=block if isinstance(block, int) else blocks_of(columns[block]),
             prompts=prompts,
             first_fit=settings.in_stretches,
         )

@@ -11,15 +11,16 @@ def micro_batches(
     max_tokens: int,
     *,
     packing: bool,
-    block: int = 1,
+    block: int | list[list[int]] = 1,
     prompts: Sequence[tuple[int, int]] | None = None,
     first_fit: bool = False,
 ) -> list[list[int]]:
     """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
 
     Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
-    padding stays small. `block` consecutive rows stay together, rows of length 0 are left out. `prompts` are for each
-    row the number and length of its prompt, where packed rows share it: they come one after another, and it costs once.
+    padding stays small. `block` consecutive rows stay together, or those of each block in a list; rows of length 0 are
+    left out. `prompts` are for each row the number and length of its prompt, where packed rows share it: they come one
+    after another, and it costs once.
     With `first_fit` a block goes into any micro-batch with room, first into one that has its prompt: fewer are needed.
     """
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
@@ -34,7 +35,7 @@ def _by_length(
     max_tokens: int,
     shared: Sequence[tuple[int, int]],
     packing: bool,
-    block: int,
+    block: int | list[list[int]],
     first_fit: bool,
 ) -> list[list[int]]:
     """Blocks of rows, the longest first, each put into the last micro-batch where it fits."""
@@ -46,7 +47,8 @@ def _by_length(
         prompt = shared[rows[0]][0]
         return -longest_with[prompt], prompt, -max(lengths[row] for row in rows)
 
-    blocks = [list(range(start, min(start + block, len(lengths)))) for start in range(0, len(lengths), block)]
+    every = range(len(lengths))
+    blocks = [[*every[at : at + block]] for at in every[::block]] if isinstance(block, int) else block
     blocks = sorted((rows for rows in blocks if any(lengths[row] for row in rows)), key=by_length)
 
     if packing and first_fit:

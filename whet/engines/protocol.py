@@ -29,6 +29,7 @@ class Spread(NamedTuple):
     token_shares: int = 1  # equal parts of a row's tokens, one in a process
 
 
+@runtime_checkable
 class Objective(Protocol):
     """The algorithm, as an engine sees it: it never sees logits, and the engine never sees an algorithm."""
 
@@ -48,8 +49,9 @@ class Objective(Protocol):
         ...
 
     @property
-    def block(self) -> int:
-        """Consecutive rows that stay in one micro-batch (2 for preference pairs)."""
+    def block(self) -> int | str:
+        """Rows that stay in one micro-batch, and on one rank: a number of consecutive ones (2 for preference pairs), or
+        those that are equal in a column."""
         ...
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
@@ -63,10 +65,10 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Narrows(Protocol):
-    """An objective that reads few model outputs of tokens outside `loss_mask`."""
+    """An objective that reads the model outputs of some of the sampled tokens."""
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Returns a batch with `loss_mask` whose `response_mask` has the tokens that the loss reads, and no others."""
+        """Returns the batch with a `response_mask` of the tokens that the loss reads, and no others."""
         ...
 
 

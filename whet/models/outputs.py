@@ -65,8 +65,8 @@ def model_outputs(
     differentiable.
 
     `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`,
-    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`: that of a row, at its
-    last sampled token.  Raises: EngineError naming an output that the model does not have.
+    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`, that of a row, at its
+    last sampled token, or for `values`, before each token.  Raises: EngineError naming an output that the model lacks.
     """
     where = layout_of(batch, settings)
     return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
@@ -90,7 +90,9 @@ def outputs_of(
     if isinstance(model, ValueModel):
         offered = VALUE_OUTPUTS
     elif isinstance(model, RewardModel):
-        offered, where = SCORE_OUTPUTS, where.at_ends(body_of(model).config.get_text_config().pad_token_id)
+        offered = SCORE_OUTPUTS | VALUE_OUTPUTS
+        if "values" not in needs:
+            where = where.at_ends(body_of(model).config.get_text_config().pad_token_id)
     if not needs <= offered:
         missing = ", ".join(sorted(needs - offered))
         raise EngineError(type(model).__name__, f"gives {', '.join(sorted(offered))}", missing)
@@ -107,7 +109,7 @@ def outputs_of(
         if isinstance(model, ValueModel):
             return {"values": at.to_columns(model.values(hidden))}
         if isinstance(model, RewardModel):
-            return {"scores": at.to_columns(model.get_submodule("score")(hidden).squeeze(-1).float())}
+            return dict.fromkeys(needs, at.to_columns(model.get_submodule("score")(hidden).squeeze(-1).float()))
     outputs = _of_routers(found, at, routing, settings)
     if needs == routing:
         return outputs

@@ -9,20 +9,23 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
-from whet.algorithms.calls import Bound, PolicyLoss, policy_loss
+from whet.algorithms.calls import Bound, PolicyLoss, policy_loss, whole_trajectories
 from whet.algorithms.kl import kl_columns, kl_penalty
-from whet.algorithms.statistics import log_ratio, masked_mean
-from whet.algorithms.value_loss import bradley_terry
+from whet.algorithms.preference_losses import pairs_of
+from whet.algorithms.statistics import log_ratio, masked_mean, row_sums
+from whet.algorithms.value_loss import bradley_terry, step_cross_entropy
 from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
+from whet.config.preference import PreferenceConfig
 from whet.config.schema import TrainConfig
 from whet.engines.protocol import Columns
 from whet.errors import RegistryError
 from whet.metrics import Metrics
-from whet.registry import POLICY_LOSSES, VALUE_LOSSES, Registry
+from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, VALUE_LOSSES, Registry
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Objective:
     aggregation: str = "token-mean"
     fixed_length: int = 1  # F of seq-mean-token-sum-norm
     temperature: float = 1.0
-    block: int = 1
+    block: int | str = 1
     bound: Bound | None = field(default=None, repr=False, compare=False)  # the loss with its options, of a run
     kind: ClassVar[Registry] = POLICY_LOSSES
 
@@ -74,6 +77,8 @@ class Objective:
     def narrowed(self, batch: Batch) -> Batch:
         """Masks rows without a trained token and, for a loss that takes no mask and so reads each token alone, every
         rejected token."""
+        if "loss_mask" not in batch:
+            return batch
         trained = batch["loss_mask"]
         rows = batch["response_mask"] * trained.any(1, keepdim=True)
         return batch.with_columns(response_mask=rows if "response_mask" in self.function.columns else trained)
@@ -151,10 +156,12 @@ class PolicyObjective(Objective):
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
-        """The objective of a config; the weights of entropy and KL are set step by step.  Raises: ConfigError."""
+        """The objective of a config, for a preference loss that of groups; the weights of entropy and KL are set step
+        by step.  Raises: ConfigError."""
         algorithm = config.algorithm
         bound = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
-        return cls(
+        kind = GroupObjective if bound.entry.kind == PREFERENCE_LOSSES.kind else cls
+        return kind(
             loss_name=algorithm.policy_loss,
             options=bound.options,
             bound=bound,
@@ -188,17 +195,21 @@ class PolicyObjective(Objective):
             metrics.mean("actor/ppo_kl", masked_mean(moved, mask), tokens)
             measure_ratio(metrics, -moved, mask)
         measure(metrics, "actor/", result, batch)
-        total = self.total(result, batch, counts)
-        measure_share(metrics, "actor/pg_loss", total, batch, counts)
+        return self._with_terms(self.total(result, batch, counts), columns, counts, metrics), metrics
 
-        metrics.mean("actor/entropy", (outputs["entropy"].detach() * mask).sum() / tokens.clamp(min=1), tokens)
+    def _with_terms(self, total: Tensor, columns: Columns, counts: Columns, metrics: Metrics) -> Tensor:
+        """Adds entropy and KL to the loss."""
+        measure_share(metrics, "actor/pg_loss", total, columns, counts)
+        mask, entropy = loss_mask(columns), columns["entropy"]
+        tokens = mask.bool().sum()
+        metrics.mean("actor/entropy", (entropy.detach() * mask).sum() / tokens.clamp(min=1), tokens)
         if self.entropy_coef:
-            total = total - self.entropy_coef * self.aggregate(outputs["entropy"], batch, counts)
+            total = total - self.entropy_coef * self.aggregate(entropy, columns, counts)
         if self.kl_form is not None:
-            distance = self.aggregate(kl_penalty(self.kl_form, {**columns, "response_mask": mask}), batch, counts)
-            measure_share(metrics, "actor/kl_loss", distance, batch, counts)
+            distance = self.aggregate(kl_penalty(self.kl_form, {**columns, "response_mask": mask}), columns, counts)
+            measure_share(metrics, "actor/kl_loss", distance, columns, counts)
             total = total + self.kl_coef * distance
-        return total, metrics
+        return total
 
     def _supplied(self, columns: Columns) -> dict[str, Any]:
         """Returns what functions in verl's form are given by name."""
@@ -260,6 +271,122 @@ class ImitationObjective(Objective):
 
 
 @dataclass(frozen=True)
+class ComparisonObjective(Objective):
+    """A registered preference loss: a mean over the comparisons of the whole batch. Rows of one stay together."""
+
+    of: str = "pair"  # pair, label, list
+    block: int = 2
+    name = "preference"
+    kind = PREFERENCE_LOSSES
+
+    @classmethod
+    def from_config(cls, config: PreferenceConfig) -> ComparisonObjective:
+        """The objective of a config.  Raises: ConfigError."""
+        options = config.entry.resolve_options(config.loss_options, "loss_options")
+        block = 1 if config.of == "label" else config.rows_an_example
+        return cls(config.loss, options, block=block, of=config.of)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Log-probs, and other outputs of the policy that the loss names."""
+        return frozenset({"log_probs"}) | (POLICY_OUTPUTS & {*self.function.columns})
+
+    def counts(self, batch: Columns) -> dict[str, Tensor]:
+        """The number of comparisons with a token to train on."""
+        return {"num_comparisons": self._blocks(batch["response_mask"]).sum()}
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
+        """Losses of the comparisons of these rows, divided by the number of all."""
+        losses, rewards = self.function({**batch, **outputs})
+        metrics, total = Metrics(), losses.sum()
+        self.measure(metrics, "preference/", losses.detach(), rewards.detach(), {**batch, **outputs})
+        metrics.sum("preference/tokens", batch["attention_mask"][batch["response_mask"].any(1)].sum())
+        return total / counts["num_comparisons"], metrics
+
+    def measure(self, metrics: Metrics, area: str, losses: Tensor, rewards: Tensor, batch: Columns) -> None:
+        """Means over comparisons of the loss, of how the rewards that it implies agree with the order, and over rows of
+        how far the better and the worse responses have moved; `chosen_moved` falls where both get less likely."""
+        mask, label = batch["response_mask"], batch["label"] != 0
+        is_there, count = mask.bool().any(1), self._blocks(mask).sum()
+        metrics.mean(area + "loss", losses.sum() / count.clamp(min=1), count)
+        moved = (
+            row_sums((batch["log_probs"] - batch["ref_log_probs"]).detach(), mask) if "ref_log_probs" in batch else None
+        )
+        for name, rows in (("chosen", is_there & label), ("rejected", is_there & ~label)):
+            size = rows.sum()
+            if size:
+                metrics.mean(f"{area}{name}_reward", rewards[rows].mean(), size)
+                metrics.mean(f"{area}{name}_length", mask[rows].sum(1).float().mean(), size)
+                log_probs = row_sums(batch["log_probs"].detach(), mask)[rows]
+                metrics.mean(f"{area}{name}_log_probs", log_probs.mean(), size)
+                if moved is not None:
+                    metrics.mean(f"{area}{name}_moved", moved[rows].mean(), size)
+        if self.of == "label":
+            zero = batch.get("reference_point", batch.get("mean_log_ratio", torch.zeros_like(rewards)))
+            right = (rewards > zero * self.options.get("beta", 1.0)) == label
+            metrics.mean(area + "accuracy", right[is_there].float().mean(), is_there.sum())
+            return
+        better, worse, longer = self._ends(rewards, mask)
+        if len(better):
+            right = (better > worse).float()
+            metrics.mean(area + "accuracy", right.mean(), len(right))
+            metrics.mean(area + "margin", (better - worse).mean(), len(right))
+            for name, rows in (("longer", longer), ("shorter", ~longer)):
+                if rows.any():
+                    metrics.mean(f"{area}accuracy_{name}", right[rows].mean(), rows.sum())
+
+    def _blocks(self, mask: Tensor) -> Tensor:
+        """True for comparisons with a token.   [B, R] -> [B / block]"""
+        return mask.bool().any(1).view(-1, self.block).any(1)
+
+    def _ends(self, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewards of the first and the last response of each comparison, and whether the first is the longer."""
+        lengths, rows = mask.sum(1).view(-1, self.block), rewards.view(-1, self.block)
+        last = (lengths > 0).sum(1, keepdim=True) - 1
+        kept = last[:, 0] > 0
+        worse, length = rows.gather(1, last.clamp(min=0))[:, 0], lengths.gather(1, last.clamp(min=0))[:, 0]
+        return rows[kept, 0], worse[kept], (lengths[:, 0] > length)[kept]
+
+
+@dataclass(frozen=True)
+class GroupObjective(PolicyObjective):
+    """A registered loss of pairs on groups of sampled responses, ordered by their advantages (`pairs_of`): a mean over
+    the pairs of the mini-batch. The rows of a group stay together."""
+
+    block: int | str = "uid"
+    kind = PREFERENCE_LOSSES
+
+    def counts(self, batch: Columns) -> dict[str, Tensor]:
+        """Tokens and rows that are trained on, and pairs."""
+        return super().counts(batch) | {"num_pairs": torch.tensor(len(self._compared(batch)["label"]) // 2)}
+
+    def narrowed(self, batch: Batch) -> Batch:
+        """Masks the rows that are in no pair."""
+        paired = (batch["advantages"] != 0).any(1, keepdim=True)
+        return super().narrowed(batch.with_columns(loss_mask=loss_mask(batch.tensors()) * paired))
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
+        """Losses of the pairs of these rows, divided by the number of all."""
+        columns, metrics = {**batch, **outputs}, Metrics()
+        compared = self._compared(columns)
+        losses, rewards = self.function(compared)
+        offline = ComparisonObjective(self.loss_name, self.options)
+        offline.measure(metrics, "preference/", losses.detach(), rewards.detach(), compared)
+        return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
+
+    def _compared(self, columns: Columns) -> dict[str, Tensor]:
+        """The columns of the loss with the pairs as neighbouring rows, the better first; a row has its trajectory."""
+        read = {*self.function.columns, "log_probs", "ref_log_probs", "advantages", "uid", "trajectory_uid"}
+        own = {name: columns[name] for name in read & columns.keys()} | {"response_mask": loss_mask(columns)}
+        whole = whole_trajectories(own)
+        advantages, mask = whole["advantages"], whole["response_mask"]
+        order = advantages.gather(1, mask.argmax(1, keepdim=True))[:, 0] * mask.any(1)
+        pairs = pairs_of(order, whole["uid"])
+        label = order.new_tensor([1.0, 0.0]).repeat(len(pairs))
+        return {name: column[pairs.flatten()] for name, column in whole.items()} | {"label": label}
+
+
+@dataclass(frozen=True)
 class PreferenceObjective:
     """Reward models: the Bradley-Terry loss, a mean over pairs. Rows come in pairs, the chosen response first."""
 
@@ -269,27 +396,48 @@ class PreferenceObjective:
     temperature = 1.0
     block = 2
 
-    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+    def counts(self, batch: Columns) -> dict[str, Tensor]:
         """The number of pairs."""
-        return {"num_pairs": batch["response_mask"][::2].bool().any(1).sum()}
+        return {"num_judged": batch["response_mask"][::2].bool().any(1).sum()}
 
-    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Losses of the pairs of these rows, divided by the number of all."""
-        scores, margin = outputs["scores"].sum(1), batch["margin"][::2]
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
+        """Losses of these rows, divided by the number of all."""
         metrics = Metrics()
-        loss = measure_pairs(metrics, "reward_model/", scores, margin, self.center_coef)
+        losses, _, _ = self.measure(metrics, "reward_model/", {**batch, **outputs})
         metrics.sum("reward_model/tokens", batch["attention_mask"].sum())
-        return loss.sum() / counts["num_pairs"], metrics
+        return losses.sum() / counts["num_judged"], metrics
+
+    def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of pairs, with the logits of the first being the better, and its labels, 1; records
+        means, and how often the chosen score is higher.   [n] x 3"""
+        chosen, rejected = columns["scores"].sum(1).view(-1, 2).unbind(1)
+        losses = bradley_terry(chosen, rejected, columns["margin"][::2], center_coef=self.center_coef)
+        means = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
+        measure_means(metrics, area, means | {"chosen": chosen, "rejected": rejected})
+        return losses, chosen - rejected, torch.ones_like(chosen)
 
 
-def measure_pairs(
-    metrics: Metrics, prefix: str, scores: torch.Tensor, margin: torch.Tensor, center_coef: float
-) -> torch.Tensor:
-    """Losses of pairs [n], whose scores [2n] alternate; records means, and how often the chosen score is higher."""
-    chosen, rejected = scores[::2], scores[1::2]
-    loss = bradley_terry(chosen, rejected, margin, center_coef=center_coef)
-    means = {"loss": loss, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
-    means |= {"chosen": chosen, "rejected": rejected}
-    for name, values in means.items():
-        metrics.mean(prefix + name, values.detach().mean(), len(values))
-    return loss
+@dataclass(frozen=True)
+class StepObjective(PreferenceObjective):
+    """Process reward models: a mean over the steps of all responses. `response_mask` is 1 on the token after a step."""
+
+    needs = frozenset({"values"})
+    block = 1
+
+    def counts(self, batch: Columns) -> dict[str, Tensor]:
+        """The number of steps."""
+        return {"num_judged": batch["response_mask"].sum()}
+
+    def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of steps, with their scores and labels; records how often a score is on the side of its label."""
+        ends = columns["response_mask"] != 0
+        scores, labels = columns["values"][ends], columns["label"][ends]
+        losses = step_cross_entropy(scores, labels)
+        measure_means(metrics, area, {"loss": losses, "accuracy": ((scores > 0) == (labels > 0.5)).float()})
+        return losses, scores, labels
+
+
+def measure_means(metrics: Metrics, area: str, values: Mapping[str, Tensor]) -> None:
+    """Records the means of values [n], each weighing the same."""
+    for name, each in values.items():
+        metrics.mean(area + name, each.detach().mean(), len(each))

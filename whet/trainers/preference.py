@@ -16,23 +16,21 @@ from torch import Tensor
 
 from whet.algorithms.statistics import row_sums
 from whet.batch import Batch
-from whet.columns import POLICY_OUTPUTS
 from whet.config.preference import PreferenceConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.preferences import Comparison, Response
 from whet.engines.engine import Engine
-from whet.engines.protocol import Columns
 from whet.errors import DataError, EngineError, StorageError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models.packing import MEDIA
 from whet.models.positions import position_ids, rotary_positions
 from whet.phases import phase
-from whet.registry import PREFERENCE_LOSSES, register_trainer
+from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
-from whet.trainers.objectives import Objective
+from whet.trainers.objectives import ComparisonObjective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
@@ -46,83 +44,6 @@ COLUMNS = (
     Column("lr", ("preference/lr",), ".2e"),
     *USE,
 )
-
-
-@dataclass(frozen=True)
-class ComparisonObjective(Objective):
-    """A registered preference loss: a mean over the comparisons of the whole batch. Rows of one stay together."""
-
-    of: str = "pair"  # pair, label, list
-    name = "preference"
-    kind = PREFERENCE_LOSSES
-
-    @classmethod
-    def from_config(cls, config: PreferenceConfig) -> ComparisonObjective:
-        """The objective of a config.  Raises: ConfigError."""
-        options = config.entry.resolve_options(config.loss_options, "loss_options")
-        block = 1 if config.of == "label" else config.rows_an_example
-        return cls(config.loss, options, block=block, of=config.of)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Log-probs, and other outputs of the policy that the loss names."""
-        return frozenset({"log_probs"}) | (POLICY_OUTPUTS & {*self.function.columns})
-
-    def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """The number of comparisons with a token to train on."""
-        return {"num_comparisons": self._blocks(batch["response_mask"]).sum()}
-
-    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Losses of the comparisons of these rows, divided by the number of all."""
-        losses, rewards = self.function({**batch, **outputs})
-        metrics, total = Metrics(), losses.sum()
-        self.measure(metrics, "preference/", losses.detach(), rewards.detach(), {**batch, **outputs})
-        metrics.sum("preference/tokens", batch["attention_mask"][batch["response_mask"].any(1)].sum())
-        return total / counts["num_comparisons"], metrics
-
-    def measure(self, metrics: Metrics, area: str, losses: Tensor, rewards: Tensor, batch: Columns) -> None:
-        """Means over comparisons of the loss, of how the rewards that it implies agree with the order, and over rows of
-        how far the better and the worse responses have moved; `chosen_moved` falls where both get less likely."""
-        mask, label = batch["response_mask"], batch["label"] != 0
-        is_there, count = mask.bool().any(1), self._blocks(mask).sum()
-        metrics.mean(area + "loss", losses.sum() / count.clamp(min=1), count)
-        moved = (
-            row_sums((batch["log_probs"] - batch["ref_log_probs"]).detach(), mask) if "ref_log_probs" in batch else None
-        )
-        for name, rows in (("chosen", is_there & label), ("rejected", is_there & ~label)):
-            size = rows.sum()
-            if size:
-                metrics.mean(f"{area}{name}_reward", rewards[rows].mean(), size)
-                metrics.mean(f"{area}{name}_length", mask[rows].sum(1).float().mean(), size)
-                log_probs = row_sums(batch["log_probs"].detach(), mask)[rows]
-                metrics.mean(f"{area}{name}_log_probs", log_probs.mean(), size)
-                if moved is not None:
-                    metrics.mean(f"{area}{name}_moved", moved[rows].mean(), size)
-        if self.of == "label":
-            zero = batch.get("reference_point", batch.get("mean_log_ratio", torch.zeros_like(rewards)))
-            right = (rewards > zero * self.options.get("beta", 1.0)) == label
-            metrics.mean(area + "accuracy", right[is_there].float().mean(), is_there.sum())
-            return
-        better, worse, longer = self._ends(rewards, mask)
-        if len(better):
-            right = (better > worse).float()
-            metrics.mean(area + "accuracy", right.mean(), len(right))
-            metrics.mean(area + "margin", (better - worse).mean(), len(right))
-            for name, rows in (("longer", longer), ("shorter", ~longer)):
-                if rows.any():
-                    metrics.mean(f"{area}accuracy_{name}", right[rows].mean(), rows.sum())
-
-    def _blocks(self, mask: Tensor) -> Tensor:
-        """True for comparisons with a token.   [B, R] -> [B / block]"""
-        return mask.bool().any(1).view(-1, self.block).any(1)
-
-    def _ends(self, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards of the first and the last response of each comparison, and whether the first is the longer."""
-        lengths, rows = mask.sum(1).view(-1, self.block), rewards.view(-1, self.block)
-        last = (lengths > 0).sum(1, keepdim=True) - 1
-        kept = last[:, 0] > 0
-        worse, length = rows.gather(1, last.clamp(min=0))[:, 0], lengths.gather(1, last.clamp(min=0))[:, 0]
-        return rows[kept, 0], worse[kept], (lengths[:, 0] > length)[kept]
 
 
 class MovingReference(TrainWorker):

@@ -68,6 +68,11 @@ class ExamplesRun(Frame):
         """The objective of a config."""
         raise NotImplementedError
 
+    @property
+    def objective(self) -> Objective:
+        """The objective of the run."""
+        return self.objective_of(self.config)
+
     @classmethod
     def settings_of(cls, config: Any, total_steps: int) -> RoleSettings:
         """The settings of the trained model."""
@@ -106,7 +111,7 @@ class ExamplesRun(Frame):
 
     def fit(self) -> None:
         """Trains until `total_steps`."""
-        objective = self.objective_of(self.config)
+        objective = self.objective
         with Schedule(self, type(self).validate) as schedule:
             while self.step < self.total_steps:
                 self.signals.here()
@@ -115,7 +120,7 @@ class ExamplesRun(Frame):
                     chosen = [self.examples[index] for index in self.loader.take(self.config.data.train_batch_size)]
                     batch = self.prepared(chosen, metrics)
                     with metrics.time("time/update"):
-                        metrics.merge(self.roles["actor"].update(batch, objective, block=objective.block))
+                        metrics.merge(self.roles["actor"].update(batch, objective))
                     self.updated()
                 schedule.end_step(batch, metrics)
 

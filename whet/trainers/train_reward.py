@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
+from whet.algorithms.value_loss import calibration
 from whet.batch import Batch
 from whet.config.preference import RewardTrainingConfig
-from whet.data.preferences import Comparison
+from whet.data.preferences import Comparison, StepExample
 from whet.data.supervised import common_prefix
-from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
+from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
 from whet.models.positions import position_ids
 from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
-from whet.trainers.objectives import PreferenceObjective, measure_pairs
-from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
+from whet.trainers.objectives import PreferenceObjective, StepObjective
+from whet.trainers.sft import Callbacks, ExamplesRun, Rows, to_batch as to_rows, train_on_examples
 
 COLUMNS = (
     Column("loss", ("reward_model/loss",), ".4f"),
@@ -39,13 +40,26 @@ class RewardTrainingRun(ExamplesRun):
 
     columns_shown = COLUMNS
     tokens_metric = "reward_model/tokens"
-    noun = "pairs"
+    noun = "rows"
 
     config: RewardTrainingConfig
 
     @classmethod
-    def objective_of(cls, config: RewardTrainingConfig) -> Objective:
+    def objective_of(cls, config: RewardTrainingConfig) -> PreferenceObjective:
         return PreferenceObjective(config.center_coef)
+
+    @property
+    def objective(self) -> PreferenceObjective:
+        return self._objective_for(self.examples)
+
+    def _objective_for(self, examples: Sequence[Any]) -> PreferenceObjective:
+        return StepObjective() if has_steps(examples) else self.objective_of(self.config)
+
+    @classmethod
+    def check(cls, config: RewardTrainingConfig, examples: Sequence[Any]) -> None:
+        if config.center_coef and has_steps(examples):
+            expected = "0 with rows of steps: it centres the two scores of a pair"
+            raise ConfigError("center_coef", config.center_coef, expected, "unset it")
 
     @classmethod
     def settings_of(cls, config: RewardTrainingConfig, total_steps: int) -> RoleSettings:
@@ -65,15 +79,18 @@ class RewardTrainingRun(ExamplesRun):
             text.pad_token_id = self.pad_token_id  # transformers needs it for several rows at a time
         return config
 
-    def batch(self, examples: Sequence[Comparison]) -> Batch:
-        return to_batch(examples, self.pad_token_id)
+    def batch(self, examples: Sequence[Any]) -> Batch:
+        return (step_batch if has_steps(examples) else to_batch)(examples, self.pad_token_id)
 
     def validate(self, step: int = 0) -> Metrics:
-        """Loss, accuracy and scores over the held-out pairs."""
+        """Loss, accuracy, scores and calibration over the held-out pairs or steps."""
+        objective = self._objective_for(self.val_examples)
         batch, metrics = self.batch(self.val_examples), Metrics()
         with metrics.time("time/validation"):
-            scores = self.roles["actor"].forward(batch, ("scores",))["scores"].sum(1)
-        measure_pairs(metrics, "val/", scores, batch["margin"][::2], self.config.center_coef)
+            outputs = self.roles["actor"].forward(batch, tuple(objective.needs))
+        _, logits, labels = objective.measure(metrics, "val/", {**batch.columns(), **outputs})
+        for name, value in calibration(logits, labels).items():
+            metrics.mean(f"val/{name}", value)
         return metrics
 
 
@@ -94,6 +111,19 @@ def train_reward(
     """Trains a reward model as `train_on_examples` does."""
     kind = RewardTrainingRun
     return train_on_examples(kind, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
+
+
+def has_steps(examples: Sequence[Any]) -> bool:
+    """Tells examples with labels of steps from pairs."""
+    return bool(examples) and isinstance(examples[0], StepExample)
+
+
+def step_batch(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
+    """Steps as rows; `label` [B, R] is that of a step, where the mask is 1."""
+    batch = to_rows(examples, pad_token_id)
+    labels = torch.tensor([label for each in examples for label in each.labels])
+    mask = batch["response_mask"]
+    return batch.with_columns(label=torch.zeros(mask.shape).masked_scatter(mask != 0, labels))
 
 
 def to_batch(pairs: Sequence[Comparison], pad_token_id: int) -> Batch:

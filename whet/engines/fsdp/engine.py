@@ -175,7 +175,7 @@ class FSDPEngine(Engine):
                 found |= {names[id(weight)]: optimizer.state[weight] for weight in group["params"]}
         return found
 
-    def _passes(self, columns: Columns, block: int) -> list[list[int]]:
+    def _passes(self, columns: Columns, block: int | str) -> list[list[int]]:
         """Returns as many passes on every rank: all ranks take part in gathering weights."""
         ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # what the schedules take
         return self._evened(super()._passes(columns, block), *ends)

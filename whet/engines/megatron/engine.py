@@ -147,7 +147,7 @@ class MegatronEngine(Engine):
     def _weights_read(self) -> AbstractContextManager[None]:
         return self.ranks.used()
 
-    def _passes(self, columns: Columns, block: int) -> list[list[int]]:
+    def _passes(self, columns: Columns, block: int | str) -> list[list[int]]:
         """Returns as many passes on every rank: all take part in exchanging tokens with experts."""
         if ROUTED in columns:
             raise EngineError(ROUTED, "experts of the rollout", "none: megatron replays no choices", "set it to fsdp")
