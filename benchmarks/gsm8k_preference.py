@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gsm8k_preference FOLDER --model DIR --train FILE --test FILE`: DPO on a model's own GSM8K answers.
+"""`python -m benchmarks.gsm8k_preference FOLDER --model DIR --train FILE --test FILE`: DPO on a model's own answers.
 
 The model samples 8 answers to training problems, some at a time, until 700 problems have a right one and a wrong one
 (the rule reward says which) that both ended by themselves, so that a pair is not told apart by its cut end. For each

@@ -26,10 +26,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     exam = Exam(tokenizer, read_rows(settings["held_out_file"]))
     race = Race(turns, lambda: exam.accuracy(model))
+    pairs = read_rows(settings["labelled_file" if settings["loss"] == "kto" else "pairs_file"])
     trainer = TRAINERS[settings["loss"]](
         model=model,
         args=arguments(settings),
-        train_dataset=Dataset.from_list(read_rows(settings["labelled_file" if settings["loss"] == "kto" else "pairs_file"])),
+        train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
         callbacks=[AfterStep(race)],
     )

@@ -18,10 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def answer(text: str, accuracy: float, finish_reason: str = "stop", index: int = 0) -> dict[str, Any]:
-    return {
-        **{"index": index, "data_source": "gsm8k", "prompt": "", "ground_truth": "4", "reward": accuracy, "parts": {}},
-        **{"response": text, "accuracy": accuracy, "finish_reason": finish_reason, "failure": None},
-    }
+    told = {"response": text, "accuracy": accuracy, "reward": accuracy, "finish_reason": finish_reason, "failure": None}
+    return {"index": index, "data_source": "gsm8k", "prompt": "", "ground_truth": "4", "parts": {}, **told}
 
 
 def test_a_pair_has_the_first_right_and_the_first_wrong_answer_that_ended() -> None:
@@ -40,12 +38,14 @@ def test_all_stages_of_a_small_model(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     samples = tmp_path / "runs" / "samples" / "0" / "eval"
     samples.mkdir(parents=True)
-    answers = [answer(f"It is {text}.", accuracy, index=a) for a in range(6) for text, accuracy in (("4", 1.0), ("5", 0.0))]
+    both = (("It is 4.", 1.0), ("It is 5.", 0.0))
+    answers = [answer(text, accuracy, index=a) for a in range(6) for text, accuracy in both]
     (samples / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
     (samples / "summary.json").write_text("{}")
     given = [str(tmp_path / "runs"), "--model", str(model), "--train", str(tmp_path / "train.jsonl"), "--seeds", "0"]
     given += ["--test", str(tmp_path / "test.jsonl"), "--pairs", "4", "--held-out", "2"]
-    small = {"data.train_batch_size": 2, "data.max_response_length": 8, "model.dtype": "float32", "rollout.dtype": "float32"}
+    small = {"data.train_batch_size": 2, "data.max_response_length": 8}
+    small |= {"model.dtype": "float32", "rollout.dtype": "float32"}
     given += [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
     said = []
     for _ in range(2):

@@ -215,7 +215,10 @@ def test_the_penalty_for_long_answers(python: Path, tmp_path: Path) -> None:
     assert found.tolist() == pytest.approx(penalties)
 
 
-@pytest.mark.parametrize(("trainer", "config"), [("dpo", "DPOConfig"), ("kto", "KTOConfig"), ("reward", "RewardConfig")])
+TRAINERS = {"dpo": "DPOConfig", "kto": "KTOConfig", "reward": "RewardConfig"}
+
+
+@pytest.mark.parametrize(("trainer", "config"), TRAINERS.items())
 def test_every_field_of_a_config_is_converted_or_told(trainer: str, config: str, python: Path, tmp_path: Path) -> None:
     [fields] = ask(python, WORKER, tmp_path, [("fields", [config, "ModelConfig", "ScriptArguments"])])
     of = Conversion(Written({"learning_rate": 1e-5}, trainer=trainer), "TRL")

@@ -33,7 +33,9 @@ _QUIET = (*_TESTING, *_OF_SHELL, *_OF_FILES)
 _PREPARES = re.compile(r"activate\b|(bashrc|profile)\b|conda|/etc/|setvars|set_env")  # files without settings
 _RUNS_MODULES = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$")
 _LAUNCHERS = re.compile(r"(torch\.distributed|accelerate|deepspeed)\.")
-_READ_DOCUMENT = re.compile(r"^[ \t]*read (?:-\w+ )*-d (?:''|\"\") (\w+) <<-?['\"]?(\w+)['\"]?\n(.*?)\n[ \t]*\2$", re.M | re.S)
+_READ_DOCUMENT = re.compile(
+    r"^[ \t]*read -.*d (?:''|\"\") (\w+) <<-?['\"]?(\w+)['\"]?\n((?s:.*?))\n[ \t]*\2$", re.MULTILINE
+)
 
 
 class Undecided(Exception):  # noqa: N818  # no error: the reader answers it

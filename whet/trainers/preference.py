@@ -355,6 +355,7 @@ def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_si
     attention_mask = is_real.long()
     tokens = [token for prompt, (ids, _) in zip(prompts, responses, strict=True) for token in (*prompt, *ids)]
     trained = torch.tensor([flag for _, mask in responses for flag in mask], dtype=torch.int64)
+    response_mask = torch.zeros(len(rows), right, dtype=torch.int64).masked_scatter(is_real[:, left:], trained)
     positions = [rotary_positions(each.prompt_ids, each.media) for _, each, _ in rows]
     media = {MEDIA: [each.media for _, each, _ in rows]} if any(each.media for each in examples) else {}
     return Batch.of(
@@ -362,7 +363,7 @@ def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_si
             "input_ids": torch.full(is_real.shape, pad_token_id).masked_scatter(is_real, torch.tensor(tokens)),
             "attention_mask": attention_mask,
             "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
-            "response_mask": torch.zeros(len(rows), right, dtype=torch.int64).masked_scatter(is_real[:, left:], trained),
+            "response_mask": response_mask,
             "uid": torch.tensor([uid for uid, *_ in rows]),
             "scores": torch.tensor(scores),
             "label": torch.tensor([float(score == top) for score, top in zip(scores, best, strict=True)]),
