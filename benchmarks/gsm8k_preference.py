@@ -5,9 +5,9 @@ The model samples 8 answers to training problems, some at a time, until 700 prob
 (the rule reward says which) that both ended by themselves, so that a pair is not told apart by its cut end. For each
 seed 500 pairs are trained on and 200 held out, then `whet eval` answers the test problems greedily, as before. The
 table has the accuracy of the implicit reward on the held-out pairs (0.5 before: policy and reference are equal), by the
-length of the better answer too, and the minutes of DPO. Two cores: whole within the hour for each seed; the samples are
-drawn once. Stages that have ended are not run again, one that was cut off goes on, `--minutes` ends a call, and --set
-KEY=VALUE changes a key (`model.dtype=float32 rollout.dtype=float32` for processors that multiply no bfloat16).
+length of the better answer too, and the minutes of DPO's steps. The samples are drawn once, for all seeds. Stages that
+have ended are not run again, one that was cut off goes on, `--minutes` ends a call, and --set KEY=VALUE changes a key
+(`model.dtype=float32`, `rollout.dtype=float32` for processors that multiply no bfloat16).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def report(folder: Path, left: str) -> int:
     """Prints the table, and what is left."""
     file = folder / "results.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    print("| | GSM8K with its 95 % interval | implicit reward | better longer | better shorter | minutes of DPO |")
+    print("| | GSM8K with its 95 % interval | implicit reward | better longer | better shorter | minutes of steps |")
     print("|---|---|--:|--:|--:|--:|")
     for each in found:
         cells = ["0.5", "", "", ""]

@@ -16,6 +16,7 @@ from whet.config import load_config
 from whet.config.preference import PreferenceConfig
 from whet.trainers.preference import PreferenceRun
 from whet.trainers.sft import train_on_examples
+from whet.trainers.workers import TrainWorker
 
 
 def main() -> None:
@@ -38,7 +39,9 @@ def main() -> None:
     def accuracy(run: PreferenceRun) -> float:
         here = run.roles["actor"].here
         assert here is not None
-        model.load_state_dict(dict(here.by_role["actor"].engine.named_weights()), strict=False)  # the head may be tied
+        actor = here.by_role["actor"]
+        assert isinstance(actor, TrainWorker)
+        model.load_state_dict(dict(actor.engine.named_weights()), strict=False)  # the head may be tied
         return exam.accuracy(model)
 
     runs: list[PreferenceRun] = []

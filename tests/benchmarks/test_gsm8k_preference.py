@@ -44,7 +44,7 @@ def test_all_stages_of_a_small_model(tmp_path: Path) -> None:
     (samples / "summary.json").write_text("{}")
     given = [str(tmp_path / "runs"), "--model", str(model), "--train", str(tmp_path / "train.jsonl"), "--seeds", "0"]
     given += ["--test", str(tmp_path / "test.jsonl"), "--pairs", "4", "--held-out", "2"]
-    small = {"data.train_batch_size": 2, "data.max_response_length": 8}
+    small: dict[str, object] = {"data.train_batch_size": 2, "data.max_response_length": 8}
     small |= {"model.dtype": "float32", "rollout.dtype": "float32"}
     given += [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
     said = []
