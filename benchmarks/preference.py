@@ -97,8 +97,8 @@ def prepare(setting: Setting, seed: int, batch_size: int) -> Path:
     """A folder with the SFT model of the quickstart, its problems and the pairs; at less than full size without
     training. Made once."""
     from whet.checkpoints.export import export
-    from whet.models.init import init_model
-    from whet.trainers.quickstart import warm_up, write_adder, write_problems
+    from whet.plugins.lessons.init_model import init_model
+    from whet.plugins.lessons.quickstart import warm_up, write_adder, write_problems
 
     folder = setting.scratch / f"preference_{seed}"
     if folder.exists():

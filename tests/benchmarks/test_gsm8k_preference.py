@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gsm8k_preference import pair_of
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 
 ROOT = Path(__file__).parents[2]
 
