@@ -22,7 +22,7 @@ from benchmarks.workload import make_workload
 log = logging.getLogger("benchmarks")
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-TRL = {"grpo_step", "images", "quickstart_race"}  # those in which it takes part
+TRL = {"grpo_step", "images", "quickstart_race", "preference"}  # those in which it takes part
 COMPARISONS = {"same_bits": same_bits.main, "same_speed": same_speed.main}
 
 

@@ -18,6 +18,8 @@ from whet.algorithms.calls import Bound, call
 from whet.algorithms.kl import kl_penalty
 from whet.algorithms.shaping import soft_overlong
 from whet.algorithms.statistics import row_means
+from whet.config.convert import Conversion
+from whet.config.foreign_files import Written
 from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, WEIGHTS
 from whet.trainers.objectives import PreferenceObjective
 
@@ -211,3 +213,16 @@ def test_the_penalty_for_long_answers(python: Path, tmp_path: Path) -> None:
     [penalties] = ask(python, WORKER, tmp_path, [("overlong", lengths, told)])
     found = soft_overlong(torch.tensor(lengths), max_response_length=100, buffer_length=20)
     assert found.tolist() == pytest.approx(penalties)
+
+
+TRAINERS = {"dpo": "DPOConfig", "kto": "KTOConfig", "reward": "RewardConfig"}
+
+
+@pytest.mark.parametrize(("trainer", "config"), TRAINERS.items())
+def test_every_field_of_a_config_is_converted_or_told(trainer: str, config: str, python: Path, tmp_path: Path) -> None:
+    [fields] = ask(python, WORKER, tmp_path, [("fields", [config, "ModelConfig", "ScriptArguments"])])
+    of = Conversion(Written({"learning_rate": 1e-5}, trainer=trainer), "TRL")
+    known = {key.partition("=")[0] for row in of.rows for key in row.theirs}
+    counted = tuple(beginning for table in of.tables for beginning in table.speed)
+    assert len(fields) > 120
+    assert [each for each in fields if each not in known and not each.startswith(counted)] == []

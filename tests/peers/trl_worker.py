@@ -6,12 +6,14 @@ python trl_worker.py IN OUT
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import trl  # type: ignore[import-not-found]  # of another environment
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer  # type: ignore[import-not-found]  # of another environment
 from trl.experimental.cpo import CPOTrainer  # type: ignore[import-not-found]
 from trl.experimental.orpo import ORPOTrainer  # type: ignore[import-not-found]
@@ -166,10 +168,16 @@ def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
     return found
 
 
+def fields(names: list[str]) -> list[str]:
+    """The fields of TRL's config classes of these names."""
+    classes = [getattr(trl, name) for name in names]
+    return sorted({each.name for cls in classes for each in dataclasses.fields(cls)})
+
+
 def main() -> None:
     """Every call of the file, in order."""
     calls = torch.load(sys.argv[1], weights_only=False)
-    kinds = {"loss": loss, "overlong": overlong, "preferences": preferences, "comparison": comparison}
+    kinds = {"loss": loss, "overlong": overlong, "preferences": preferences, "comparison": comparison, "fields": fields}
     torch.save([kinds[kind](*given) for kind, *given in calls], sys.argv[2])
 
 

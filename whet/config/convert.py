@@ -206,7 +206,7 @@ class Conversion:
         value = self.value(key)
         origin = f"default of {self.result.system}: {key}" + ", whose value was not read" * (key in self.unread)
         shown, origin = f"{key}={value}", key if key in self.given else origin
-        is_silent = isinstance(value, (str, int)) and row.values.get(value) == {}
+        is_silent = isinstance(value, (str, int, float)) and row.values.get(value) == {}
         if (unmet := self._unmet(row)) is not None:
             if key in self.given and not self._by_another(row, key, value):
                 self.result.ignored.append(f"{shown}: without effect, since {unmet}")

@@ -84,16 +84,24 @@ def trackers(of: Conversion, key: Key) -> Unit:
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """A share of all steps in updates, where their number is known; TRL's are updates."""
+    """A share of all steps in updates, where their number is known; TRL's are updates, as are numbers from 1 up."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
         return
-    if steps and of.result.system == "TRL":
+    if key.value >= 1:
+        yield key.ours[0], key.value
+    elif steps and of.result.system == "TRL":
         yield key.ours[0], math.ceil(key.value * of.value("max_steps"))
     elif steps:
         yield key.ours[0], int(key.value * steps) * _updates(of, key.ours[0].partition(".")[0])
     else:
         of.result.check.append(f"{key}: set {key.ours[0]} to this share of all updates, whose number is not known")
+
+
+def one_word(of: Conversion, key: Key) -> Unit:
+    """A word of the row, alone or in a list."""
+    [word] = key.value if isinstance(key.value, list) else [key.value]
+    yield key.ours[0], key.row.values[word]
 
 
 def overlong(of: Conversion, key: Key) -> Unit:

@@ -33,6 +33,9 @@ _QUIET = (*_TESTING, *_OF_SHELL, *_OF_FILES)
 _PREPARES = re.compile(r"activate\b|(bashrc|profile)\b|conda|/etc/|setvars|set_env")  # files without settings
 _RUNS_MODULES = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$")
 _LAUNCHERS = re.compile(r"(torch\.distributed|accelerate|deepspeed)\.")
+_READ_DOCUMENT = re.compile(
+    r"^[ \t]*read -.*d (?:''|\"\") (\w+) <<-?['\"]?(\w+)['\"]?\n((?s:.*?))\n[ \t]*\2$", re.MULTILINE
+)
 
 
 class Undecided(Exception):  # noqa: N818  # no error: the reader answers it
@@ -91,6 +94,12 @@ def _shown(nodes: Iterable[Node]) -> str:
     return " ".join(word for words in inner for word in words)
 
 
+def _assigned(document: re.Match[str]) -> str:
+    """The assignment of a here-document that `read` puts into a variable."""
+    escaped = document[3].replace('"', '\\"')
+    return f'{document[1]}="{escaped}"'
+
+
 def _exits(nodes: Iterable[Node]) -> bool:
     return next(iter(_programs(nodes)), ("",))[0] == "exit"
 
@@ -111,7 +120,7 @@ class Shell:
     def carry_out(self, text: str) -> None:
         """Runs a script.  Raises: Undecided; SyntaxError, and ValueError beyond a limit."""
         with suppress(_Leave):
-            self._run(parse(text))
+            self._run(parse(_READ_DOCUMENT.sub(_assigned, text)))
 
     def _run(self, body: Iterable[Node]) -> bool | None:
         """Carries out commands; tells whether the last one succeeds, None where that is not known."""

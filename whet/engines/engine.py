@@ -120,7 +120,8 @@ class Engine(ABC):
         columns: Columns = batch.columns()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
-        self.model.eval()
+        if training:  # a change walks over all modules
+            self.model.eval()
         passes = self._passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
@@ -131,7 +132,8 @@ class Engine(ABC):
                 counted(number, len(passes))
         devices.synchronize(self.device)
         _take_in(outputs, coming)
-        self.model.train(training)
+        if training:
+            self.model.train()
         return outputs
 
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:

@@ -125,12 +125,19 @@ class PreferenceRun(ExamplesRun):
         """The batch of these examples with the log-probs of the reference, where the loss reads them."""
         if "ref_log_probs" not in self.config.entry.columns:
             return batch
-        if not self.config.reads_reference:
-            return batch.with_columns(ref_log_probs=torch.zeros(batch["response_mask"].shape))
+        has_point = "reference_point" in self.config.entry.columns
+        if not self.config.reads_reference:  # no response is more likely than 1, so the mean distance is below 0
+            zero = {"reference_point": torch.zeros(len(batch))} if has_point else {}
+            return batch.with_columns(ref_log_probs=torch.zeros(batch["response_mask"].shape), **zero)
         if self.cached is not None:
             rows = rows_of(examples, self.config.of, self.config.data.list_size)
             return batch.with_columns(ref_log_probs=self.cached.column(rows, batch["response_mask"].shape[1]))
-        return batch.with_columns(ref_log_probs=self._reference(batch))
+        if not has_point:
+            return batch.with_columns(ref_log_probs=self._reference(batch))
+        other = to_batch(mismatched(examples, self.config.trainer.seed, self.step), self.pad_token_id, "label", 1)
+        own, others = self._reference(Batch.concat([batch, other])).split(len(batch))  # prompts are shared in one pass
+        point = self._log_ratios(other.with_columns(ref_log_probs=others)).mean().clamp(min=0)
+        return batch.with_columns(ref_log_probs=own, reference_point=point.expand(len(batch)).clone())
 
     def _reference(self, batch: Batch) -> Tensor:
         """Log-probs of the reference model; before the first step the policy is it.   [B, R]"""
@@ -160,10 +167,6 @@ class PreferenceRun(ExamplesRun):
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
         """The batch with the column that a loss of labels compares rewards with; `counts` is true of rows to train
         on."""
-        if "reference_point" in self.config.entry.columns:
-            other = to_batch(mismatched(examples, self.config.trainer.seed, self.step), self.pad_token_id, "label", 1)
-            distances = self._log_ratios(other.with_columns(ref_log_probs=self._reference(other)))
-            batch = batch.with_columns(reference_point=distances.mean().clamp(min=0).expand(len(batch)).clone())
         if "mean_log_ratio" in self.config.entry.columns:
             found = self._log_ratios(batch)
             total, number = self.log_ratios[0] + found.double().sum().item(), self.log_ratios[1] + len(found)
@@ -266,21 +269,22 @@ def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_si
     responses: list[Response] = [((), ()) if number is None else each.responses[number] for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]
     best = [1.0 if of == "label" else each.scores[0] for _, each, _ in rows]
-    left, right = max(map(len, prompts)), max(len(ids) for ids, _ in responses)
-
-    def padded(prompt: Sequence[int], response: Sequence[int], value: int) -> list[int]:
-        return [*[value] * (left - len(prompt)), *prompt, *response, *[value] * (right - len(response))]
-
-    both = [(prompt, ids) for prompt, (ids, _) in zip(prompts, responses, strict=True)]
-    attention_mask = torch.tensor([padded([1] * len(prompt), [1] * len(ids), 0) for prompt, ids in both])
+    lengths = torch.tensor([[len(prompt), len(ids)] for prompt, (ids, _) in zip(prompts, responses, strict=True)])
+    left, right = lengths.amax(0).tolist()
+    places = torch.arange(left + right)
+    is_real = (places >= left - lengths[:, :1]) & (places < left + lengths[:, 1:])
+    attention_mask = is_real.long()
+    tokens = [token for prompt, (ids, _) in zip(prompts, responses, strict=True) for token in (*prompt, *ids)]
+    trained = torch.tensor([flag for _, mask in responses for flag in mask], dtype=torch.int64)
+    response_mask = torch.zeros(len(rows), right, dtype=torch.int64).masked_scatter(is_real[:, left:], trained)
     positions = [rotary_positions(each.prompt_ids, each.media) for _, each, _ in rows]
     media = {MEDIA: [each.media for _, each, _ in rows]} if any(each.media for each in examples) else {}
     return Batch.of(
         {
-            "input_ids": torch.tensor([padded(prompt, ids, pad_token_id) for prompt, ids in both]),
+            "input_ids": torch.full(is_real.shape, pad_token_id).masked_scatter(is_real, torch.tensor(tokens)),
             "attention_mask": attention_mask,
             "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
-            "response_mask": torch.tensor([[*mask, *[0] * (right - len(mask))] for _, mask in responses]),
+            "response_mask": response_mask,
             "uid": torch.tensor([uid for uid, *_ in rows]),
             "scores": torch.tensor(scores),
             "label": torch.tensor([float(score == top) for score, top in zip(scores, best, strict=True)]),
