@@ -177,7 +177,8 @@ class RolloutWorker(MeasuredWorker):
         self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
         self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
-        if not self.is_beside_actor() and self.is_reporting:
+        is_synced = self.role == "rollout" and self.is_beside_actor()
+        if self.is_reporting and not is_synced:
             self._load()
 
     @property
