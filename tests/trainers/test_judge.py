@@ -162,7 +162,7 @@ def judge_that_says(folder: Path, digit: int) -> str:
     path = folder / f"judge_{digit}"
     init_model(path, "qwen3", "nano", num_layers=1)
     loaded, tokenizer = load_policy(path), load_tokenizer(path)
-    said = tokenizer.encode(f"\nScore: {digit}", add_special_tokens=False) + [tokenizer.eos_token_id]
+    said = [*tokenizer.encode(f"\nScore: {digit}", add_special_tokens=False), tokenizer.eos_token_id]
     with torch.no_grad():
         for weight in (*loaded.model.layers.parameters(), loaded.model.embed_tokens.weight):
             weight.zero_()

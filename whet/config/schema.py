@@ -324,9 +324,7 @@ class RewardModelConfig(PassConfig):
     """The reward model, whose score is the reward or a part of it: a sequence classifier with one label, or a judge,
     the policy itself or another language model."""
 
-    model_path: str | None = key(
-        None, "reward model (`whet train-reward` trains one), or with `rubric` the judge; unset: none, or the policy"
-    )
+    model_path: str | None = key(None, "reward model (`whet train-reward` makes one), or with `rubric` the judge")
     rubric: str | None = key(None, "rubric (docs/rewards.md) by which a judge gives the score; unset: no judge")
     weight: float = key(1.0, "factor of the score")
     combine: Literal["replace", "add"] = key(

@@ -25,7 +25,6 @@ from whet.trainers.hints import text
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.types import Failure, Message, Prompt, Trajectory
 
-ROLE = "reward_model"
 OF_POLICY = {"adapter", "port", "routed_experts", "tensor_parallel_size", "weight_delta"}  # options of its engine alone
 UNREADABLE = (
     "the judge's verdict has no score where the rubric {rubric} wants one; it ends with {said!r}: use a stronger "
@@ -39,8 +38,8 @@ def judge_worker(config: TrainConfig) -> WorkerSpec:
     model, engine = config.model.model_copy(update=own), config.rollout.engine
     options = {name: value for name, value in engine.options.items() if name not in OF_POLICY}
     plain = config.rollout.model_copy(update={"engine": engine.model_copy(update={"options": options})})
-    devices = config.cluster.pools[config.cluster.pool_of(ROLE)].num_devices
-    return WorkerSpec(ROLE, RolloutWorker, (chosen_engine(plain, model), model.path, model, devices))
+    devices = config.cluster.pools[config.cluster.pool_of("reward_model")].num_devices
+    return WorkerSpec("reward_model", RolloutWorker, (chosen_engine(plain, model), model.path, model, devices))
 
 
 def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:

@@ -29,5 +29,8 @@ class Told(whet_vllm.Extension):
         own = dict(self.model_runner.model.named_parameters())
         if own.keys() != theirs.keys():
             raise ValueError(f"{own.keys() ^ theirs.keys()} are on one side alone")
-        octets = ((name, each[name].data.contiguous().view(-1).view(torch.uint8)) for name in own for each in (own, theirs))
-        return [name for (name, one), (_, other) in zip(octets, octets, strict=True) if not torch.equal(one, other)]
+        return [name for name, weight in own.items() if not torch.equal(_octets(weight), _octets(theirs[name]))]
+
+
+def _octets(weight: torch.Tensor) -> torch.Tensor:
+    return weight.data.contiguous().view(-1).view(torch.uint8)
