@@ -15,7 +15,7 @@ from whet.data.prompts import PromptFormat
 from whet.data.supervised import PreferencePair, SupervisedExample, build_pairs
 from whet.data.written import warn_once
 from whet.errors import DataError
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.types import Message
 
 WithTemplate = Callable[[str | None], PreTrainedTokenizerBase]

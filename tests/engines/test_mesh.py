@@ -77,7 +77,7 @@ def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of 4 layers, with 4 heads and 2 of keys and values, and with 8 experts; dense ones with fewer heads."""
-    from whet.models.init import init_model  # not in the processes that read this file
+    from whet.plugins.lessons.init_model import init_model  # not in the processes that read this file
 
     folder = tmp_path_factory.mktemp("models")
     made = {

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from tests.raising import raises
 from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, WeightSyncError
-from whet.models.init import Arch, init_model
 from whet.models.load import load_policy, load_tokenizer
+from whet.plugins.lessons.init_model import Arch, init_model
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import (
     Completion,

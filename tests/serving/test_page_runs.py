@@ -18,8 +18,8 @@ from server_processes import Running, started
 
 from tests.docs.pages import ROOT, blocks, logical_lines
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
 from whet.models.load import load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import build, build_scorer
 from whet.trainers.hints import hints_of
 

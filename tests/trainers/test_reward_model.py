@@ -20,8 +20,8 @@ from tests.raising import raises
 from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError, EngineError, ModelError
 from whet.metrics import Metrics
-from whet.models.init import init_model
 from whet.models.load import load_reward_model, load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 from whet.protocol import DataProto
 from whet.trainers import rl
 from whet.trainers.build import build, build_scorer, setup, train

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet eval`, `whet compare`, `whet generate` and `whet lm-eval`."""
+"""`whet eval`, `whet compare` and `whet generate`."""
 
 from __future__ import annotations
 
@@ -148,16 +148,3 @@ def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -
     took = f" in {done.seconds:.1f} s, to {done.output}" if is_kept else f", {done.seconds:.1f} s"
     typer.echo(f"{'wrote ' * is_kept}{written}{took}")
     return done
-
-
-def lm_eval(context: typer.Context) -> None:
-    """Run tasks of EleutherAI's lm-eval on whet's engines.
-
-    All options are lm-eval's. `--model whet` is added; its model_args are path (a model, checkpoint or run), dtype,
-    seed.
-
-        whet lm-eval --model_args path=DIR --tasks gsm8k --limit 100
-    """
-    from whet.evaluation.lm_eval import main
-
-    main(context.args)

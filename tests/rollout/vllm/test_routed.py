@@ -17,9 +17,9 @@ import torch
 from tests.raising import raises
 from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.init import init_model
 from whet.models.load import body_of, outline
 from whet.models.routing import as_column
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.protocol import Completion
 from whet.rollout.servers.environment import Environment
 from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
