@@ -28,7 +28,7 @@ from whet.trainers.build import build, build_scorer, setup, train
 from whet.trainers.columns import plan
 from whet.trainers.reward_texts import TextReader
 from whet.trainers.run import Run
-from whet.types import Group, Media, Message, Prompt, RewardResult, Trajectory
+from whet.types import Group, Media, Message, Prompt, Trajectory
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -378,4 +378,4 @@ def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, ad
     )
     changes = {"reward_model.model_path": str(classifier), "reward_model.engine.name": f"{path}:Mine"}
     with pytest.raises(Exception, match=r"Mine gives log_probs, entropy, not \['scores'\]; choose another engine"):
-        train(train_config(changes), data=additions, reward=lambda solution_str: RewardResult(1.0).reward)
+        train(train_config(changes), data=additions, reward=lambda solution_str: 1.0)
