@@ -151,8 +151,9 @@ def test_a_validation_that_needs_the_reward_model_does_not_run_beside_training(
     train_config: MakeConfig, classifier: Path
 ) -> None:
     pools = {"main": {"processes": 1}, "sampling": {"processes": 1, "roles": ["rollout"]}}
-    for path, is_apart in ((None, True), (str(classifier), False)):
-        config = train_config({"cluster.placement": pools, "reward_model.model_path": path})
+    of_model, of_rubric = {"reward_model.model_path": str(classifier)}, {"reward_model.rubric": "yes_no"}
+    for scored_by, is_apart in (({}, True), (of_model, False), (of_rubric, True), (of_model | of_rubric, False)):
+        config = train_config({"cluster.placement": pools, **scored_by})
         roles = dict.fromkeys(("actor", "rollout"))
         stub = SimpleNamespace(config=config, roles=roles, columns=plan(config), stays_here=False)
         assert Run.samples_apart.fget(stub) is is_apart  # type: ignore[attr-defined]

@@ -227,9 +227,6 @@ def _reward(reward: schema.RewardConfig, at: Place) -> Iterator[ConfigError]:
 def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[ConfigError]:
     """Checks what a reward model goes together with."""
     config: Any = at.whole
-    if role.model_path is not None and role.rubric is not None:
-        expected = f"no value with {at.of('model_path')}={role.model_path}, which gives the score too"
-        yield ConfigError(at.of("rubric"), role.rubric, expected, "unset one of the two keys")
     if role.source is None:
         default = dict(flatten(schema.RewardModelConfig().model_dump()))
         change = f"set {at.of('model_path')} to a sequence classifier, or {at.of('rubric')}; or unset this key"

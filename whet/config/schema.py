@@ -321,11 +321,11 @@ class RefConfig(PassConfig):
 
 
 class RewardModelConfig(PassConfig):
-    """The reward model, whose score is the reward or a part of it: a sequence classifier with one label, or the policy
-    itself as a judge."""
+    """The reward model, whose score is the reward or a part of it: a sequence classifier with one label, or a judge,
+    the policy itself or another language model."""
 
-    model_path: str | None = key(None, "reward model (`whet train-reward` trains one); unset: no reward model")
-    rubric: str | None = key(None, "rubric (docs/rewards.md) by which the run's own rollout judges; unset: no judge")
+    model_path: str | None = key(None, "reward model (`whet train-reward` makes one), or with `rubric` the judge")
+    rubric: str | None = key(None, "rubric (docs/rewards.md) by which a judge gives the score; unset: no judge")
     weight: float = key(1.0, "factor of the score")
     combine: Literal["replace", "add"] = key(
         "replace", "train on the score alone (replace), or on the sum with the score of reward.function (add)"
@@ -334,7 +334,12 @@ class RewardModelConfig(PassConfig):
     @property
     def source(self) -> str | None:
         """The key that says where its scores come from; None without one."""
-        return next((name for name in ("model_path", "rubric") if self[name] is not None), None)
+        return next((name for name in ("rubric", "model_path") if self[name] is not None), None)
+
+    @property
+    def judge(self) -> str | None:
+        """The judge with a role of its own; None without one, and where the policy judges."""
+        return self.model_path if self.rubric is not None else None
 
 
 class TeacherConfig(Section):

@@ -102,6 +102,7 @@ class Rollouts:
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
+        self.judge: Rollouts | None = None  # gives verdicts in the place of the policy
         self.failures, self.held_out = FailureWatch(), FailureWatch()  # of what is trained on, of validation
         self.spent: dict[str, float] = {}  # by judges, since the run began
         self._kept_some = True
@@ -193,6 +194,8 @@ class Rollouts:
         self.collector.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
             scorer.close()
+        if self.judge is not None:
+            self.judge.close()
         seconds = {part: self.driver.limit_seconds[part] for part in HELP}
         slowest = max(seconds, key=lambda part: seconds[part])
         if self.flow.is_ahead and seconds[slowest] > 0:

@@ -57,6 +57,7 @@ from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.hints import teacher_role
+from whet.trainers.judge import judge_of, judge_worker
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
 from whet.trainers.rl import fit
@@ -264,6 +265,8 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
     """The setup that a plan is made from; without lengths every prompt is taken to be as long as it may be."""
     columns = plan(config)
     roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
+    if (judge := config.reward_model.judge) is not None:
+        roles["reward_model"] = workers.settings_of(config.model, config.reward_model, judge)
     objectives: dict[str, Objective] = {"actor": PolicyObjective.from_config(config)}
     if "critic" in roles:
         objectives["critic"] = ValueObjective.from_config(config)
@@ -297,6 +300,8 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     if "reward_model" in columns.roles:
         settings = workers.settings_of(model, config.reward_model, config.reward_model.model_path)
         specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
+    if config.reward_model.judge is not None:
+        specs.append(judge_worker(config))
     tokenizer_path = model.tokenizer_path or workers.path_of(model)
     ranks, devices = (of(config.rollout.engine.options) for of in (cluster.replica_ranks, cluster.replica_devices))
     sampling = (config.rollout, tokenizer_path, model, devices, ranks)
@@ -349,6 +354,7 @@ def _rollouts(
         sampling=Modes(roles["rollout"]).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
     made.val_scorer = val_scorer_of(config)
+    made.judge = None if config.reward_model.judge is None else judge_of(roles["reward_model"], config)
     return made
 
 

@@ -30,15 +30,10 @@ from whet.options import Positive
 from whet.processes.background import Background
 from whet.registry import HINTS, load_target, register_hint
 from whet.rewards.judge.client import Settings, complete_all
-from whet.rewards.judge.rubrics import Rubric, load_rubric
-from whet.trainers.columns import Sources, Values, last_rows, register_provider
-from whet.types import Failure, Group, Message, Prompt, Trajectory
+from whet.trainers.columns import Sources, Values, register_provider
+from whet.types import Group, Message, Prompt, Trajectory
 
 Hints = list[list[str | None]]  # by group and trajectory
-UNREADABLE = (
-    "the policy's verdict has no score where the rubric {rubric} wants one; it ends with {said!r}: use a stronger "
-    "model, another rubric, or llm_judge with an endpoint"
-)
 
 log = logging.getLogger(__name__)
 
@@ -252,47 +247,3 @@ def _solution(prompt: Prompt, field: str | None) -> str | None:
         raise ConfigError("teacher.hint_options.field", field, expected)
     found = prompt.extra_info.get(field or "solution", prompt.ground_truth)
     return None if found is None else str(found)
-
-
-@register_provider("judge_scores", shape="B", phase="reward_model")
-def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> torch.Tensor:
-    """Score from 0 to 1 that the policy gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
-    other rows and for trajectories that failed. One without a verdict that can be read is failed.   [B]"""
-    rollouts, asks = sources.rollouts, load_rubric(rubric)
-    trajectories = [each for group in sources.groups for each in group.trajectories]
-    judged = [each for each in trajectories if each.failure is None]
-    template = PromptFormat(rollouts.tokenizer, chat_template_kwargs=data.chat_template_kwargs)
-    asking = _questions(judged, asks, template)
-    params = replace(rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
-    with rollouts.sampling():
-        replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
-    given: dict[str, float] = {}
-    for each, [reply] in zip(judged, replies, strict=True):
-        said = text(reply) or ""
-        if reply.failure is not None:
-            why = f"the policy gave no verdict, it failed in the {reply.failure.source}: {reply.failure.message}"
-            sources.failures[each.uid] = replace(reply.failure, source="reward", message=why)
-        elif (value := asks.read(said)) is None:
-            sources.failures[each.uid] = Failure("reward", UNREADABLE.format(rubric=asks.name, said=said[-80:]))
-        else:
-            given[each.uid] = value
-    scores = torch.tensor([given.get(each.uid, 0.0) for each in trajectories])
-    return torch.where(last_rows(batch).bool(), scores[batch["trajectory_uid"]], 0.0)
-
-
-def _questions(judged: Sequence[Trajectory], rubric: Rubric, template: PromptFormat) -> list[Prompt]:
-    """Prompts that ask the policy about each trajectory."""
-    conversations = []
-    for trajectory in judged:
-        prompt, truth = trajectory.prompt, trajectory.prompt.ground_truth
-        texts = {
-            "prompt": str(prompt.messages[-1].content) if prompt.messages else "",
-            "response": text(trajectory) or "",
-            "ground_truth": "" if truth is None else str(truth),
-        }
-        conversations.append([Message(each["role"], each["content"]) for each in rubric.messages(texts)])
-    encoded = template.encode(conversations) if conversations else []
-    return [
-        Prompt(f"{each.uid}:judge", each.prompt.index, tuple(messages), tuple(ids), each.prompt.data_source, None)
-        for each, messages, ids in zip(judged, conversations, encoded, strict=True)
-    ]

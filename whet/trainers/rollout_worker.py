@@ -177,7 +177,7 @@ class RolloutWorker(MeasuredWorker):
         self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
         self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
-        if not self.is_beside_actor() and self.is_reporting:
+        if self.is_reporting and not (self.role == "rollout" and self.is_beside_actor()):
             self._load()
 
     @property

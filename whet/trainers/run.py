@@ -84,7 +84,7 @@ class Run(Frame):
     def samples_apart(self) -> bool:
         """Tells whether the rollout has processes of its own, and a validation needs no others."""
         cluster = self.config.cluster
-        if self.columns.judges.roles:
+        if self.columns.judges.roles or self.config.reward_model.judge is not None:
             return False
         pools = [cluster.pool_of(role) for role in self.roles]
         return not self.stays_here and pools.count(cluster.pool_of("rollout")) == 1

@@ -309,7 +309,7 @@ def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
     """Checks that the reward model is a classifier with one label, which reads the token ids of the policy or, with
     another vocabulary, texts by its own chat template.  Raises: ModelError."""
     path, trusted = config.reward_model.model_path, config.model.trust_remote_code
-    if path is None:
+    if path is None or config.reward_model.rubric is not None:
         return
     reward_config(path, trust_remote_code=trusted)
     reader = text_reader(path, trusted, tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import pytest
 import torch
 
 from tests.raising import raises
+from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import body_of, outline
 from whet.models.routing import as_column
 from whet.plugins.lessons.init_model import init_model
 from whet.rollout.protocol import Completion
 from whet.rollout.servers.environment import Environment
-from whet.rollout.vllm.engine import PACKAGE
+from whet.rollout.vllm.engine import PACKAGE, VLLMEngine
 from whet.rollout.vllm.plain import KEY, check_routed, mixtures, routed_of
 
 # vLLM's numpy2base64 of [[[1, 5], [0, 0], [255, 2]], [[3, 4], [0, 0], [7, 6]]], uint8
@@ -77,6 +79,20 @@ def test_versions_that_tell_none(tmp_path: Path) -> None:
             check_routed(found, given, is_plain)
     (tmp_path / "sampling_params.py").write_text("routed_experts_prompt_start: int = 0")
     check_routed(found, given, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_build_for_cpus_tells_none(has_vllm: None, tmp_path: Path) -> None:
+    """vLLM's model runner V2 alone tells experts, and it wants a Triton that computes on the device."""
+    folder = init_model(tmp_path / "model", "qwen3_moe", "nano", num_layers=2, max_position_embeddings=512)
+    options = {"plain": True, "routed_experts": True, "restarts": 0, "kv_cache_bytes": 2**26, "threads": 1}
+    engine = VLLMEngine(torch.float32, 8, torch.device("cpu"), ModelConfig(path=str(folder)), **options)
+    try:
+        with raises(EngineError, change=re.compile("Model Runner V2 requires Triton")):
+            engine.ready()
+    finally:
+        engine.close()
 
 
 def test_the_recorded_form() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy as a judge of its own responses."""
+"""A judge as the reward: the policy itself, or another model with a role of its own."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.raising import raises
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, RewardError
+from whet.models.load import load_policy, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
 from whet.protocol import DataProto
 from whet.rewards.judge.rubrics import load_rubric
 from whet.rollout.collect import Collector
 from whet.trainers.build import train
 from whet.trainers.columns import ColumnPlan
-from whet.trainers.hints import UNREADABLE
+from whet.trainers.judge import UNREADABLE
 from whet.trainers.sft import train_sft
 from whet.types import Failure, Message, Prompt, Trajectory
 
@@ -128,7 +131,7 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     assert record["critic/score/mean"] == 0.5 and record["reward/groups_all_equal"] == 1.0
     lines = rollouts(tmp_path / "run", "step_000001")
     unread = UNREADABLE.format(rubric="yes_no", said="Hm.")
-    engine = "the policy gave no verdict, it failed in the engine: no rank is left"
+    engine = "the judge gave no verdict, it failed in the engine: no rank is left"
     messages = [engine if place == 2 else None if place % 2 else unread for place in range(count)]
     assert [line["failure"] and line["failure"]["message"] for line in lines] == messages
     assert [bool(line["failure"] and line["failure"]["timed_out"]) for line in lines] == [i == 2 for i in range(count)]
@@ -136,10 +139,47 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     assert [line["parts"] for line in lines] == [{}, {"reward_model": 1.0}] * (count // 2)
 
 
+def test_another_model_gives_the_verdicts(
+    model: str,
+    train_config: Callable[..., TrainConfig],
+    additions: list[dict[str, str]],
+    tmp_path: Path,
+) -> None:
+    """Two judges that always say the same, one of them in the place of the reward and one beside it."""
+    for digit, combine, expected in ((7, "replace", 0.7), (2, "add", 1.0 + 3 * 0.2)):
+        changes = {**TRAINED, "model.path": model, "trainer.total_steps": 1, "reward_model.combine": combine}
+        changes |= {"reward_model.rubric": "scale", "reward_model.model_path": judge_that_says(tmp_path, digit)}
+        changes |= {"reward_model.weight": 3.0 if combine == "add" else 1.0, "trainer.run_dir": tmp_path / combine}
+        run = train(train_config(changes), reward=lambda solution_str: 1.0, data=additions)
+        [record] = run.history
+        assert record["reward/reward_model"] == pytest.approx(digit / 10)
+        assert record["critic/rewards/mean"] == pytest.approx(expected)
+        assert sorted(run.roles) == ["actor", "reward_model", "rollout"]
+
+
+def judge_that_says(folder: Path, digit: int) -> str:
+    """A model of no layer's effect, in which each token has one that follows: `Score: 7` behind any prompt."""
+    path = folder / f"judge_{digit}"
+    init_model(path, "qwen3", "nano", num_layers=1)
+    loaded, tokenizer = load_policy(path), load_tokenizer(path)
+    said = [*tokenizer.encode(f"\nScore: {digit}", add_special_tokens=False), tokenizer.eos_token_id]
+    with torch.no_grad():
+        for weight in (*loaded.model.layers.parameters(), loaded.model.embed_tokens.weight):
+            weight.zero_()
+        head = torch.zeros_like(loaded.lm_head.weight)
+        for place, (token, following) in enumerate(pairwise(said)):
+            loaded.model.embed_tokens.weight[token, place] = head[following, place] = 1.0
+    loaded.config.tie_word_embeddings = False
+    loaded.lm_head.weight = torch.nn.Parameter(head)
+    loaded.save_pretrained(path)
+    return str(path)
+
+
 @pytest.mark.slow
-def test_a_policy_whose_verdicts_can_be_read_of_one_prompt_alone(tmp_path: Path) -> None:
-    """A small model is taught to judge answers to a's and to mumble about answers to b's, then trained by its verdicts.
-    Held-out answers keep their truth."""
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_judge_whose_verdicts_can_be_read_of_one_prompt_alone(is_apart: bool, tmp_path: Path) -> None:
+    """A small model is taught to judge answers to a's and to mumble about answers to b's, then it, or another one, is
+    trained by its verdicts. Held-out answers keep their truth."""
     rubric = {
         "template": "Verdict: yes or no, of {{ response }} to {{ prompt }}",
         "parser": "yes_no",
@@ -152,6 +192,7 @@ def test_a_policy_whose_verdicts_can_be_read_of_one_prompt_alone(tmp_path: Path)
         question = asks.messages({"prompt": letter * 8, "response": answer, "ground_truth": ""})
         taught.append({"prompt": question, "response": "Verdict: yes" if letter == "a" else "Hm."})
     init_model(tmp_path / "model", "qwen3", "nano", num_layers=2)
+    pools = {"train": {"roles": ["actor", "rollout"]}, "judge": {"roles": ["reward_model"], "processes": 2}}
     teaching = {
         "model.path": str(tmp_path / "model"),
         "data.max_length": 1024,
@@ -162,9 +203,11 @@ def test_a_policy_whose_verdicts_can_be_read_of_one_prompt_alone(tmp_path: Path)
         "trainer.logger": ["jsonl"],
     }
     train_sft(load_config(SFTConfig, None, teaching, given={"data"}).config, data=taught)
+    judge = str(export(tmp_path / "sft", tmp_path / "judge"))
+    other = {"model.path": teaching["model.path"], "reward_model.model_path": judge, "cluster.placement": pools}
     changes = {
         **JUDGED,
-        "model.path": str(export(tmp_path / "sft", tmp_path / "judge")),
+        **(other if is_apart else {"model.path": judge}),
         "reward_model.rubric": str(tmp_path / "short.json"),
         "data.train_batch_size": 2,
         "data.max_prompt_length": 64,
@@ -214,7 +257,6 @@ def test_a_run_ends_where_no_verdict_can_be_read_and_its_rollouts_say_why(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward_model.model_path": "rm"}, "reward_model.rubric: .*reward_model.model_path=rm"),
         ({"algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator: remax; .*reward_model.rubric"),
     ],
 )
