@@ -17,7 +17,7 @@ MOVED = {  # by the old name of a file or folder
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     "whet.models.init": "whet.plugins.lessons.init_model",
-    "whet.models.init_vision": "whet.plugins.lessons.init_vision",
+    "whet.models.init_vision": "whet.plugins.lessons.init_model",
     "whet.sandbox": "whet.plugins.sandbox",
     "whet.sandbox.inside.whet_peer": "whet.programs.inside.whet_peer",
     "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",

@@ -240,9 +240,8 @@ class Registry:
         return entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
-        """Makes the entry of a function object from its signature.
-
-        Raises: RegistryError for an unknown parameter."""
+        """Makes the entry of a function object from its signature; the mark `shares` names a class with more options,
+        whose module loads nothing heavy.  Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
             return entry_of(function, self.kind, name, marks, has_foreign_form=self.has_foreign_form)
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
@@ -253,7 +252,12 @@ class Registry:
                 f"parameters named {', '.join(self.supplied)}",
                 "put an option after `*`",
             )
-        return entry
+        if "shares" not in marks:
+            return entry
+        more = entry_of(load_target(marks["shares"]), self.kind, name, {}, has_foreign_form=False)
+        options, takes = {**entry.options, **more.options}, {**entry.takes, **more.takes}
+        doc = "\n\n".join([entry.doc, more.doc.partition("\n\n")[2]])
+        return replace(entry, options=options, takes=takes, doc=doc, accepts_any_option=False)
 
 
 def entry_of(

@@ -41,8 +41,9 @@ from whet.rollout.protocol import (
     generate,
 )
 from whet.rollout.servers import engine as engine_module
-from whet.rollout.servers.engine import OnNewWeights, ServerEngine
+from whet.rollout.servers.engine import ServerEngine
 from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.options import OnNewWeights
 from whet.rollout.servers.weights import Part, Weights, in_parts
 from whet.types import Media
 from whet.weight_sync import buckets

@@ -29,7 +29,7 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.plugins.lessons.drawn.figures import counting
 from whet.plugins.lessons.drawn.videos import direction
-from whet.plugins.lessons.init_vision import MARKERS, VisionArch
+from whet.plugins.lessons.init_model import MARKERS, VisionArch
 from whet.rollout.batch import to_batch
 from whet.rollout.build import check_media
 from whet.rollout.hf import HFEngine
