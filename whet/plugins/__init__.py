@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does without: a folder each, which can be deleted, with a manifest of its names (`whet/manifests.py`)."""
+"""Plugins: parts that a run does without, a folder each, with a manifest of its names (`whet/manifests.py`)."""

@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""First steps: quickstarts, models from nothing, drawn pictures."""

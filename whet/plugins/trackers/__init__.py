@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Trackers that are services, a file each."""
