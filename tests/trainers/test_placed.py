@@ -83,7 +83,8 @@ def place(tmp_path: Path) -> Iterator[Callable[..., Mapping[str, PlacedHost]]]:
         if processes == 1:
             pools = [ResourcePool(1, (ENVIRONMENT,), "games"), ResourcePool(1, ("other",), "others")]
         specs = [WorkerSpec(role, EnvironmentWorker, (config,)) for pool in pools for role in pool.roles]
-        groups.append(launch(specs, pools, deadline_seconds)[ENVIRONMENT])
+        groups.append(launch(specs, pools, 300.0)[ENVIRONMENT])
+        groups[-1]._deadline_seconds = deadline_seconds  # of calls: processes start slowly on a busy machine
         return placed_hosts(groups[-1], config)
 
     yield placed
