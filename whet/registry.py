@@ -423,6 +423,7 @@ WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
 VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
 PREFERENCE_LOSSES = Registry("preference loss", "algorithms", "register_preference_loss", has_foreign_form=False)
+DIVERGENCES = Registry("divergence", "algorithms", "register_divergence", ("student", "teacher"))
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")
@@ -451,6 +452,7 @@ register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
 register_value_loss = VALUE_LOSSES.register
 register_preference_loss = PREFERENCE_LOSSES.register
+register_divergence = DIVERGENCES.register
 register_aggregation = AGGREGATIONS.register
 register_kl = KL_FORMS.register
 register_filter = FILTERS.register

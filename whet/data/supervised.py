@@ -23,6 +23,7 @@ from whet.options import is_number
 from whet.types import Example, Media, Message
 
 logger = logging.getLogger(__name__)
+WEIGHT = "example_weight"  # field of a row
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class SupervisedExample(Example):
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     media: tuple[Media, ...] = ()  # in the order of their tokens
+    weight: float = 1.0  # of its tokens: 2 is as two copies
+    source: str = ""  # data source
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +43,8 @@ class SupervisedExample(Example):
 
     @property
     def content(self) -> tuple[object, ...]:
-        return self.input_ids, self.loss_mask
+        told = (self.weight, self.source)
+        return self.input_ids, self.loss_mask, *(told if told != (1.0, "") else ())
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         return {"": (self.input_ids, self.loss_mask)}
@@ -66,8 +70,9 @@ def build_examples(
     made: list[tuple[int, SupervisedExample]] = []
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
-            own = _examples(row, prompt_format, data)
-            made += [(index, replace(example, media=from_row(index, example.media))) for example in own]
+            own, weight = _examples(row, prompt_format, data), _weight(row)
+            more = {"weight": weight, "source": str(row.get("data_source") or data.get("data_source", ""))}
+            made += [(index, replace(example, media=from_row(index, example.media), **more)) for example in own]
     num_truncated = 0
     for index, example in made:
         length = len(example.input_ids)
@@ -127,7 +132,9 @@ def _truncated(example: SupervisedExample, length: int) -> SupervisedExample | N
     """The beginning of an example; None where no trained token is left, or where it ends inside a media."""
     ids, mask = example.input_ids[:length], example.loss_mask[:length]
     kept = num_whole(ids, example.media)
-    return SupervisedExample(ids, mask, example.media[:kept]) if any(mask) and kept is not None else None
+    if not any(mask) or kept is None:
+        return None
+    return replace(example, input_ids=ids, loss_mask=mask, media=example.media[:kept])
 
 
 def encode_response(
@@ -382,4 +389,12 @@ def _margin(row: Row, field: str) -> float:
         return 0.0
     if not is_number(value) or not math.isfinite(value):
         raise DataError(f"field {field!r}", f"is {value!r}", "a number", "correct it, or set data.margin_key")
+    return float(value)
+
+
+def _weight(row: Row) -> float:
+    """The weight of a row's tokens, 1 unless it has one."""
+    value = row.get(WEIGHT, 1.0)
+    if not is_number(value) or not 0 < value < math.inf:
+        raise DataError(f"field {WEIGHT!r}", f"is {value!r}", "a number above 0", "correct it, or leave the row out")
     return float(value)

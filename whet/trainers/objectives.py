@@ -13,7 +13,7 @@ import torch
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.calls import Bound, PolicyLoss, policy_loss
 from whet.algorithms.kl import kl_columns, kl_penalty
-from whet.algorithms.statistics import log_ratio, masked_mean
+from whet.algorithms.statistics import log_ratio, masked_mean, row_sums
 from whet.algorithms.value_loss import bradley_terry
 from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
@@ -242,8 +242,25 @@ class ValueObjective(Objective):
 
 
 @dataclass(frozen=True)
-class ImitationObjective(Objective):
-    """Supervised fine-tuning: -log pi of the tokens to imitate, each weighing the same."""
+class TokenObjective(Objective):
+    """A mean over the tokens of examples, each times the `example_weights` [B] of its row, where there are some."""
+
+    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """The number of tokens, by weight."""
+        return {"num_tokens": (batch["response_mask"].sum(1) * batch.get("example_weights", 1)).sum()}
+
+    def mean(self, values: torch.Tensor, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """These rows' share of the mean of `values` [B, R], which is logged as the loss."""
+        total = (row_sums(values, batch["response_mask"]) * batch.get("example_weights", 1)).sum()
+        metrics, own = Metrics(), self.counts(batch)["num_tokens"]
+        metrics.mean(f"{self.name}/loss", total.detach() / own, own)
+        metrics.sum(f"{self.name}/tokens", batch["response_mask"].bool().sum())
+        return total / counts["num_tokens"], metrics
+
+
+@dataclass(frozen=True)
+class ImitationObjective(TokenObjective):
+    """Supervised fine-tuning: -log pi of the tokens to imitate."""
 
     loss_name: str = "nll"
     name = "sft"
@@ -251,12 +268,7 @@ class ImitationObjective(Objective):
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """Cross-entropy over tokens whose `response_mask` is 1."""
-        total = self.aggregate(-outputs["log_probs"], batch, counts)
-        metrics = Metrics()
-        tokens = batch["response_mask"].bool().sum()
-        metrics.mean("sft/loss", -outputs["log_probs"].detach().sum() / tokens.clamp(min=1), tokens)
-        metrics.sum("sft/tokens", tokens)
-        return total, metrics
+        return self.mean(-outputs["log_probs"], batch, counts)
 
 
 @dataclass(frozen=True)
