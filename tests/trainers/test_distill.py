@@ -4,25 +4,31 @@ of the rows' sources, any split takes the same steps, and a resume has the same 
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.raising import raises
+from tests.serving.server_processes import started
 from whet import serialization
+from whet.batch import Batch
 from whet.checkpoints.export import export
 from whet.config import DistillConfig, load_config
 from whet.data.supervised import SupervisedExample
-from whet.errors import ConfigError
+from whet.errors import ConfigError, EngineError
 from whet.models.init import init_model
-from whet.models.load import stop_token_ids
+from whet.models.load import load_tokenizer, stop_token_ids
 from whet.trainers.distill import DistillRun, distill, prompt_of
+from whet.trainers.served_teacher import ServedTeacher
 
 MakeConfig = Callable[..., DistillConfig]
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
@@ -109,6 +115,7 @@ def test_the_loss_is_that_of_transformers_distributions(
         assert first["distill/teacher_mass"] == pytest.approx(sum(mass) / len(mass), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"loss": "forward_kl"}, {"loss": "jsd", "top_k": 8}, {"loss": "reverse_kl"}], ids=str
 )
@@ -128,6 +135,7 @@ def test_it_learns_the_teacher(
     assert float((teacher.exp() * (teacher - student)).sum(-1).mean()) < 0.3
 
 
+@pytest.mark.slow
 def test_the_student_samples_its_share_of_rows(
     distill_config: MakeConfig, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +233,7 @@ def stop_at_three(run: DistillRun) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"on_policy": 0.5}, {"on_policy": 1.0, "model.lora.rank": 4, "top_k": 5}], ids=str)
 def test_a_stopped_run_goes_on_to_the_same_bits(
     changes: dict[str, Any], distill_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
@@ -250,3 +259,75 @@ def test_what_does_not_go_together(distill_config: MakeConfig, rows: list[dict[s
     other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=ALPHABET[5:], num_layers=2)
     with raises(ConfigError, "teachers.*", found=str(other)):
         distill(distill_config(teachers={"*": str(other)}), data=rows, dry_run=True)
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_a_server_is_the_one_in_the_process(
+    distill_config: MakeConfig, rows: list[dict[str, Any]], teacher_folder: Path, tmp_path: Path
+) -> None:
+    changes = {"top_k": 6, "on_policy": 0.5, **PLAIN}
+    own = distill(distill_config(**changes), data=rows, val_data=rows[:2])
+    with started(teacher_folder, "--name", "t", "--dtype", "float32") as server:
+        there = {"teachers": {"*": f"{server.address}/v1"}, "trainer.run_dir": str(tmp_path / "served")}
+        served = distill(distill_config(**changes, **there), data=rows, val_data=rows[:2])
+    assert list(served.roles) == ["actor"]
+    for mine, theirs in zip(own.history, served.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+class Told(BaseHTTPRequestHandler):
+    """A server that tells `places` of every text."""
+
+    places: ClassVar[list[Any]] = []
+
+    def do_GET(self) -> None:
+        self.say({"data": [{"id": "t"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.say({"choices": [{"prompt_logprobs": self.places}]})
+
+    def say(self, answer: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def told(model_folder: Path) -> Iterator[ServedTeacher]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/v1/"
+        yield ServedTeacher("teachers.*", address, load_tokenizer(model_folder))
+        server.shutdown()
+
+
+def test_what_a_server_tells(told: ServedTeacher) -> None:
+    """The tokens of the prompt are not read; the third of the likeliest is not the student's; the text's own token is
+    less likely than two others."""
+    ids = told._tokenizer.encode("abc")
+    batch = Batch.of(
+        {
+            "input_ids": torch.tensor([[0, *ids]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1]]),
+            "response_mask": torch.tensor([[0, 1]]),
+        }
+    )
+    [own] = ids[2:]
+    place = {str(own): {"logprob": math.log(0.125), "decoded_token": "c"}}
+    place |= {str(n): {"logprob": math.log(p)} for n, p in ((7, 0.25), (9, 0.5), (5000, 0.0625))}
+    Told.places = [None, {}, place]
+    found = told.outcomes(batch, 2, 40)
+    assert found["teacher_ids"].tolist() == [[[0, 0], [9, 7]]]
+    assert found["teacher_outcomes"][0, 1].exp().tolist() == pytest.approx([0.5, 0.25, 0.25])
+    with raises(EngineError, "teachers.*", expected="top_k=4"):
+        told.outcomes(batch, 4, 40)
+    place[str(own)]["decoded_token"] = "Z"
+    with raises(EngineError, "teachers.*", found=re.compile("'Z'")):
+        told.outcomes(batch, 2, 40)
+    Told.places = [None, {}]
+    with raises(EngineError, "teachers.*", found=re.compile("2 of 3")):
+        told.outcomes(batch, 2, 40)

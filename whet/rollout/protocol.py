@@ -253,6 +253,17 @@ class Sleeps(Protocol):
 
 
 @runtime_checkable
+class TellsPrompts(Protocol):
+    """The ability to tell log-probs of the tokens of a prompt."""
+
+    def prompt_log_probs(
+        self, prompt: Sequence[int], count: int
+    ) -> tuple[list[float], Sequence[Sequence[tuple[int, float]]]]:
+        """Log-probs of the tokens behind the first, at temperature 1, and the `count` likeliest in their places."""
+        ...
+
+
+@runtime_checkable
 class Restarts(Protocol):
     """The ability to start again after a LostReplicaError of `submit`, `poll` or `abort`.
 
