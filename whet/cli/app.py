@@ -22,7 +22,7 @@ from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
-from whet.cli.evaluate import compare, evaluate, generate, lm_eval
+from whet.cli.evaluate import compare, evaluate, generate, lm_eval, select
 from whet.cli.inputs import config, data
 from whet.cli.models import export, init_model
 from whet.cli.rewards import check_reward, rewards
@@ -49,7 +49,20 @@ FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (quickstart, init_model),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, view, evaluate, generate, compare, lm_eval, serve, serve_sandbox, export),
+    "After training": (
+        runs,
+        plot,
+        show,
+        view,
+        evaluate,
+        generate,
+        select,
+        compare,
+        lm_eval,
+        serve,
+        serve_sandbox,
+        export,
+    ),
     LOOK: (doctor, plan, config, data, check_reward),
 }
 for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
