@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best of sampled responses: by hand, and as rows that `whet sft` reads; rounds of expert iteration that are killed."""
+"""The best of sampled responses: by hand, as rows that `whet sft` reads, and in rounds that are killed."""
 
 from __future__ import annotations
 

@@ -46,23 +46,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+AFTER = (runs, plot, show, view, evaluate, generate, select, compare, lm_eval, serve, serve_sandbox, export)
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (quickstart, init_model),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (
-        runs,
-        plot,
-        show,
-        view,
-        evaluate,
-        generate,
-        select,
-        compare,
-        lm_eval,
-        serve,
-        serve_sandbox,
-        export,
-    ),
+    "After training": AFTER,
     LOOK: (doctor, plan, config, data, check_reward),
 }
 for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):

@@ -34,7 +34,7 @@ class SupervisedExample(Example):
     loss_mask: tuple[int, ...]
     media: tuple[Media, ...] = ()  # in the order of their tokens
     weight: float = 1.0  # of its tokens: 2 is as two copies
-    source: str = ""  # data source
+    source: str | None = None  # data source, for trainers that read it
 
     @property
     def num_tokens(self) -> int:
@@ -43,8 +43,8 @@ class SupervisedExample(Example):
 
     @property
     def content(self) -> tuple[object, ...]:
-        told = (self.weight, self.source)
-        return self.input_ids, self.loss_mask, *(told if told != (1.0, "") else ())
+        told = self.weight, self.source
+        return self.input_ids, self.loss_mask, *(told if told != (1.0, None) else ())
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         return {"": (self.input_ids, self.loss_mask)}
@@ -70,9 +70,11 @@ def build_examples(
     made: list[tuple[int, SupervisedExample]] = []
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
-            own, weight = _examples(row, prompt_format, data), _weight(row)
-            more = {"weight": weight, "source": str(row.get("data_source") or data.get("data_source", ""))}
-            made += [(index, replace(example, media=from_row(index, example.media), **more)) for example in own]
+            own, weight, source = _examples(row, prompt_format, data), _weight(row), data.get("data_source")
+            source = source if source is None else str(row.get("data_source") or source)
+            made += [
+                (index, replace(each, media=from_row(index, each.media), weight=weight, source=source)) for each in own
+            ]
     num_truncated = 0
     for index, example in made:
         length = len(example.input_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -23,14 +23,14 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.models.load import load_config, stop_token_ids, torch_dtype
+from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
 from whet.registry import DIVERGENCES, register_trainer
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, SharesModule, generate
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import TokenObjective
 from whet.trainers.preference import to_batch
-from whet.trainers.served_teacher import ServedTeacher
+from whet.trainers.served_teacher import TEXTS, ServedTeacher
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
 from whet.trainers.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
 
@@ -97,17 +97,13 @@ class DistillWorker(TrainWorker):
             found, change = "splits the student's weights over ranks", "set engine.name=single, or on_policy=0"
             raise EngineError(f"engine {self.settings.engine.name}", found, "a whole model, to sample from", change)
         if self._sampler is None:
-            self._sampler = rollout_engine(rollout, torch_dtype(self.settings.dtype), _no_tokenizer, self.device, model)
+            dtype, load = torch_dtype(self.settings.dtype), partial(load_tokenizer, path_of(model))
+            self._sampler = rollout_engine(rollout, dtype, load, self.device, model)
         assert isinstance(self._sampler, SharesModule)
         self._sampler.attach(module, step)
         done = generate(self._sampler, requests, rollout.deadline_seconds)
         self._sampler.sleep()
         return done
-
-
-def _no_tokenizer() -> Any:
-    """Takes the place of a tokenizer, which only stop strings need."""
-    raise NotImplementedError
 
 
 @dataclass(kw_only=True, repr=False)
@@ -134,7 +130,7 @@ class DistillRun(ExamplesRun):
     def check(cls, config: DistillConfig, examples: Sequence[SupervisedExample]) -> None:
         """Checks that all examples have a teacher with the student's vocabulary.  Raises: ConfigError."""
         paths = {f"teachers.{name}": path for name, path in config.teachers.items() if not is_server(path)}
-        check_vocabulary(paths, config.model, tokenizer_of(config))
+        check_vocabulary(paths, config.model, tokenizer_of(config), TEXTS)
         for number, each in enumerate(examples):
             if each.source not in config.teachers and OTHERS not in config.teachers:
                 found = f"no teacher for the data source {each.source!r} (example {number})"
@@ -158,9 +154,8 @@ class DistillRun(ExamplesRun):
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
         most = min(sizes) - 1  # and one more, which is all others
-        return (
-            None if len(sizes) == 1 and (self.config.top_k or most + 1) > most else min(self.config.top_k or most, most)
-        )
+        wanted = self.config.top_k or max(sizes)
+        return None if len(sizes) == 1 and wanted > most else min(wanted, most)
 
     def _vocab_size(self, path: str) -> int:
         config = load_config(path, trust_remote_code=self.config.model.trust_remote_code)
@@ -188,25 +183,23 @@ class DistillRun(ExamplesRun):
             return self.with_teachers(self.batch(examples), examples, metrics)
 
     def _sampled(self, examples: Sequence[SupervisedExample], drawn: Sequence[bool]) -> list[SupervisedExample]:
-        """The examples, in which the drawn ones end in a response of the student to what is before their last."""
+        """The examples, in which the drawn ones end in a response of the student to the tokens before their last."""
         config, model = self.config, self.config.model
         stops = stop_token_ids(path_of(model), self.tokenizer, config.data.template_options)
         requests = []
-        for place, each in enumerate(examples):
-            if drawn[place]:
-                prompt = prompt_of(each)
-                most = max(1, min(config.max_response_length, config.data.max_length - len(prompt)))
-                params = SamplingParams(most, temperature=config.temperature, stop_token_ids=stops)
-                seed = key(config.trainer.seed, "student", self.step, place)
-                requests.append(Request(str(place), prompt, params, seed, media=each.media))
-        rollout = chosen_engine(RolloutConfig(), model)
-        done = {
-            int(request.uid): each.token_ids
-            for request, each in zip(
-                requests, self.roles["actor"].sample(requests, rollout, model, self.step), strict=True
-            )
-        }
-        return [_with_response(each, done[place]) if place in done else each for place, each in enumerate(examples)]
+        for place in (place for place, is_drawn in enumerate(drawn) if is_drawn):
+            prompt = prompt_of(examples[place])
+            most = max(1, min(config.max_response_length, config.data.max_length - len(prompt)))
+            params = SamplingParams(most, temperature=config.temperature, stop_token_ids=stops)
+            seed = key(config.trainer.seed, "student", self.step, place)
+            requests.append(Request(str(place), prompt, params, seed, media=examples[place].media))
+        done = self.roles["actor"].sample(requests, chosen_engine(RolloutConfig(), model), model, self.step)
+        found = list(examples)
+        for request, completion in zip(requests, done, strict=True):
+            ids, place = (*request.prompt_ids, *completion.token_ids), int(request.uid)
+            mask = (0,) * len(request.prompt_ids) + (1,) * len(completion.token_ids)
+            found[place] = replace(found[place], input_ids=ids, loss_mask=mask)
+        return found
 
     def with_teachers(self, batch: Batch, examples: Sequence[SupervisedExample], metrics: Metrics) -> Batch:
         """The batch of these examples with the distributions of their teachers."""
@@ -223,12 +216,11 @@ class DistillRun(ExamplesRun):
         return batch.with_columns(**found)
 
     def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
+        """The distributions of one teacher."""
         if name in self.served:
-            assert self.top_k is not None
-            return self.served[name].outcomes(batch, self.top_k, self.vocab_size)
-        found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(
-            batch, self.top_k, self.vocab_size, self.config.temperature
-        )
+            return self.served[name].outcomes(batch, self.top_k or self.vocab_size - 1, self.vocab_size)
+        asked = batch, self.top_k, self.vocab_size, self.config.temperature
+        found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(*asked)
         return found
 
     def validate(self, step: int = 0) -> Metrics:
@@ -256,13 +248,6 @@ def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
     end = max(place for place, is_trained in enumerate(example.loss_mask) if is_trained)
     start = max((place + 1 for place, is_trained in enumerate(example.loss_mask[:end]) if not is_trained), default=0)
     return example.input_ids[:start]
-
-
-def _with_response(example: SupervisedExample, response: tuple[int, ...]) -> SupervisedExample:
-    """The example with `response` as its last, the only one that is trained on."""
-    prompt = prompt_of(example)
-    mask = (0,) * len(prompt) + (1,) * len(response)
-    return replace(example, input_ids=(*prompt, *response), loss_mask=mask)
 
 
 @register_trainer(

@@ -21,6 +21,7 @@ from whet.http import CallError, fetch, shown
 
 CONCURRENCY, ATTEMPTS, SECONDS, REPLY_BYTES = 16, 5, 600.0, 2**30
 LEAST = 1e-6  # of the others' mass: what a sum of probabilities leaves of 1 is rounding below it
+TEXTS = "name a teacher with the student's tokenizer, or train on this one's texts (`whet generate`, then `whet sft`)"
 Place = Mapping[str, Mapping[str, Any]]  # by token id
 
 
@@ -77,8 +78,7 @@ class ServedTeacher:
         text, own = told.get("decoded_token"), self._tokenizer.decode([token])
         if text and "\ufffd" not in text + own and text != own:
             found, expected = f"reads the token {token} as {text!r}", f"{own!r}, as the student: one vocabulary"
-            change = "name a teacher of the student's family, or train on its texts (`whet generate`, `whet sft`)"
-            raise EngineError(self._key, found, expected, change)
+            raise EngineError(self._key, found, expected, TEXTS)
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         secret = os.environ.get("OPENAI_API_KEY")
