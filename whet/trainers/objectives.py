@@ -250,7 +250,7 @@ class TokenObjective(Objective):
         return {"num_tokens": (batch["response_mask"].sum(1) * batch.get("example_weights", 1)).sum()}
 
     def mean(self, values: torch.Tensor, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """These rows' share of the mean of `values` [B, R], which is logged as the loss."""
+        """Returns these rows' share of the mean of `values` [B, R], which is logged as the loss."""
         total = (row_sums(values, batch["response_mask"]) * batch.get("example_weights", 1)).sum()
         metrics, own = Metrics(), self.counts(batch)["num_tokens"]
         metrics.mean(f"{self.name}/loss", total.detach() / own, own)

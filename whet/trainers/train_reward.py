@@ -12,16 +12,15 @@ import torch
 
 from whet.batch import Batch
 from whet.config.preference import RewardTrainingConfig
-from whet.data.preferences import Comparison, Response
 from whet.data.supervised import PreferencePair
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
+from whet.models.positions import position_ids
 from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import PreferenceObjective, measure_pairs
-from whet.trainers.preference import to_batch as rows_to_batch
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
 
 COLUMNS = (
@@ -98,14 +97,22 @@ def train_reward(
 
 def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> Batch:
     """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both, computed once."""
+    rows = [(ids, pair) for pair in pairs for ids in (pair.chosen, pair.rejected)]
+    prompts = [ids[: pair.num_shared] for ids, pair in rows]
+    responses = [ids[pair.num_shared :] for ids, pair in rows]
+    left, right = max(map(len, prompts)), max(map(len, responses))
 
-    def response(ids: tuple[int, ...], start: int) -> Response:
-        return ids[start:], (1,) * (len(ids) - start)
+    def padded(prompt: Sequence[int], response: Sequence[int], value: int) -> list[int]:
+        return [*[value] * (left - len(prompt)), *prompt, *response, *[value] * (right - len(response))]
 
-    rows = [
-        Comparison(each.chosen[:start], (response(each.chosen, start), response(each.rejected, start)), (1.0, 0.0))
-        for each in pairs
-        for start in [each.num_shared]
-    ]
-    margins = torch.tensor([pair.margin for pair in pairs for _ in range(2)])
-    return rows_to_batch(rows, pad_token_id, "pair", 2).with_columns(margin=margins)
+    both = list(zip(prompts, responses, strict=True))
+    mask = torch.tensor([padded([1] * len(prompt), [1] * len(response), 0) for prompt, response in both])
+    return Batch.of(
+        {
+            "input_ids": torch.tensor([padded(prompt, response, pad_token_id) for prompt, response in both]),
+            "attention_mask": mask,
+            "position_ids": position_ids(mask),
+            "response_mask": mask[:, left:].clone(),
+            "margin": torch.tensor([pair.margin for _, pair in rows]),
+        }
+    )
