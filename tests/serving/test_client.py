@@ -119,7 +119,7 @@ def test_prompts_in_every_form(client: openai.OpenAI, qwen25_folder: Path) -> No
 def test_the_log_probs_of_a_prompt(server: Running, qwen25_folder: Path) -> None:
     """Those of the model's own forward, of the text's tokens and the three likeliest; every sample has its prompt's."""
     tokenizer, model = load_tokenizer(qwen25_folder), load_policy(qwen25_folder)
-    prompts = [tokenizer.encode(text) for text in ("six times", "seven")]
+    prompts = [tokenizer.encode(text) for text in ("six times", "seven", "s")]
     body = {"model": "m", "prompt": prompts, "max_tokens": 1, "n": 2, "prompt_logprobs": 3}
     choices = server.http().post("/v1/completions", json=body).json()["choices"]
     assert [choice["prompt_logprobs"] for choice in choices[::2]] == [each["prompt_logprobs"] for each in choices[1::2]]

@@ -49,7 +49,9 @@ class DistillConfig(ExamplesConfig):
 
     def problems(self, at: Place) -> Iterator[ConfigError]:
         if not self.teachers:
-            yield ConfigError("teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one of all rows")
+            yield ConfigError(
+                "teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one of all rows"
+            )
         served = [source for source, where in self.teachers.items() if is_server(where)]
         if served and self.top_k is None:
             expected = f"a number of tokens, which the server of teachers.{served[0]} is asked for"

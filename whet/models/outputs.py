@@ -37,6 +37,8 @@ from whet.models.routing import ARGUMENT
 from whet.models.sequence_parallel import TokenShare
 from whet.models.supported import support_of
 
+PromptLogProbs = tuple[list[float], list[list[tuple[int, float]]]]
+
 
 @dataclass(frozen=True)
 class ForwardSettings:
@@ -146,11 +148,11 @@ def statistics_of(
 
 
 @torch.no_grad()
-def prompt_log_probs(
-    model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings
-) -> tuple[list[float], list[list[tuple[int, float]]]]:
+def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings) -> PromptLogProbs:
     """Log-probs of the tokens behind the first of a prompt, and in their places the `count` likeliest tokens with
     theirs, the likeliest first."""
+    if len(prompt) < 2:
+        return [], []
     ids = torch.tensor([prompt])
     real = torch.ones_like(ids)
     batch = {"input_ids": ids, "attention_mask": real, "position_ids": real.cumsum(1) - 1, "response_mask": real[:, 1:]}

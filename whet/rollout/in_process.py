@@ -19,7 +19,7 @@ from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.load import cast_weights, fitting
 from whet.models.lora import plain_copy
-from whet.models.outputs import ForwardSettings, prompt_log_probs
+from whet.models.outputs import ForwardSettings, PromptLogProbs, prompt_log_probs
 from whet.models.supported import support_of
 from whet.phases import span
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
@@ -244,9 +244,7 @@ class InProcessEngine(ABC, Generic[L]):
         self._before_new_weights(forget=not self.keep_cache)
         self.policy.fill(weights, version)
 
-    def prompt_log_probs(
-        self, prompt: Sequence[int], count: int
-    ) -> tuple[list[float], Sequence[Sequence[tuple[int, float]]]]:
+    def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
         """Log-probs of the tokens behind the first, and the `count` likeliest in their places."""
         module = self.policy.require_whole()
         settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)

@@ -15,11 +15,10 @@ from whet.batch import Batch
 from whet.config.distill import OTHERS, DistillConfig, is_server
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.worker import Placement, WorkerSpec
+from whet.controller.worker import WorkerSpec
 from whet.data.preferences import Comparison
 from whet.data.supervised import SupervisedExample
 from whet.engines.protocol import Columns
-from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.keyed import key
 from whet.metrics import Metrics
@@ -52,12 +51,6 @@ class DistillObjective(TokenObjective):
     kind = DIVERGENCES
     needs = frozenset({"vocab_log_probs"})
 
-    @classmethod
-    def from_config(cls, config: DistillConfig) -> DistillObjective:
-        """The objective of a config.  Raises: ConfigError."""
-        options = DIVERGENCES[config.loss].resolve_options(config.loss_options, "loss_options")
-        return cls(config.loss, options, temperature=config.temperature)
-
     def divergence(self, student: Tensor, batch: Columns) -> Tensor:
         """The divergence in each place.   [B, R, V] -> [B, R]"""
         if "teacher_ids" in batch:
@@ -73,9 +66,7 @@ class DistillObjective(TokenObjective):
 class DistillWorker(TrainWorker):
     """The student, which samples too, or a teacher."""
 
-    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
-        super().__init__(placement, settings)
-        self._sampler: Any = None
+    _sampler: Any = None  # the engine that samples from the student
 
     @register(Dispatch.DP_COMPUTE)
     def outcomes(self, batch: Batch, top_k: int | None, vocab_size: int, temperature: float) -> dict[str, Tensor]:
@@ -117,7 +108,8 @@ class DistillRun(ExamplesRun):
 
     @classmethod
     def objective_of(cls, config: DistillConfig) -> DistillObjective:
-        return DistillObjective.from_config(config)
+        options = DIVERGENCES[config.loss].resolve_options(config.loss_options, "loss_options")
+        return DistillObjective(config.loss, options, temperature=config.temperature)
 
     @classmethod
     def specs(cls, config: DistillConfig, total_steps: int) -> list[WorkerSpec]:
