@@ -234,7 +234,7 @@ class App:
             own, likeliest = await asyncio.wrap_future(
                 self._engine.call(partial(engine.prompt_log_probs, prompt, count))
             )
-            places = zip(prompt[1:], own, likeliest or [()] * len(own), strict=True)
+            places = zip(prompt[1:], own, likeliest or [[] for _ in own], strict=True)
             found.append([None, *(self._place({token: value, **dict(others)}) for token, value, others in places)])
         return found
 

@@ -25,7 +25,7 @@ from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
 from whet.registry import DIVERGENCES, register_trainer
 from whet.rollout.build import chosen_engine, rollout_engine
-from whet.rollout.protocol import Completion, Request, SamplingParams, SharesModule, generate
+from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import TokenObjective
 from whet.trainers.preference import to_batch
@@ -90,7 +90,6 @@ class DistillWorker(TrainWorker):
         if self._sampler is None:
             dtype, load = torch_dtype(self.settings.dtype), partial(load_tokenizer, path_of(model))
             self._sampler = rollout_engine(rollout, dtype, load, self.device, model)
-        assert isinstance(self._sampler, SharesModule)
         self._sampler.attach(module, step)
         done = generate(self._sampler, requests, rollout.deadline_seconds)
         self._sampler.sleep()

@@ -245,6 +245,8 @@ class ValueObjective(Objective):
 class TokenObjective(Objective):
     """A mean over the tokens of examples, each times the `example_weights` [B] of its row, where there are some."""
 
+    name: ClassVar[str]
+
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
         """The number of tokens, by weight."""
         return {"num_tokens": (batch["response_mask"].sum(1) * batch.get("example_weights", 1)).sum()}

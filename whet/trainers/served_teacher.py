@@ -83,7 +83,7 @@ class ServedTeacher:
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         secret = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        limits = {"seconds": SECONDS, "attempts": ATTEMPTS, "most": REPLY_BYTES}
+        limits: Any = {"seconds": SECONDS, "attempts": ATTEMPTS, "most": REPLY_BYTES}
         try:
             return fetch(method, f"{self._address}/{path}", json.loads, **limits, body=body, headers=headers)
         except CallError as error:
