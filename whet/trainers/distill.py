@@ -245,7 +245,7 @@ def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
     "distill",
     config="whet.config.distill:DistillConfig",
     setup="whet.trainers.distill:DistillRun.setup",
-    summary="Train a model to follow a teacher's distributions (distillation).",
+    summary="Train a model on the distributions of a teacher.",
 )
 def distill(
     config: DistillConfig, *, data: Rows = None, val_data: Rows = None, callbacks: Callbacks = (), dry_run: bool = False
