@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.raising import raises
-from tests.serving.server_processes import started
 from whet import serialization
 from whet.batch import Batch
 from whet.checkpoints.export import export
@@ -263,8 +262,15 @@ def test_what_does_not_go_together(distill_config: MakeConfig, rows: list[dict[s
 
 @pytest.mark.slow
 def test_a_teacher_behind_a_server_is_the_one_in_the_process(
-    distill_config: MakeConfig, rows: list[dict[str, Any]], teacher_folder: Path, tmp_path: Path
+    distill_config: MakeConfig,
+    rows: list[dict[str, Any]],
+    teacher_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
+    from server_processes import started
+
     changes = {"top_k": 6, "on_policy": 0.5, **PLAIN}
     own = distill(distill_config(**changes), data=rows, val_data=rows[:2])
     with started(teacher_folder, "--name", "t", "--dtype", "float32") as server:
