@@ -137,7 +137,7 @@ $(TRL): benchmarks/constraints-trl.txt
 	@touch $@
 
 # Trackio wants an older pillow: laid over .venv, whose packages it sees where it has none of its own.
-$(TRACKIO): tests/tracking/constraints-trackio.txt $(SERVICES)
+$(TRACKIO): tests/plugins/trackers/constraints-trackio.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-trackio
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trackio/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
 	.venv-trackio/bin/pip install --quiet -c $< trackio

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.setting import Setting
+from whet.plugins.lessons.quickstart import write_adder, write_problems
 from whet.tracking.tracker import read_records
-from whet.trainers.quickstart import write_adder, write_problems
 from whet.trainers.run import Run
 
 TITLE = "A run beside other programs"

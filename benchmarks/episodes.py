@@ -16,8 +16,8 @@ from benchmarks.setting import Setting
 from whet.environments.host import open_host
 from whet.environments.protocol import Answer
 from whet.metrics import Metrics
-from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import Limits
 from whet.rollout.native.engine import NativeEngine

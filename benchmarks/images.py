@@ -33,7 +33,7 @@ PHASES = ("rollout", "reward", "advantage", "update", "sync", "rest")
 
 def run(setting: Setting) -> dict[str, Any]:
     """The rollout, then the step."""
-    from whet.models.init import init_model
+    from whet.plugins.lessons.init_model import init_model
 
     scale = setting.scale
     model = init_model(
@@ -93,8 +93,8 @@ def _steps(
 
 def write_images(folder: Path, count: int, sides: Sequence[int] = SIDES) -> list[str]:
     """Writes PNG files of different sizes, and returns their paths."""
-    from whet.data.drawn.canvas import to_png
-    from whet.data.drawn.figures import scatter
+    from whet.plugins.lessons.drawn.canvas import to_png
+    from whet.plugins.lessons.drawn.figures import scatter
 
     folder.mkdir()
     draws = random.Random(0)

@@ -49,8 +49,8 @@ def prepare(setting: Setting, seed: int) -> Path:
         measured["processor_seconds"] = round(_processor_seconds() - used, 1)
         (folder / MEASURED).write_text(json.dumps(measured))
         return folder
-    from whet.models.init import init_model
-    from whet.trainers.quickstart import write_problems
+    from whet.plugins.lessons.init_model import init_model
+    from whet.plugins.lessons.quickstart import write_problems
 
     write_problems(folder, seed)
     init_model(folder / "sft_model", "qwen3", "nano", alphabet="0123456789+=", num_layers=1)

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.setting import Setting
+from whet.plugins.sandbox.local import LocalSandbox
+from whet.programs.protocol import Job, Limits
 from whet.rewards.code import Suite, run_tests
-from whet.sandbox.local import LocalSandbox
-from whet.sandbox.protocol import Job, Limits
 
 TITLE = "Programs in the sandbox"
 NOTE = """\

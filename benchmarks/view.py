@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from benchmarks.setting import Setting
-from whet.viewer.server import open_server
+from whet.plugins.viewer.server import open_server
 
 TITLE = "The page of a run"
 NOTE = """\

@@ -51,7 +51,7 @@ def make_workload(folder: Path, *, size: str, num_layers: int, vocab_size: int, 
     """Writes a random Qwen3 model; the prompts are of 16 to 64 tokens of its tokenizer."""
     from transformers import AutoTokenizer
 
-    from whet.models.init import SAMPLE_TEXT, init_model
+    from whet.plugins.lessons.init_model import SAMPLE_TEXT, init_model
 
     model = init_model(folder / "model", "qwen3", size, num_layers=num_layers, vocab_size=vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 
 given = [word for word in sys.argv[1:] if not word.startswith("-")] if "__file__" in globals() else []
 folder = Path(given[0] if given else tempfile.mkdtemp(prefix="first_run_"))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
+from whet.plugins.lessons.quickstart import clear, warm_up, write_problems
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.quickstart import clear, warm_up, write_problems
 
 
 def weak(solution_str: str, ground_truth: str) -> dict[str, float]:

@@ -14,11 +14,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from whet.data.drawn.figures import two_images
-from whet.data.drawn.videos import flashes
 from whet.errors import WhetError
-from whet.trainers.quickstart import PAGE, Lesson, quickstart
-from whet.trainers.quickstart_images import read_back, write_model, write_problems
+from whet.plugins.lessons.drawn.figures import two_images
+from whet.plugins.lessons.drawn.videos import flashes
+from whet.plugins.lessons.quickstart import PAGE, Lesson, quickstart
+from whet.plugins.lessons.quickstart_images import read_back, write_model, write_problems
 
 LESSONS = {
     "two_images": Lesson(

@@ -20,9 +20,9 @@ except ImportError as error:
     raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error
 
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
+from whet.plugins.lessons.quickstart import clear, export, warm_up
 from whet.trainers.build import train
-from whet.trainers.quickstart import clear, export, warm_up
 
 SUMS = reasoning_gym.create_dataset(
     "chain_sum", seed=0, size=2500, min_terms=3, max_terms=3, min_digits=1, max_digits=1

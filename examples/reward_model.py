@@ -132,7 +132,7 @@ def show(run_dir: Path, held_out: Mapping[str, float], history: Sequence[Mapping
 
 def run(run_dir: Path, seed: int = 0, reward_steps: int = 60, policy_steps: int = 30) -> dict[str, float]:
     """Both trainings from a model with random weights; `run_dir` must be new."""
-    from whet.models.init import init_model
+    from whet.plugins.lessons.init_model import init_model
 
     run_dir.mkdir(parents=True)
     model = init_model(

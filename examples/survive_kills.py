@@ -115,7 +115,7 @@ def main() -> int:
 
 def own_task(folder: Path) -> list[str]:
     """Writes a random model of 0.4 M parameters and a thousand additions.  Returns the settings that name them."""
-    from whet.models.init import init_model
+    from whet.plugins.lessons.init_model import init_model
 
     init_model(folder / "model", size="nano", alphabet="0123456789+=", num_layers=2, max_position_embeddings=64)
     pairs = [(a, b) for a in range(32) for b in range(32)]

@@ -75,9 +75,9 @@ class Arena:
 def main(steps, run_dir=Path("runs/textarena")):
     """A few steps of self-play of a small model with random weights, which begins by not knowing a single move."""
     from whet.config import TrainConfig, load_config
-    from whet.models.init import init_model
+    from whet.plugins.lessons.init_model import init_model
+    from whet.plugins.lessons.quickstart import clear
     from whet.trainers.build import train
-    from whet.trainers.quickstart import clear
 
     lock = clear(run_dir)
     alphabet = "".join(map(chr, range(32, 127))) + "\n"

@@ -20,10 +20,10 @@ from typing import Any
 
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
+from whet.plugins.lessons.quickstart import NUM_CHECKED, clear, stop_when_warm
 from whet.tracking.plot import Series, plot_learning_curve
 from whet.trainers.build import train
-from whet.trainers.quickstart import NUM_CHECKED, clear, stop_when_warm
 from whet.trainers.sft import train_sft
 
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789+-*=()_ "#:,\n'

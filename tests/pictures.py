@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from tests.models.encoders.conftest import PLACES, built
 from whet.models.encoders.base import Encoders, Prepared
 from whet.models.encoders.load import encoders_of
-from whet.models.init import Arch, init_model
 from whet.models.load import load_tokenizer
+from whet.plugins.lessons.init_model import Arch, init_model
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.types import Group, Media, Prompt, Trajectory, Turn

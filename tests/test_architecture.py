@@ -35,7 +35,6 @@ MAX_KEYS = limit("keys of the config", PAGE)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
 TRACKERS = {"tensorboard", "wandb", "mlflow", "swanlab", "trackio"}
 LAZY = {"ray", "vllm", "sglang", "deepspeed", "megatron", "lm_eval", "mcp", *TRACKERS}
-USERS = {"sandbox": ["code", "hostile_programs", "sandbox"]}  # of a folder: files that are nothing without it
 KERNELS = [
     "kernels",
     "head_kernels",
@@ -49,10 +48,12 @@ LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
 PROTOCOLS = {"whet.engines.protocol", "whet.rollout.protocol", "whet.controller.worker_group"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+PLUGINS = PACKAGE / "plugins"
+CORE = [file for file in FILES if PLUGINS not in file.parents]
 
 
 def test_every_part_of_the_package_has_a_layer() -> None:
-    parts = {_part(file) for file in FILES}
+    parts = {_part(file) for file in CORE}
     assert parts <= LAYER_OF.keys(), f"not in LAYERS: {sorted(parts - LAYER_OF.keys())}"
 
 
@@ -73,10 +74,27 @@ def test_the_page_has_every_folder_and_root_module_of_the_package() -> None:
     assert not missing, f"docs/architecture.md does not name {missing}"
 
 
+def test_the_core_imports_no_plugin_and_plugins_import_themselves_and_public_names_of_the_core() -> None:
+    wrong = []
+    for file in FILES:
+        own = file.relative_to(PLUGINS).parts[0] if PLUGINS in file.parents else ""
+        for line, module in _imports(file):
+            parts = module.split(".")
+            is_foreign = parts[:2] == ["whet", "plugins"] and parts[2:3] != [own]
+            is_private = parts[0] == "whet" and own != "" and parts[2:3] != [own] and any(p[:1] == "_" for p in parts)
+            wrong += [f"{_shown(file)}:{line} imports {module}"] if is_foreign or is_private else []
+        for node in ast.walk(tree(file)) if own else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("whet"):
+                private = [each.name for each in node.names if each.name[:1] == "_" and each.name[:2] != "__"]
+                is_own = (node.module or "").startswith(f"whet.plugins.{own}")
+                wrong += [f"{_shown(file)}:{node.lineno} imports {name}" for name in private if not is_own]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_imports_go_down() -> None:
     upward = [
         f"{_shown(file)}:{line} (layer {LAYER_OF[_part(file)]}) imports {module} (layer {LAYER_OF[target]})"
-        for file in FILES
+        for file in CORE
         for line, module, target in _own_imports(file)
         if LAYER_OF[target] > LAYER_OF[_part(file)]
     ]
@@ -85,7 +103,7 @@ def test_imports_go_down() -> None:
 
 def test_imports_within_a_layer_have_no_cycle() -> None:
     edges: dict[str, set[str]] = {}
-    for file in FILES:
+    for file in CORE:
         same = {target for _, _, target in _own_imports(file) if LAYER_OF[target] == LAYER_OF[_part(file)]}
         edges.setdefault(_part(file), set()).update(same - {_part(file)})
     for layer in map(set, LAYERS):
@@ -99,7 +117,7 @@ def test_layer_four_meets_in_protocols() -> None:
     """Engines, rollout, weight sync and controller know each other's protocols only, so that each can be replaced."""
     met = [
         f"{_shown(file)}:{line} imports {module}"
-        for file in FILES
+        for file in CORE
         for line, module, target in _own_imports(file)
         if LAYER_OF[_part(file)] == LAYER_OF[target] == 4 and target != _part(file) and module not in PROTOCOLS
     ]
@@ -175,7 +193,7 @@ def test_the_web_framework_is_imported_in_serving_alone() -> None:
         for _, module in _imports(file)
         if re.match("starlette|uvicorn|prometheus_client", module)
     }
-    assert places == {"serving"}
+    assert places <= {"serving", "plugins"}
 
 
 def test_one_client_speaks_http() -> None:
@@ -275,15 +293,14 @@ def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
         "rollout/vllm",
         "rollout/sglang",
         "serving",
-        "sandbox",
-        "viewer",
+        *(f"plugins/{each.name}" for each in sorted(PLUGINS.iterdir()) if (each / "plugin.toml").exists()),
     ],
 )
 def test_an_optional_capability_is_a_folder_that_can_be_deleted(folder: str, tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "whet", ignore=ignored)
     shutil.rmtree(tmp_path / "whet" / folder)
-    left_out = [*LAZY, *USERS.get(folder, []), *INSIDE, *KERNELS, "__main__"]
+    left_out = [*LAZY, *INSIDE, *KERNELS, "__main__"]
     imports_all = f"""
 import importlib, pkgutil, whet
 assert whet.__file__.startswith({str(tmp_path)!r}), whet.__file__

@@ -50,6 +50,7 @@ from whet.planning import fit
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
@@ -59,7 +60,6 @@ from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
 from whet.rollout.servers.environment import Environment
 from whet.rollout.vllm.engine import PACKAGE
-from whet.sandbox.protocol import open_sandbox
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.trainers.workers import check_reward_model

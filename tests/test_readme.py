@@ -9,8 +9,8 @@ from pathlib import Path
 from click import Context
 from typer.main import get_command
 
-import whet
 from whet.cli.app import app
+from whet.config.compose import shipped_recipes
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -35,8 +35,8 @@ def test_what_make_is_asked_for_exists() -> None:
 
 
 def test_the_recipes_are_counted_right() -> None:
-    recipes = (Path(whet.__file__).parent / "recipes").glob("*_quickstart.yaml")
-    counted = len([each for each in recipes if each.stem not in ("calculator_quickstart", "vlm_quickstart")])
+    recipes = [each for each in shipped_recipes() if each.endswith("_quickstart")]
+    counted = len({*recipes} - {"calculator_quickstart", "vlm_quickstart"})
     assert f"| recipes | {counted} algorithms on the quickstart's task" in README
 
 

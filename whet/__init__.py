@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from whet import moved as moved
 from whet.api import (
     evaluate as evaluate,
     export as export,

@@ -189,6 +189,17 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted
     return f"did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else otherwise
 
 
+@contextmanager
+def of_extra(extra: str, *modules: str) -> Iterator[None]:
+    """Names the extra whose packages are missing where one of these modules is.  Raises: ConfigError."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name not in modules:
+            raise
+        raise ConfigError(str(error.name), "not installed", change=f"run {pip_install(extra)}") from error
+
+
 def pip_install(extra: str) -> str:
     """Returns the command that installs an extra from the checkout, the folder or the wheel that whet came from.
 

@@ -25,10 +25,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import ConfigError, RegistryError, did_you_mean
+from whet.manifests import missing_plugin, targets
 from whet.options import fits, read, words
 
 log = logging.getLogger(__name__)
@@ -214,7 +216,10 @@ class Registry:
         if ":" in reference:
             function = load_target(reference)
             return self.registered(function) or replace(self.entry_of(function, reference, {}), target=reference)
+        group = self.decorator.removeprefix("register_")
         more = f" (others come with {GAMES})" if self.kind == "environment" and not self._installed else ""
+        if plugin := missing_plugin(group, reference):
+            raise absent(f"{self.kind} {reference}", plugin)
         expected = f"one of {', '.join(self.names())}, package.module:function or path/file.py:function"
         hint = did_you_mean(reference, self.names(), "correct the name")
         raise RegistryError(self.kind, reference or "''", expected, f"{hint}{more}")
@@ -235,9 +240,8 @@ class Registry:
         return entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
-        """Makes the entry of a function object from its signature.
-
-        Raises: RegistryError for an unknown parameter."""
+        """Makes the entry of a function object from its signature; the mark `shares` names a class with more options,
+        whose module loads nothing heavy.  Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
             return entry_of(function, self.kind, name, marks, has_foreign_form=self.has_foreign_form)
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
@@ -248,7 +252,12 @@ class Registry:
                 f"parameters named {', '.join(self.supplied)}",
                 "put an option after `*`",
             )
-        return entry
+        if "shares" not in marks:
+            return entry
+        more = entry_of(load_target(marks["shares"]), self.kind, name, {}, has_foreign_form=False)
+        options, takes = {**entry.options, **more.options}, {**entry.takes, **more.takes}
+        doc = "\n\n".join([entry.doc, more.doc.partition("\n\n")[2]])
+        return replace(entry, options=options, takes=takes, doc=doc, accepts_any_option=False)
 
 
 def entry_of(
@@ -276,6 +285,12 @@ def entry_of(
         },
         function=function,
     )
+
+
+def absent(name: str, plugin: str) -> RegistryError:
+    """The error for a name of a plugin that was deleted."""
+    expected, change = f"the plugin {plugin}, which has it", f"put whet/plugins/{plugin} back, or install whet again"
+    return RegistryError(name, "not there", expected, change)
 
 
 def trainer_of(command: str) -> Entry:
@@ -373,7 +388,11 @@ def entry_points() -> dict[str, dict[str, str]]:
 def _read_shipped(registry: Registry) -> dict[str, Entry]:
     """Reads the entries of the functions with the registry's decorator from the source files of its folder."""
     found: dict[str, Entry] = {}
-    for module, node, use, decorator in _decorated(registry.folder):
+    offered = [_module_file(target) for target in targets(registry.decorator.removeprefix("register_"))]
+    for module, node, use, decorator in [
+        *_decorated(registry.folder),
+        *chain(*map(_decorated_in, dict.fromkeys(offered))),
+    ]:
         if decorator == registry.decorator:
             marks = {keyword.arg: ast.literal_eval(keyword.value) for keyword in use.keywords if keyword.arg}
             aliases = marks.pop("aliases", ())
@@ -386,17 +405,23 @@ def _read_shipped(registry: Registry) -> dict[str, Entry]:
 @cache
 def _decorated(folder: str) -> list[tuple[str, Definition, ast.Call, str]]:
     """Module, definition, decorator call and decorator name of all decorated definitions in a folder of whet."""
-    found = []
-    for path in sorted((PACKAGE / folder).rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        if "@register_" not in source:  # to parse it would take far longer
-            continue
-        module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.parse(source).body:
-            if isinstance(node, Definition):
-                uses = [use for use in node.decorator_list if isinstance(use, ast.Call)]
-                found += [(module, node, use, ast.unparse(use.func).rsplit(".", 1)[-1]) for use in uses]
-    return found
+    return [each for path in sorted((PACKAGE / folder).rglob("*.py")) for each in _decorated_in(path)]
+
+
+@cache
+def _decorated_in(path: Path) -> list[tuple[str, Definition, ast.Call, str]]:
+    source = path.read_text(encoding="utf-8")
+    if "@register_" not in source:  # to parse it would take far longer
+        return []
+    module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
+    nodes = [node for node in ast.parse(source).body if isinstance(node, Definition)]
+    uses = [(node, use) for node in nodes for use in node.decorator_list if isinstance(use, ast.Call)]
+    return [(module, node, use, ast.unparse(use.func).rsplit(".", 1)[-1]) for node, use in uses]
+
+
+def _module_file(target: str) -> Path:
+    """The file of a target of whet."""
+    return PACKAGE.parent.joinpath(*target.partition(":")[0].split(".")).with_suffix(".py")
 
 
 def _without_body(node: Definition) -> Callable[..., Any]:
@@ -447,6 +472,9 @@ HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources
 ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=False)  # names: MODEL_TYPE/KIND
 TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
+TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
+SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
+COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, group, settings, exits
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -469,3 +497,6 @@ register_engine = ENGINES.register
 register_rollout = ROLLOUT_ENGINES.register
 register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register
+register_tracker = TRACKERS.register
+register_sandbox = SANDBOXES.register
+register_command = COMMANDS.register

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import trl_environment
 from benchmarks.workers.card_models import PROMPTS, SAMPLES, add, folder_of, longest, rows_of, score
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ import torch
 
 from whet import devices
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import size
 from whet.planning.machine import free_accelerator
 from whet.planning.memory import plan_memory
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers import build
 
 ROWS = [{"prompt": f"What is {a} plus {b}? ", "answer": str(a + b)} for a in range(16) for b in range(8)]

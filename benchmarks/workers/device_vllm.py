@@ -23,7 +23,7 @@ from benchmarks.workers.card_models import add
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.servers.environment import find_environment
 from whet.rollout.vllm.engine import PACKAGE
 from whet.tracking.tracker import read_records

@@ -17,8 +17,8 @@ from PIL import Image
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
+from whet.plugins.lessons.quickstart import CURVE, read_back, show
 from whet.tracking.console import ConsoleTracker
-from whet.trainers.quickstart import CURVE, read_back, show
 
 DOCS = Path(__file__).parents[1]
 TERMINAL = "quickstart.svg"

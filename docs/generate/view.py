@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from whet.viewer.server import open_server
+from whet.plugins.viewer.server import open_server
 
 DOCS = Path(__file__).parents[1]
 TURNS = "tab=trajectories&run=calculator&kind=step&step=10&line=6"

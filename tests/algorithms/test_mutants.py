@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "whet"
 CHANGEABLE = ("whet.algorithms.", "whet.trainers.")  # what is imported again, with the mutant in its place
 DEADLINE_SECONDS = 200
-COMMON = ["test_invariances.py", "../trainers/test_certify.py"]
+COMMON = ["test_invariances.py", "../plugins/proofs/test_certify.py"]
 TESTS = {  # where a module's own tests are; those that hold for all of a kind come after them
     "advantages": ["test_advantages.py", "test_agentic.py"],
     "statistics": ["test_statistics.py", "test_scan.py", "test_advantages.py"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gsm8k
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 
 ROOT = Path(__file__).parents[2]
 ROWS = [

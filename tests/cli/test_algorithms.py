@@ -14,8 +14,8 @@ from whet.cli.app import main
 from whet.config.preference import PreferenceConfig
 from whet.config.schema import TrainConfig
 from whet.config.section import is_known
+from whet.plugins.proofs.certify import rows_of
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, Registry
-from whet.trainers.certify import rows_of
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -60,7 +60,9 @@ def test_show_prints_formula_columns_and_options_with_defaults(capsys: pytest.Ca
 def test_certificates_are_printed_with_the_meaning_of_each_of_their_columns(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "certify_all", lambda _: [["policy loss", "gspo", *("0.00" for _ in legend())]])
+    monkeypatch.setattr(
+        "whet.plugins.proofs.command.certify_all", lambda _: [["policy loss", "gspo", *("0.00" for _ in legend())]]
+    )
     lines = [line.rstrip() for line in printed(capsys, *words).splitlines()]
     assert len(legend()) == 8 and all(f"{title:14}{text}" in lines for title, text in legend().items())
 
@@ -112,7 +114,7 @@ def test_every_shipped_certificate_of_a_function_has_its_verdict_and_every_text_
 
 
 def test_show_computes_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.trainers.certify.certify", None)
+    monkeypatch.setattr("whet.plugins.proofs.certify.certify", None)
     assert "49 degrees" in printed(capsys, "show", "grpo")
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from whet.cli.app import main
 from whet.config.schema import DataConfig
 from whet.data.load import load_items
-from whet.models.init import init_model
 from whet.models.load import load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 
 
 @pytest.fixture

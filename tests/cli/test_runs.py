@@ -14,8 +14,8 @@ from whet.cli.app import main
 from whet.cli.runs import next_command
 from whet.config import SFTConfig, TrainConfig
 from whet.config.load import to_yaml
+from whet.plugins.viewer.server import Site
 from whet.tracking.runs import main_metrics, read_run, write_state
-from whet.viewer.server import Site
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
-from whet.config.compose import SHIPPED, shipped_recipes
+from whet.config.compose import SHIPPED, find_recipe, shipped_recipes
 from whet.config.load import json_schema
 from whet.config.section import Section, choices
 from whet.errors import ConfigError
@@ -32,7 +32,7 @@ def test_it_is_a_schema(command: type[Section]) -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_validates(name: str) -> None:
     command = EvalConfig if name.endswith("_eval") else SFTConfig if name.endswith("_sft") else TrainConfig
-    recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text())
+    recipe = yaml.safe_load(find_recipe(name).read_text())
     jsonschema.Draft7Validator(schema_of(command)).validate(recipe)
 
 
@@ -67,7 +67,7 @@ def test_a_part_of_recipes_validates_as_its_section() -> None:
         "rollout: {n: true}",
         "rollout: {top_p: 1.5}",
         "actor: {optim: {betas: [0.9]}}",
-        "trainer: {logger: paper}",
+        "trainer: {logger: {paper: 1}}",
         "model: {dtype: float16}",
         "custom_reward_function: {file: my.py}",
     ],

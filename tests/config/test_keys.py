@@ -5,6 +5,7 @@ import pytest
 
 from whet.config.schema import TrainConfig
 from whet.config.section import describe_type, field_at, is_known, leaf_fields, meaning, nearest_key
+from whet.config.trainer import LOGGER
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_known_are_values_sections_and_what_lies_in_free_mappings(key: str, know
         ("actor.grad_clip", "a number > 0 or null"),
         ("model.dtype", "one of auto, float32, bfloat16"),
         ("reward.function", "text or a list, each text or null"),
-        ("trainer.logger", "a list, each one of console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio"),
+        ("trainer.logger", "a list, each text"),
         ("actor.optim.betas", "a list of 2, each a number >= 0 and < 1"),
         ("data.shuffle", "true or false"),
         ("extra", "a mapping"),
@@ -74,7 +75,7 @@ def test_types_are_said_in_words(key: str, words: str) -> None:
 
 def test_a_path_that_goes_below_a_value_stops_at_the_value() -> None:
     key, field = field_at(TrainConfig, ["trainer", "logger", "1"])
-    assert (key, field.description) == ("trainer.logger", "trackers that receive the metrics")
+    assert (key, field.description) == ("trainer.logger", LOGGER)
 
 
 def test_the_meaning_of_an_option_is_that_of_its_mapping() -> None:

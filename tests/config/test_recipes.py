@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from whet.config import EvalConfig, SFTConfig, TrainConfig, aggregation, load_config, uses_critic
-from whet.config.compose import SHIPPED, shipped_recipes
+from whet.config.compose import find_recipe, shipped_recipes
 from whet.config.sources import read_sources
 from whet.data.load import _call
 
@@ -26,7 +26,7 @@ def given(tmp_path: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_can_be_used_as_it_is(name: str, given: list[str]) -> None:
-    if "backend: ray" in (SHIPPED / f"{name}.yaml").read_text():
+    if "backend: ray" in find_recipe(name).read_text():
         pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
     schema = EvalConfig if name.endswith("_eval") else SFTConfig if name.endswith("_sft") else TrainConfig
     loaded = load_config(schema, name, given)
@@ -35,7 +35,7 @@ def test_every_shipped_recipe_can_be_used_as_it_is(name: str, given: list[str]) 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_begins_with_what_it_is(name: str) -> None:
-    assert (SHIPPED / f"{name}.yaml").read_text().startswith("# ")
+    assert find_recipe(name).read_text().startswith("# ")
 
 
 def test_gsm8k_is_grpo_with_the_published_fields(given: list[str]) -> None:
@@ -79,7 +79,7 @@ def test_a_recipe_with_pictures_draws_its_data(name: str, tmp_path: Path) -> Non
 
 def test_geometry_has_the_settings_of_easyr1(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    drawn = "whet.data.drawn.geometry:questions"
+    drawn = "whet.plugins.lessons.drawn.geometry:questions"
     given = [f"model.path={tmp_path}", f"data.train_files={drawn}", f"data.val_files={drawn}"]
     config = load_config(TrainConfig, "qwen2_5_vl_7b_geo3k_grpo", given).config
     assert (config.data.train_batch_size, config.rollout.n, config.actor.mini_batch_size) == (512, 5, 128)

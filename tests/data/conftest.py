@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.data.seeing import seeing
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 
 
 @pytest.fixture(scope="session")

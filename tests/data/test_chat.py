@@ -18,7 +18,7 @@ from whet.data.chat import (
 )
 from whet.data.written import end_of_turn
 from whet.errors import DataError, TextError
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.types import FinishReason, Message, Turn
 
 WithTemplate = Callable[[str | None], PreTrainedTokenizerBase]

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from tests.raising import raises
 from whet.cli.app import app
-from whet.data.pickled import read_pickle
-from whet.data.sources import read_rows, write_rows
+from whet.data.sources import read_pickle, read_rows, write_rows
 from whet.errors import DataError
 
 ROWS = [

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.raising import raises
-from whet.config.preference import ComparisonDataConfig
+from whet.config.preference import ComparisonDataConfig, PreferenceDataConfig
 from whet.data.preferences import Comparison, build_comparisons
 from whet.data.prompts import PromptFormat
 from whet.errors import DataError
@@ -136,8 +136,8 @@ def test_rows_that_teach_nothing_or_are_too_long_are_counted(
         ({"prompt": "a", "responses": ["b", "c"]}, "row 0: field 'responses'", ""),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "row 0: field 'scores'", "1"),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [1, "x"]}, "row 0: field 'scores'", "x"),
-        ({"prompt": "a", "chosen": [USER], "rejected": "b"}, "row 0: response", "user"),
-        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "row 0: field 'response'", "int"),
+        ({"prompt": "a", "chosen": [USER], "rejected": "b"}, "row 0: field 'chosen'", "user"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "row 0: field 'chosen'", "int"),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "row 0: responses", "1\\+1"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["d.png"]}, "row 0: field 'images'", ""),
     ],
@@ -157,3 +157,123 @@ def test_data_says_how_much_the_length_tells(tokenizer: PreTrainedTokenizerBase)
     assert "62.5%" in note and "of 4 " in note and "1.00 to" in note  # 3 + 4 + 2 + 2 tokens each
     [note] = Comparison.notes(build(tokenizer, *({"prompt": "1", "completion": "2", "label": good} for good in (1, 0))))
     assert note.startswith("1 of 2")
+
+
+# -- pairs for a reward model
+
+PLAIN = {"apply_chat_template": False}
+
+
+def pairs(tokenizer: PreTrainedTokenizerBase, *rows: dict[str, Any], **keys: Any) -> tuple[Comparison, ...]:
+    data = PreferenceDataConfig(**keys)
+    return build_comparisons(rows, PromptFormat.of(tokenizer, data), data)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_texts_and_messages_and_whole_conversations_are_the_same_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    asked, good, bad = turn("user", "1+1="), turn("assistant", "2"), turn("assistant", "33")
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "33"},
+        {"prompt": [asked], "chosen": "2", "rejected": "33"},
+        {"prompt": [asked], "chosen": [good], "rejected": [bad]},
+        {"chosen": [asked, good], "rejected": [asked, bad]},
+    ]
+    first, *others = pairs(tokenizer, *rows)
+    assert all(other.content == first.content == (first.chosen, first.rejected, 0.0) for other in others)
+    text = str(tokenizer.decode(list(first.chosen)))
+    assert text.endswith("assistant\n2<|im_end|>") and "1+1=" in text  # up to what a policy would sample last
+
+
+def test_texts_without_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    with_prompt, whole = pairs(
+        tokenizer,
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"chosen": "1+1=2", "rejected": "1+1=3"},
+        **PLAIN,
+    )
+    assert tokenizer.decode(list(with_prompt.chosen)) == "1+1=2<|im_end|>" == tokenizer.decode(list(whole.chosen))
+    assert with_prompt.num_tokens == max(len(with_prompt.chosen), len(with_prompt.rejected))
+
+
+def test_whole_texts_need_not_begin_alike(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A reward model compares any two; a policy needs the prompt that both answer."""
+    row, ids = {"chosen": "1+1", "rejected": "2"}, [*tokenizer.encode("2"), tokenizer.eos_token_id]
+    [pair] = pairs(tokenizer, row, **PLAIN)
+    assert (pair.prompt_ids, list(pair.rejected)) == ((), ids)
+    talks = {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}
+    [pair] = pairs(tokenizer, talks)
+    assert str(tokenizer.decode(list(pair.rejected))).endswith("user\nx<|im_end|>\n<|im_start|>assistant\n3<|im_end|>")
+    with raises(DataError, "row 0: prompt"):
+        build(tokenizer, row, chat=False)
+
+
+def test_a_pair_in_every_form_and_the_ends_of_a_list(tokenizer: PreTrainedTokenizerBase) -> None:
+    first, *others = pairs(tokenizer, *FORMS.values())
+    assert all(other.content == first.content for other in others)
+    [made] = pairs(tokenizer, {"prompt": "1+1", "responses": ["7", "3", "2"], "scores": [0.7, 0.5, 4.0]})
+    assert made.content == first.content
+
+
+def test_margins_and_keys(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "a", "better": "b", "worse": "c", "gap": 2}
+    [pair] = pairs(tokenizer, row, **PLAIN, chosen_key="better", rejected_key="worse", margin_key="gap")
+    assert pair.margin == 2.0
+    [pair] = pairs(tokenizer, {"prompt": "a", "chosen": "b", "rejected": "c"}, **PLAIN)
+    assert pair.margin == 0.0
+
+
+def test_equal_responses_and_long_ones_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": "c" * 90},
+    ]
+    assert len(pairs(tokenizer, *rows, **PLAIN, max_length=20)) == 1
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and re.search(r"1 of 3 .*=20 .* and 1 with", str(record.args))
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "key", "fields"),
+    [
+        ({"prompt": "a", "rejected": "c"}, {}, "row 0: field 'chosen'",
+         {"found": re.compile("prompt, rejected$"), "change": re.compile("data.chosen_key")}),
+        ({"prompt": "a", "chosen": "b"}, {}, "row 0: field 'rejected'", {"found": re.compile("prompt, chosen$")}),
+        ({"prompt": "a", "chosen": 5, "rejected": "c"}, {}, "row 0: field 'chosen'",
+         {"found": re.compile("int$"), "expected": re.compile("^text, ")}),
+        ({"chosen": "b", "rejected": "c"}, {}, "row 0: prompt", {"found": re.compile("chosen, rejected")}),
+        ({"prompt": "a", "completion": "b", "label": True}, {}, "row 0: field 'completion'",
+         {"expected": re.compile("two")}),
+        ({"prompt": "a", "chosen": [turn("assistant", "b"), turn("user", "c")], "rejected": "d"}, {},
+         "row 0: field 'chosen'", {"found": re.compile("'user'"), "expected": re.compile("'assistant'")}),
+        ({"chosen": [turn("user", "b")], "rejected": "d"}, {}, "row 0: field 'chosen'",
+         {"found": re.compile("'user'")}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, {}, "row 0: field 'margin'",
+         {"found": re.compile("'big'")}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, {}, "row 0: field 'margin'",
+         {"found": re.compile("nan")}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": True}, {}, "row 0: field 'margin'",
+         {"found": re.compile("True")}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x"]}, {}, "row 0: field 'images'", {}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c" * 99}, {"max_length": 9, "overlong": "error", **PLAIN},
+         "row 0: number of tokens", {"found": 101, "expected": re.compile("data.max_length=9 ")}),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, PLAIN, "data.max_length",
+         {"expected": re.compile(" 0 of 1 .* and 1 with")}),
+        ({"chosen": "", "rejected": "b"}, PLAIN, "row 0: field 'chosen'", {"expected": re.compile("token")}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_that_is_no_pair(
+    row: dict[str, Any],
+    keys: dict[str, Any],
+    key: str,
+    fields: dict[str, object],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    with raises(DataError, key, **fields):
+        pairs(tokenizer, row, **keys)

@@ -10,10 +10,10 @@ import pytest
 
 from docs.generate import __main__ as generate, algorithms, columns, fits, gpu, layers, migrating
 from docs.generate.config import MARK, page, reference
-from whet.cli.algorithms import certify_all
 from whet.columns import TABLE
 from whet.config.schema import EngineConfig, TrainConfig
 from whet.config.section import leaf_fields
+from whet.plugins.proofs.command import certify_all
 
 DOCS = Path(__file__).parents[2] / "docs"
 CERTIFICATES = DOCS.parent / "whet" / "algorithms" / "certificates.csv"

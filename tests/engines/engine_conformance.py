@@ -9,6 +9,7 @@ with any engine through the controller, `drive` trains them, and `check_records`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -276,6 +277,32 @@ def launched(roles: Mapping[str, RoleSettings], processes: int) -> dict[str, Wor
     """Every role on that many processes of the local backend."""
     specs = [WorkerSpec(role, Probe, (each,)) for role, each in roles.items()]
     return launch(specs, ResourcePool(processes), deadline_seconds=480)
+
+
+@contextmanager
+def launched_in_turn(
+    processes: Mapping[str, int], launch: Callable[[list[str], int], dict[str, WorkerGroup]], at_once: int = 8
+) -> Iterator[Callable[[str], WorkerGroup]]:
+    """A function of a role that returns its group. `processes` has the number of each role; some roles after the one
+    that is asked for start with it, in the same processes: a process costs seconds, idle process groups poll."""
+    made: dict[str, WorkerGroup] = {}
+
+    def close() -> None:
+        for group in [*made.values()][:1]:
+            group.close()
+        made.clear()
+
+    def group_of(role: str) -> WorkerGroup:
+        if role not in made:
+            close()
+            later = [*processes][[*processes].index(role) :]
+            made.update(
+                launch([each for each in later if processes[each] == processes[role]][:at_once], processes[role])
+            )
+        return made[role]
+
+    yield group_of
+    close()
 
 
 def drive(

@@ -23,7 +23,7 @@ from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
 from whet.models.encoders import base
-from whet.models.encoders.cache import BoundedCache
+from whet.models.encoders.base import BoundedCache
 from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs

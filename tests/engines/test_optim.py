@@ -11,8 +11,8 @@ from torch import nn
 from tests.pictures import seeing_folder
 from whet.config.schema import OptimConfig
 from whet.engines.optim import Together, inner_matrices, learning_rate, optimizer_for
-from whet.models.init import Arch
 from whet.models.load import ValueModel, load_policy
+from whet.plugins.lessons.init_model import Arch
 
 
 def test_warmup_then_constant() -> None:

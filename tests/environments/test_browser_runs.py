@@ -22,7 +22,7 @@ from whet_environments.webshop.server import running
 
 from tests.environments.test_browser import needs_chromium
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from whet_environments.tiles import draw_tiles
 
 from whet.config import TrainConfig, load_config
 from whet.environments.running import EnvironmentSpec
-from whet.models.init import END_OF_TURN, init_model
+from whet.plugins.lessons.init_model import END_OF_TURN, init_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "games.py"
 CALCULATOR = "calculator_quickstart"

@@ -13,12 +13,12 @@ from whet_environments import python_repair
 from whet_environments.python_repair import PythonRepair, broken, functions, mutants
 from whet_environments.small_functions import CALLS
 
-from tests.sandbox.conftest import needs_bubblewrap
+from tests.plugins.sandbox.conftest import needs_bubblewrap
 from whet.environments.check import Plan, check
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.programs.protocol import open_sandbox
 from whet.rewards.code import Suite, run_tests
-from whet.sandbox.protocol import open_sandbox
 from whet.types import Message, Prompt
 
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)

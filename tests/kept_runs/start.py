@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from whet.data.drawn.figures import counting
-from whet.models.init import Arch, init_model
+from whet.plugins.lessons.drawn.figures import counting
+from whet.plugins.lessons.init_model import Arch, init_model
 
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>?:."
 WORDS = ["<calc>", "</calc>"]  # a token each, so that random weights learn to write them within seconds

@@ -25,8 +25,8 @@ from benchmarks.revision import renamed
 from benchmarks.same_bits import read_weights
 from tests.kept_runs.make import ARCHIVE, DIGESTS, EVAL, KEPT_STEP, LAST_STEP, RUNS
 from whet.cli.app import main
+from whet.plugins.viewer.records import Query, Records
 from whet.tracking.console import shared_console
-from whet.viewer.records import Query, Records
 
 RENAMED: dict[
     str, str

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import SMALL_RUN
 from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
 from whet.models.load import kept_buffers, load_policy
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.supported import support_of
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train
 
 ROWS = 64  # of the embedding, for a tokenizer of 29 tokens

@@ -20,10 +20,10 @@ import test_outputs
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.config.schema import LoraConfig
-from whet.models.init import ARCHS as KNOWN, MARKERS, Arch, init_model
 from whet.models.load import load_policy
 from whet.models.lora import adapter_off, add_adapter, merged_weights, plain_copy
 from whet.models.outputs import ForwardSettings, model_outputs
+from whet.plugins.lessons.init_model import ARCHS as KNOWN, MARKERS, Arch, init_model
 from whet.rollout.hf import HFEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import RolloutEngine

@@ -18,7 +18,6 @@ from transformers.utils.logging import set_tqdm_hook, tqdm
 import whet
 from tests.raising import raises
 from whet.errors import ModelError
-from whet.models.init import init_model
 from whet.models.load import (
     load_config,
     load_policy,
@@ -27,6 +26,7 @@ from whet.models.load import (
     stop_token_ids,
     without_weight_bars,
 )
+from whet.plugins.lessons.init_model import init_model
 
 OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
 

@@ -22,10 +22,10 @@ from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
-from whet.models.init import init_model
 from whet.models.load import layers, load_policy
 from whet.models.outputs import ForwardSettings, layout_of, model_outputs
 from whet.models.routing import as_bytes, as_column, recording, replay
+from whet.plugins.lessons.init_model import init_model
 from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 from whet import register_encoder
 from whet.data.pixels import opened
 from whet.models.encoders.base import Encoder, EncoderOutput, Features, Hidden, PixelLimits, Prepared, Size
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.types import Media, MediaTokens
 
 FRAME = 40  # samples of a token

@@ -16,13 +16,12 @@ from tests.raising import raises
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.config.commands import commands, schema_of
-from whet.config.compose import flatten
+from whet.config.compose import flatten, folders
 from whet.errors import ConfigError
 from whet.planning.dtypes import choose, with_dtypes
 from whet.trainers.build import train
 from whet.trainers.frame import with_named_dtypes
 
-RECIPES = Path(devices.__file__).parent / "recipes"
 Rows = list[dict[str, str]]
 SetMachine = Callable[..., None]
 
@@ -95,7 +94,7 @@ def test_auto_is_the_machines_own_in_every_command(machine: str, expected: str, 
 
 
 def test_every_recipe_leaves_the_choice_to_the_machine() -> None:
-    for path in RECIPES.rglob("*.yaml"):
+    for path in (path for folder in folders() for path in folder.rglob("*.yaml")):
         assert not [key for key, _ in flatten(yaml.safe_load(path.read_text())) if key.endswith(".dtype")], path
 
 

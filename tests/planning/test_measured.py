@@ -14,10 +14,10 @@ import pytest
 
 from docs.generate import fits
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.models.init import init_model
 from whet.planning.dtypes import with_dtypes
 from whet.planning.forecast import row_lengths
 from whet.planning.memory import Setup, plan_memory
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers import build, sft
 
 ROWS = [

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.programs.protocol import open_sandbox
 from whet.rewards.code import compute_score
-from whet.sandbox.protocol import open_sandbox
 
 ROOT = Path(__file__).parents[2]
 HUMAN_EVAL = ROOT.parent / "shared/data/humaneval/HumanEval.jsonl.gz"

@@ -17,10 +17,10 @@ from tests.rewards.judge_server import Reply, judging
 from whet.config.schema import RewardConfig
 from whet.domains import Domains
 from whet.errors import WhetError
+from whet.programs.protocol import open_sandbox
 from whet.rewards.judge.rubrics import load_rubric
 from whet.rewards.pool import build_scorer
 from whet.rollout.reports import FailureWatch
-from whet.sandbox.protocol import open_sandbox
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory
 
 RUST = "```rust\nfn main() {}\n```"

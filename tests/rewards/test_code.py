@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
 from tests.rewards.mutants import HUMAN_EVAL, PAGE, of_human_eval, page
-from tests.sandbox.conftest import needs_bubblewrap
 from whet.errors import ConfigError, DataError, SandboxError
+from whet.plugins.sandbox.local import LANGUAGES
+from whet.programs.inside.whet_peer import NO_PYTEST, frame
 from whet.registry import REWARDS
 from whet.rewards.code import PEER, compute_score, extract_code, read_tests, same_output
-from whet.sandbox.inside.whet_peer import NO_PYTEST, frame
-from whet.sandbox.local import LANGUAGES
 
 
 def score(code: str, truth: Any, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from tests.raising import raises
 from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError, WeightSyncError
-from whet.models.init import Arch, init_model
 from whet.models.load import load_policy, load_tokenizer
+from whet.plugins.lessons.init_model import Arch, init_model
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import (
     Completion,
@@ -41,8 +41,9 @@ from whet.rollout.protocol import (
     generate,
 )
 from whet.rollout.servers import engine as engine_module
-from whet.rollout.servers.engine import OnNewWeights, ServerEngine
+from whet.rollout.servers.engine import ServerEngine
 from whet.rollout.servers.environment import Package, find_environment
+from whet.rollout.servers.options import OnNewWeights
 from whet.rollout.servers.weights import Part, Weights, in_parts
 from whet.types import Media
 from whet.weight_sync import buckets

@@ -24,11 +24,11 @@ import server_conformance as servers
 from pictures import asked, image, video
 
 from whet.config import TrainConfig, load_config
-from whet.data.drawn.figures import counting
 from whet.errors import EngineError
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy, load_tokenizer
+from whet.plugins.lessons.drawn.figures import counting
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.rollout.servers.engine import ServerEngine

@@ -23,9 +23,9 @@ from whet.data.media import MediaLimits, MediaReader
 from whet.data.written import warn_once
 from whet.errors import DataError
 from whet.evaluation.answers import readable
-from whet.models.init import init_model
 from whet.models.load import load_tokenizer
 from whet.phases import watching
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import BARE_TAG, Collector, Stage
 from whet.rollout.episode import Limits

@@ -18,10 +18,10 @@ from server_processes import Running, started
 
 from tests.docs.pages import ROOT, blocks, logical_lines
 from whet.config import TrainConfig, load_config
-from whet.models.init import init_model
 from whet.models.load import load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import build, build_scorer
-from whet.trainers.hints import hints_of
+from whet.trainers.hints import chat_of, hints_of
 
 pytestmark = pytest.mark.slow
 PAGE = blocks(ROOT / "docs" / "serving.md")
@@ -130,7 +130,8 @@ def test_the_hints_are_the_replies_of_the_server(
     run = build(config, build_scorer(config.reward))
     try:
         groups = run.rollouts.take(2, step=1).groups
-        hints = hints_of(groups, run.sources(groups, 1))
+        chat = chat_of(run.tokenizer, config.data, config.environment)
+        hints = hints_of(run.sources(groups, 1), config.teacher, chat)
     finally:
         run.close()
     for group, found in zip(groups, hints, strict=True):

@@ -15,8 +15,8 @@ from server_processes import Running, Start, started
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from whet.config import TrainConfig
-from whet.models.init import init_model
 from whet.models.load import load_reward_model, load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train
 
 pytestmark = pytest.mark.slow

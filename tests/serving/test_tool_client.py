@@ -14,8 +14,8 @@ import pytest
 from server_processes import ECHO, Running, Start, started
 from test_answers import ADD, CALLS, MARKS
 
-from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 
 pytestmark = pytest.mark.slow
 

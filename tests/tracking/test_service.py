@@ -9,13 +9,13 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
 
 import pytest
 
 from tests.raising import raises
-from whet.config.trainer import Logger
 from whet.errors import ConfigError
 from whet.tracking import service
 from whet.tracking.service import BackgroundTracker, TrackedRun, open_services
@@ -89,14 +89,19 @@ def run(tmp_path: Path) -> TrackedRun:
 
 def use(monkeypatch: pytest.MonkeyPatch, **services: Callable[[TrackedRun], Diary]) -> None:
     """Puts what stands in this file in the place of services."""
-    made = {f"whet.tracking.{name}:{name.title()}Tracker": each for name, each in services.items()}
-    monkeypatch.setattr(service, "load_target", made.__getitem__)
+    made = {name: SimpleNamespace(load=partial(lambda each: each, each)) for name, each in services.items()}
+    monkeypatch.setattr(service, "TRACKERS", made)
 
 
-def test_every_name_of_the_config_is_a_tracker() -> None:
-    for name in {*get_args(Logger)} - {"console", "jsonl"}:
-        source = Path(service.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        assert f"class {name.title()}Tracker:" in source
+def test_a_class_of_a_file_is_a_tracker(run: TrackedRun, tmp_path: Path) -> None:
+    source = "class Mine:\n    run_id, last_step = 'mine', -1\n    def __init__(self, run):\n        self.run = run\n"
+    source += "    def log(self, step, metrics, tables):\n"
+    source += "        (self.run.folder / 'mine').write_text(f'{step} {metrics}')\n"
+    (tmp_path / "own.py").write_text(source + "    def close(self, failed):\n        pass\n")
+    [tracker] = open_services([f"{tmp_path}/own.py:Mine"], run)
+    tracker.log(3, {"a": 0.5})
+    tracker.close()
+    assert (tmp_path / "mine").read_text() == "3 {'a': 0.5}"
 
 
 def test_steps_arrive_in_order_with_their_tables(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:

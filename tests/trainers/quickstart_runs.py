@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.checkpoints.export import export
-from whet.models.init import init_model
-from whet.trainers.quickstart import warm_up, write_problems
+from whet.plugins.lessons.init_model import init_model
+from whet.plugins.lessons.quickstart import warm_up, write_problems
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 NOISE = 0.06  # of an accuracy over 512 problems, between two runs that round differently: three standard errors

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from whet.cli.app import CONSOLE
-from whet.trainers.quickstart import ADDITION, quickstart
+from whet.plugins.lessons.quickstart import ADDITION, quickstart
 
 logging.getLogger("whet").setLevel(logging.INFO)
 logging.getLogger("whet").addHandler(CONSOLE)

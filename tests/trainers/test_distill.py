@@ -24,8 +24,8 @@ from whet.checkpoints.export import export
 from whet.config import DistillConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, EngineError
-from whet.models.init import init_model
 from whet.models.load import load_tokenizer, stop_token_ids
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.distill import DistillRun, distill, prompt_of
 from whet.trainers.served_teacher import ServedTeacher
 

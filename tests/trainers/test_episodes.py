@@ -17,7 +17,7 @@ from whet.config import TrainConfig, load_config
 from whet.environments.protocol import Answer
 from whet.environments.tools.parsers import Call
 from whet.keyed import key
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train
 from whet.types import Prompt
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from tests.raising import raises
+from tests.raising import check_fields, raises
 from whet.checkpoints import checkpoint
 from whet.config import TrainConfig
-from whet.errors import CheckpointError, DeadlineError
+from whet.errors import CheckpointError, DeadlineError, LostWorkerError
 from whet.trainers.build import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -143,10 +143,12 @@ def test_a_worker_killed_in_any_phase_is_named_and_the_run_goes_on_as_if_it_neve
         train_config({**config, "trainer.run_dir": tmp_path / "run"}), reward=pays_for_sevens, data=iter(additions)
     )
     _, moment = when_struck(tmp_path)
-    [said] = [record for record in caplog.records if "starting again" in record.getMessage()]
-    assert (
-        "rank 1 died " in said.getMessage() and "SIGKILL" in said.getMessage() and "global_step_2" in said.getMessage()
-    )
+    [said] = [each for each in caplog.records if each.name == "whet.trainers.frame" and each.levelname == "WARNING"]
+    assert said.args is not None
+    error, where, left = said.args
+    assert isinstance(error, LostWorkerError)
+    check_fields(error, re.compile(r"\brank 1$"), found=re.compile("SIGKILL"))
+    assert where.endswith("global_step_2") and left == 0
     assert said.created - moment < NAMED_SECONDS
     assert run.step == 4
     assert metrics_of(tmp_path / "run") == metrics_of(calm)

@@ -22,14 +22,14 @@ from tests.raising import raises
 from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
 from whet.config.schema import DataConfig, RolloutConfig, SFTConfig
-from whet.data.drawn.figures import counting
-from whet.data.drawn.videos import direction
 from whet.data.load import load_items
 from whet.errors import ConfigError, EngineError
 from whet.models.encoders.load import encoders_of
-from whet.models.init_vision import MARKERS, VisionArch
 from whet.models.load import load_policy, load_tokenizer
 from whet.models.outputs import ForwardSettings, model_outputs
+from whet.plugins.lessons.drawn.figures import counting
+from whet.plugins.lessons.drawn.videos import direction
+from whet.plugins.lessons.init_model import MARKERS, VisionArch
 from whet.rollout.batch import to_batch
 from whet.rollout.build import check_media
 from whet.rollout.hf import HFEngine

@@ -17,7 +17,7 @@ from tests.raising import raises
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, RewardError
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.protocol import DataProto
 from whet.rewards.judge.rubrics import load_rubric
 from whet.rollout.collect import Collector

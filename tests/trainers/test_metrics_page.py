@@ -27,9 +27,9 @@ from tests.models.nano import nano_model
 from whet.checkpoints.export import export
 from whet.columns import COLUMNS
 from whet.config import DistillConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
-from whet.data.drawn.figures import counting
 from whet.metrics import Metrics
-from whet.models.init import init_model
+from whet.plugins.lessons.drawn.figures import counting
+from whet.plugins.lessons.init_model import init_model
 from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.reports import count_failures

@@ -20,12 +20,12 @@ from whet import serialization
 from whet.checkpoints.export import export
 from whet.config import load_config
 from whet.config.preference import PreferenceConfig
-from whet.data.drawn.figures import counting
 from whet.data.preferences import Comparison
 from whet.engines import engine
 from whet.errors import ConfigError, DataError, StorageError
 from whet.metrics import Metrics
-from whet.models.init import init_model
+from whet.plugins.lessons.drawn.figures import counting
+from whet.plugins.lessons.init_model import init_model
 from whet.registry import PREFERENCE_LOSSES
 from whet.trainers.preference import PreferenceRun, mismatched, picked, to_batch, train_preference
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
-from tests.sandbox.conftest import needs_bubblewrap
 from whet.cli.app import app
 from whet.config import TrainConfig, load_config
 from whet.config.compose import SHIPPED, shipped_recipes

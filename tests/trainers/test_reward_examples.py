@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.sandbox.conftest import needs_bubblewrap
+from tests.plugins.sandbox.conftest import needs_bubblewrap
 
 SECONDS = 900  # several times what a quiet machine takes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 30)]

@@ -20,15 +20,15 @@ from tests.raising import raises
 from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError, EngineError, ModelError
 from whet.metrics import Metrics
-from whet.models.init import init_model
 from whet.models.load import load_reward_model, load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 from whet.protocol import DataProto
 from whet.trainers import rl
 from whet.trainers.build import build, build_scorer, setup, train
 from whet.trainers.columns import plan
 from whet.trainers.reward_texts import TextReader
 from whet.trainers.run import Run
-from whet.types import Group, Media, Message, Prompt, RewardResult, Trajectory
+from whet.types import Group, Media, Message, Prompt, Trajectory
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -377,4 +377,4 @@ def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, ad
     )
     changes = {"reward_model.model_path": str(classifier), "reward_model.engine.name": f"{path}:Mine"}
     with pytest.raises(Exception, match=r"Mine gives log_probs, entropy, not \['scores'\]; choose another engine"):
-        train(train_config(changes), data=additions, reward=lambda solution_str: RewardResult(1.0).reward)
+        train(train_config(changes), data=additions, reward=lambda solution_str: 1.0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.test_services import NAME, READERS
+from tests.plugins.trackers.test_services import NAME, READERS
 from whet.config import SFTConfig, TrainConfig, checks, load_config
 from whet.tracking import service
 from whet.tracking.service import TrackedRun

@@ -19,7 +19,7 @@ from tests.raising import raises
 from whet import serialization
 from whet.checkpoints.export import export
 from whet.config import RewardTrainingConfig, SFTConfig, TrainConfig, load_config
-from whet.data.supervised import PreferencePair
+from whet.data.preferences import Comparison
 from whet.errors import ConfigError, ModelError
 from whet.models.load import load_reward_model
 from whet.trainers.build import train
@@ -64,8 +64,22 @@ def weights(folder: Path, step: int) -> torch.Tensor:
     return torch.cat([weight.flatten() for weight in state["model"].values()])
 
 
+def pair(prompt: tuple[int, ...], *responses: tuple[int, ...], margin: float = 0.0) -> Comparison:
+    sampled = tuple((ids, (1,) * len(ids)) for ids in responses)
+    return Comparison(prompt, sampled, tuple(map(float, range(len(responses), 0, -1))), margin=margin)
+
+
+def test_the_shared_tokens_leave_one_to_each() -> None:
+    """The prompt of a row is all that a pair shares, but the last token of the shorter and the first of each."""
+    for chosen, rejected, num_shared in (
+        ((5, 6, 7), (5, 6, 8), 2), ((5, 6), (5, 6, 8), 1), ((4, 6), (5, 6), 1)
+    ):  # fmt: skip
+        batch = to_batch([pair((), chosen, rejected)], pad_token_id=0)
+        assert batch["response_mask"].sum(1).tolist() == [len(each) - num_shared for each in (chosen, rejected)]
+
+
 def test_a_batch_by_hand() -> None:
-    pairs = [PreferencePair((5, 6, 7, 8), (5, 6, 9), 0.5), PreferencePair((5, 4), (3, 4, 4))]
+    pairs = [pair((5,), (6, 7, 8), (1,), (6, 9), margin=0.5), pair((), (5, 4), (3, 4, 4))]
     batch = to_batch(pairs, pad_token_id=0)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [5, 6, 9, 0], [0, 5, 4, 0], [0, 3, 4, 4]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [0, 1, 1, 0], [0, 1, 1, 1]]

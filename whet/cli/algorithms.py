@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 from rich.console import Console
@@ -18,14 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.cli.arguments import Command
-from whet.cli.tables import table
 from whet.errors import RegistryError, did_you_mean
 from whet.files import shipped_yaml
 from whet.options import bounds_of, words
 from whet.registry import KINDS, REQUIRED, TOOLS, WRAPPERS, Entry, Registry, load_target
-
-if TYPE_CHECKING:
-    from whet.trainers.certify import Certified
 
 UNLIMITED = 10_000  # console width where the output is no terminal, so that no line is wrapped
 
@@ -88,7 +84,7 @@ def show(
 ) -> None:
     """Print the formula, the columns and the options of a registered function."""
     output = Console(highlight=False, soft_wrap=True)
-    for entry in _entries(name):
+    for entry in entries_of(name):
         certified = certificate(entry)
         properties = [*facts(entry), *certified]
         print_doc(output, entry)
@@ -101,7 +97,7 @@ def show(
         output.print()
 
 
-def _entries(name: str) -> list[Entry]:
+def entries_of(name: str) -> list[Entry]:
     """The registered functions of this name: at most one for each kind.  Raises: RegistryError."""
     if found := [kind[name] for kind in KINDS if name in kind]:
         return found
@@ -117,26 +113,6 @@ def _entries(name: str) -> list[Entry]:
     raise RegistryError("registered function", name, expected, hint)
 
 
-@algorithms.command(cls=Command)
-def certify(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="a function or recipe, or path/file.py:function; unset: all, which takes minutes"),
-    ] = None,
-) -> None:
-    """Compute the exact expected gradient of algorithms, and compare it with the gradient of the objective."""
-    from whet.tracking.console import long_phase
-
-    output = console()
-    with long_phase("certificates"):
-        found = certify_all(name)
-    output.print(table(("", "", *legend()), found, left=(0, 1, 2)))
-    if name is not None:
-        print_pairs(output, [(kind, verdict(kind, each, cells)) for kind, each, *cells in found])
-    print_pairs(output, list(legend().items()))
-    output.print("How it is computed: docs/algorithms.md", style="dim")
-
-
 def print_doc(output: Console, entry: Entry) -> None:
     """Prints the name and the docstring of a function."""
     output.print(Text(f"{entry.kind} {entry.name}", style="bold cyan"))
@@ -148,39 +124,6 @@ def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
     width = max(len(title) for title, _ in pairs) + 2
     for title, text in pairs:
         output.print(Text.assemble((title.ljust(width), "bold"), text))
-
-
-def certify_all(name: str | None = None) -> list[list[str]]:
-    """Computes all certificates, or those of one name, as rows of text: kind, name, numbers.  Raises: RegistryError."""
-    from whet.config.compose import shipped_recipes
-    from whet.phases import counting
-    from whet.trainers.certify import rows, rows_of
-
-    if name is None or name in shipped_recipes():
-        found = [row for row in rows() if name in (None, row.name)]
-    else:
-        found = [row for entry in _entries(name) for row in rows_of(entry)]
-    if not found:
-        expected = "a function with a part in the gradient, by its own name, or a recipe whose algorithm no other has"
-        raise RegistryError(str(name), "no certificate of its own", expected, "name another, not an alias")
-    return [[row.kind, row.name, *cells(row)] for row in counting(found)]
-
-
-def cells(row: Certified) -> list[str]:
-    """The certificates of one row as text, in the order of `legend`."""
-    from whet.trainers.certify import certificates
-
-    own, stale = certificates(row)
-    return [
-        "yes" if row.is_exact else "",
-        number(own.relative_error),
-        f"{own.cosine:.3f}",
-        f"{own.norm_ratio:.2f}",
-        f"{own.variance:.1f}",
-        number(stale.relative_error),
-        f"{stale.cosine:.3f}",
-        "" if stale.kl_error is None else number(stale.kl_error),
-    ]
 
 
 def number(error: float) -> str:

@@ -22,14 +22,15 @@ from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
-from whet.cli.evaluate import compare, evaluate, generate, lm_eval, select
+from whet.cli.evaluate import compare, evaluate, generate, select
 from whet.cli.inputs import config, data
-from whet.cli.models import export, init_model
+from whet.cli.models import export
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.runs import plot, runs, show
-from whet.cli.serve import serve, serve_sandbox, view
-from whet.cli.train import command_of, quickstart
+from whet.cli.serve import serve
+from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
+from whet.manifests import missing_plugin
 from whet.threads import yield_soon
 from whet.version import __version__
 
@@ -45,21 +46,31 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-FOREIGN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-AFTER = (runs, plot, show, view, evaluate, generate, select, compare, lm_eval, serve, serve_sandbox, export)
+
+
+def _later() -> None:
+    """Stands for a command of a plugin until it is called."""
+
+
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
-    "Getting started": (quickstart, init_model),
+    "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": AFTER,
+    "After training": (runs, plot, show, evaluate, generate, select, compare, serve, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
-for panel, function in ((panel, function) for panel, functions in PANELS.items() for function in functions):
-    name = "eval" if function is evaluate else function.__name__.replace("_", "-")
-    settings = FOREIGN_OPTIONS if function is lm_eval else None
-    app.command(name, cls=Command, rich_help_panel=panel, context_settings=settings)(function)
-app.add_typer(algorithms, name="algorithms", cls=Group, rich_help_panel=LOOK)
-app.add_typer(rewards, name="rewards", cls=Group, rich_help_panel=LOOK)
-app.add_typer(environments, name="env", cls=Group, rich_help_panel=LOOK)
+GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
+for panel, functions in PANELS.items():
+    for function in functions:
+        name = "eval" if function is evaluate else function.__name__.replace("_", "-")
+        app.command(name, cls=Command, rich_help_panel=panel)(function)
+    for entry in registry.COMMANDS.shipped.values():  # of plugins, whose signatures are read when they are called
+        group, _, name = entry.name.rpartition(" ")
+        if entry.marks.get("panel", LOOK) == panel:
+            GROUPS[group].command(name, cls=Command, rich_help_panel=None if group else panel, help=entry.doc)(
+                lambda: None
+            )
+for name, typed in list(GROUPS.items())[1:]:
+    app.add_typer(typed, name=name, cls=Group, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:
@@ -127,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show(error)
         sys.exit(2)
     except SystemExit as error:
-        if words[:1] == ["lm-eval"] or debug or not _is_below(error):
+        own = registry.COMMANDS.shipped.get(words[0]) if words else None
+        if (own and own.marks.get("exits")) or debug or not _is_below(error):
             raise
         _show(exit_error(error))
         sys.exit(2)
@@ -142,6 +154,8 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
         return registry.load_target(installed[name])
+    if plugin := missing_plugin("command", name):
+        raise registry.absent(f"whet {name}", plugin)
     known = [*_own_commands(), *registry.TRAINERS.names(), *installed, *COME_WITH]
     hint = did_you_mean(name, known, "`whet --help` lists the commands")
     raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))

@@ -14,8 +14,10 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
 
-from whet.registry import TRAINERS
+from whet.errors import ConfigError
+from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
@@ -43,7 +45,23 @@ class Command(_Plain, TyperCommand):
 
 
 class Group(_Plain, TyperGroup):
-    """A command with subcommands."""
+    """A command with subcommands. Those of plugins are loaded when they are called; help lists them without."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns the name, the command and its arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        whole = f"{name}" if ctx.parent is None else f"{ctx.info_name} {name}"
+        return name, command_of(COMMANDS.shipped[whole]) if whole in COMMANDS.shipped else command, rest
+
+
+def command_of(entry: Entry) -> Any:
+    """Loads a command of a plugin, or a group of commands: the mark `group` names it."""
+    own = entry.marked("group") if "group" in entry.marks else typer.Typer(add_completion=False)
+    if "group" not in entry.marks:
+        own.command(entry.name.rpartition(" ")[2], cls=Command, context_settings=entry.marks.get("settings"))(
+            entry.load()
+        )
+    return get_command(own)
 
 
 def program() -> str:
@@ -90,3 +108,19 @@ def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str 
     if config_name is None and words and "=" not in words[0] and not words[0].startswith("~"):
         return words[0], words[1:]
     return config_name, words
+
+
+def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
+    """Reads options, each value read as YAML.  Raises: ConfigError."""
+    import yaml
+
+    options = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(name, f"{word} has no value", f"{name} KEY=VALUE", "add the value")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name} {word}", f"cannot be read: {error}", "a value as YAML", "quote it") from error
+    return options

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet eval`, `whet compare`, `whet generate`, `whet select` and `whet lm-eval`."""
+"""`whet eval`, `whet compare`, `whet generate` and `whet select`."""
 
 from __future__ import annotations
 
@@ -174,16 +174,3 @@ def select(
         f"{done.num_prompts} prompts, of which {done.num_empty} have no row; {done.num_cut} samples were cut off, "
         f"{done.num_failed} have no score"
     )
-
-
-def lm_eval(context: typer.Context) -> None:
-    """Run tasks of EleutherAI's lm-eval on whet's engines.
-
-    All options are lm-eval's. `--model whet` is added; its model_args are path (a model, checkpoint or run), dtype,
-    seed.
-
-        whet lm-eval --model_args path=DIR --tasks gsm8k --limit 100
-    """
-    from whet.evaluation.lm_eval import main
-
-    main(context.args)

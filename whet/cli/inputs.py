@@ -152,8 +152,7 @@ def data(
 
 
 def _convert_rows(words: list[str]) -> None:
-    from whet.data.pickled import read_pickle
-    from whet.data.sources import write_rows
+    from whet.data.sources import read_pickle, write_rows
 
     if len(words) not in (1, 2) or not Path(words[0]).is_file():
         expected = "an existing file, and optionally the file to write"

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whet.cli.algorithms import console, facts, print_doc, print_kind, print_pairs
-from whet.cli.arguments import Command, KeyValues
-from whet.cli.serve import read_options
+from whet.cli.arguments import Command, KeyValues, read_options
 from whet.files import shipped_yaml
 from whet.registry import REWARDS, Entry
 from whet.rewards.managers import stand_ins

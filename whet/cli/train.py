@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of trainers (`whet train`, `whet sft`, ...) and `whet quickstart`.
+"""The commands of trainers (`whet train`, `whet sft`, ...).
 
 A sweep, `whet train RECIPE -m key=1,2`, starts a run for each combination of values, one after the other. Each run is a
 process of its own in a folder of its own, named by its values: a crash ends only that run, and the same command later
@@ -103,27 +103,6 @@ def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
         yield
     if writes:
         show_end(read_run(run_folder(config.trainer)))
-
-
-def quickstart(
-    run_dir: Annotated[
-        Path | None, typer.Option(help="the folder to write; unset: runs/ and the recipe's name")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
-    images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and last words")] = False,
-) -> None:
-    """Train a small model to add, to count, or a real one."""
-    from whet.tracking.console import LongPhases
-    from whet.trainers.quickstart import ADDITION, quickstart as run
-    from whet.trainers.quickstart_images import COUNTING
-    from whet.trainers.quickstart_pretrained import PRETRAINED
-
-    if images and pretrained:
-        raise typer.BadParameter("--images and --pretrained are two quickstarts; choose one")
-    lesson = COUNTING if images else PRETRAINED if pretrained else ADDITION
-    with LongPhases().watch():
-        run(run_dir or Path("runs", lesson.recipe), seed, program(), lesson)
 
 
 @dataclass(frozen=True)

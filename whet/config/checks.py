@@ -32,7 +32,7 @@ from whet.config.managers import LIMIT_NAMES
 from whet.config.section import Choice, Place, choices, entry_at
 from whet.config.sources import check_files, missing_file, shares_at
 from whet.errors import ConfigError, pip_install
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, WEIGHTS
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, REWARDS, TRACKERS, WEIGHTS
 
 NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
     "temperature": lambda value: value < 0.01,  # a lead of 0.1 in the logits is a probability of 0.99995
@@ -171,10 +171,13 @@ def _trainer(trainer: schema.TrainerConfig, at: Place) -> Iterator[ConfigError]:
     for reference in trainer.callbacks:
         yield from _function_path("trainer.callbacks", reference)
     for name in dict.fromkeys(trainer.logger):
-        spec = None if name in ("console", "jsonl") else find_spec(name)
+        if name in ("console", "jsonl"):
+            continue
+        package = entry_at(TRACKERS, "trainer.logger", name).marks.get("package")
+        spec = None if package is None else find_spec(package)
         # A folder of that name in the working directory has a spec without an origin.
-        if name not in ("console", "jsonl") and (spec is None or spec.origin is None):
-            yield ConfigError("trainer.logger", f"{name} is not installed", change=f"run {pip_install(name)}")
+        if package is not None and (spec is None or spec.origin is None):
+            yield ConfigError("trainer.logger", f"{package} is not installed", change=f"run {pip_install(package)}")
 
 
 def _function_path(key: str, reference: str) -> Iterator[ConfigError]:

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from whet.config.foreign import foreign_config, foreign_key
 from whet.config.section import Section, Values, is_known, is_section, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
+from whet.manifests import missing_plugin, recipe_folders
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -44,7 +45,7 @@ def compose(
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
-    if path is not None and path.parent != SHIPPED:
+    if path is not None and path.parent not in folders():
         read_document(path)
     with _explained(recipe, schema, path):
         composed, files = _run_hydra(path, parsed)
@@ -98,7 +99,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     if f"{name}_{command}" in shipped_recipes():
         name = f"{name}_{command}"
     if name in shipped_recipes():
-        return SHIPPED / f"{name}.yaml"
+        return next(folder / f"{name}.yaml" for folder in folders() if (folder / f"{name}.yaml").is_file())
     exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
     if exists and path.suffix == ".yaml":
         return path.resolve()
@@ -108,6 +109,8 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         found, hint = "its name does not end in .yaml", "rename it"
     elif os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         hint = f"did you mean {path.with_suffix('.yaml')}?"
+    elif plugin := missing_plugin("recipe", name):
+        hint = f"it comes with the plugin {plugin}: put whet/plugins/{plugin} back, or install whet again"
     elif foreign := foreign_config(name.removesuffix(".yaml")):
         hint = foreign
     else:
@@ -119,7 +122,13 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
 
 def shipped_recipes() -> list[str]:
     """The names of the shipped recipes, sorted."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    return sorted(path.stem for folder in folders() for path in folder.glob("*.yaml"))
+
+
+@cache
+def folders() -> tuple[Path, ...]:
+    """The folders of shipped recipes: the core's, then those of plugins."""
+    return (SHIPPED, *recipe_folders())
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -192,7 +201,8 @@ def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConf
     folder = recipe.parent if recipe else SHIPPED
     name = recipe.stem if recipe else None
     with _own_hydra(), hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        lines = [f"hydra.searchpath=['file://{SHIPPED}']", *(_for_hydra(each, folder) for each in overrides)]
+        places = ",".join(f"'file://{each}'" for each in folders())
+        lines = [f"hydra.searchpath=[{places}]", *(_for_hydra(each, folder) for each in overrides)]
         composed = hydra.compose(name, lines)
         parts = GlobalHydra.instance().config_loader().compute_defaults_list(name, lines, RunMode.RUN).defaults
     files = [(_part_file(f"{part.config_path}.yaml", folder), part.package or "") for part in parts]
@@ -215,14 +225,14 @@ def _own_hydra() -> Iterator[None]:
 
 def _part_file(name: str, folder: Path) -> Path | None:
     """Finds an included file as Hydra does: beside the recipe, else among the shipped ones; None for Hydra's own."""
-    return next((place / name for place in (folder, SHIPPED) if (place / name).is_file()), None)
+    return next((place / name for place in (folder, *folders()) if (place / name).is_file()), None)
 
 
 def _for_hydra(override: Override, folder: Path) -> str:
     """Returns the override in Hydra's syntax: `++` sets a value even if the recipe lacks the key; `data=gsm8k` chooses
     data/gsm8k.yaml."""
     group, text = override.key_or_group, str(override.input_line)
-    chooses = isinstance(override.value(), str) and any((place / group).is_dir() for place in (folder, SHIPPED))
+    chooses = isinstance(override.value(), str) and any((place / group).is_dir() for place in (folder, *folders()))
     return text if chooses or override.is_delete() else f"++{text.lstrip('+')}"
 
 

@@ -21,13 +21,13 @@ class ResponsesDataConfig(ExamplesDataConfig):
     rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
     overlong: Literal["drop", "error"] = key("drop", "what to do with rows of which one response is over max_length")
 
+    builder: ClassVar[str] = "whet.data.preferences:build_comparisons"
+
 
 class PreferenceDataConfig(ResponsesDataConfig):
     """The pairs of `whet train-reward`."""
 
     margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
-
-    builder: ClassVar[str] = "whet.data.supervised:build_pairs"
 
 
 class ComparisonDataConfig(ResponsesDataConfig):
@@ -36,8 +36,6 @@ class ComparisonDataConfig(ResponsesDataConfig):
     list_size: PositiveInt = key(
         4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
     )
-
-    builder: ClassVar[str] = "whet.data.preferences:build_comparisons"
 
 
 class ReferenceConfig(Section):

@@ -9,9 +9,10 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from whet.config.section import Section, key
 
-Logger = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
-
-
+LOGGER = (
+    "trackers that receive the metrics: console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio, or "
+    "path/file.py:MyTracker"
+)
 SAVE_FREQ = (
     "steps between checkpoints; auto: after the first step, then after the first one to end ten minutes later; 0: only "
     "at the end"
@@ -58,7 +59,7 @@ class TrainerConfig(Section):
     run_dir: str | None = key(None, "folder of the run; unset: runs/<project_name>/<experiment_name>")
     project_name: str = key("whet", "project name in trackers and in the default run_dir")
     experiment_name: str = key("default", "run name in trackers and in the default run_dir")
-    logger: list[Logger] = key(["console", "jsonl"], "trackers that receive the metrics")
+    logger: list[str] = key(["console", "jsonl"], LOGGER)
     log_rollouts: int = key(1, "steps between files in rollouts/; 0: none", ge=0)
     table_rows: NonNegativeInt = key(8, "trajectories that trackers show in a table; 0: none")
     log_tokens: NonNegativeInt = key(0, "steps between files in tokens/ with every column of every token; 0: none")

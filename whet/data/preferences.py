@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes comparisons from rows: a prompt and responses to it, each with a score. Reads the forms of TRL, OpenRLHF,
-Llama-Factory, Axolotl and UltraFeedback."""
+"""Makes comparisons from rows: a prompt and responses to it, each with a score, for a policy or a reward model. Reads
+the forms of TRL, OpenRLHF, Llama-Factory, Axolotl and UltraFeedback."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from whet.config.preference import ResponsesDataConfig
-from whet.data.chat import encode_texts
-from whet.data.prompts import PromptFormat, Row, find_field, from_row, read_messages
-from whet.data.supervised import (
-    COMMON,
-    SupervisedExample,
-    common_prefix,
-    compared,
-    encode_conversation,
-    encode_response,
-)
+from whet.config.preference import PreferenceDataConfig, ResponsesDataConfig
+from whet.data.chat import encode_texts, roles
+from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
+from whet.data.supervised import SupervisedExample, common_prefix, encode_conversation, encode_response
 from whet.errors import DataError
 from whet.options import is_number
 from whet.types import Example, Media, Message
 
+log = logging.getLogger(__name__)
+COMMON = {
+    "chosen_key": ("chosen", "response_w", "preferred"),
+    "rejected_key": ("rejected", "response_l", "dispreferred"),
+}
 PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input", "messages", "conversations")
 RESPONSES = ("completion", "response", "output", "answer")
 LISTS = ("responses", "completions", "candidates")
@@ -35,16 +34,20 @@ SCORES = ("scores", "ranks_scores")
 ITEM_SCORES = ("score", "overall_score", "rating")  # of an item of a list that has its score
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "chosen": "assistant", "rejected": "assistant"}
 Response = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, and 1 on those that the policy would sample
+_TEXT = "only text in the pairs of a reward model"
 
 
 @dataclass(frozen=True)
 class Comparison(Example):
-    """A prompt and responses to it, the better ones first; of one response the score is 1 for good, 0 for bad."""
+    """A prompt and responses to it, the better ones first; of one response the score is 1 for good, 0 for bad.
+
+    For a reward model it has a `margin`, the least difference of its scores, and the prompt may be empty."""
 
     prompt_ids: tuple[int, ...]
     responses: tuple[Response, ...]
     scores: tuple[float, ...]
     media: tuple[Media, ...] = ()
+    margin: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +55,19 @@ class Comparison(Example):
         return len(self.prompt_ids) + max(len(ids) for ids, _ in self.responses)
 
     @property
+    def chosen(self) -> tuple[int, ...]:
+        """The prompt with the best response."""
+        return (*self.prompt_ids, *self.responses[0][0])
+
+    @property
+    def rejected(self) -> tuple[int, ...]:
+        """The prompt with the worst response."""
+        return (*self.prompt_ids, *self.responses[-1][0])
+
+    @property
     def content(self) -> tuple[object, ...]:
+        if self.margin is not None:
+            return self.chosen, self.rejected, self.margin
         return self.prompt_ids, self.responses, self.scores
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -65,7 +80,8 @@ class Comparison(Example):
         }
 
     def facts(self) -> Mapping[str, object]:
-        return {"scores": list(self.scores), "lengths": [sum(mask) for _, mask in self.responses]}
+        margin = {} if self.margin is None else {"margin": self.margin}
+        return {**margin, "scores": list(self.scores), "lengths": [sum(mask) for _, mask in self.responses]}
 
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
@@ -103,19 +119,47 @@ def build_comparisons(
     A row has two responses (chosen, rejected), one with a label, or a list with scores; texts, messages, or whole
     conversations without a prompt. Dropped are comparisons whose responses, or whose scores, are all equal and, with
     data.overlong=drop, those over data.max_length.
-    Raises: DataError for a row that has none of these forms, and for one that is too long if data.overlong=error."""
-    return compared(rows, prompt_format, data, numbers, lambda index, row: _comparison(index, row, prompt_format, data))
+    Raises: DataError for a row that has none of these forms, for one that is too long if data.overlong=error, and where
+    none is left."""
+    made: list[Comparison] = []
+    num_equal = num_long = 0
+    for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
+        noted = len(prompt_format.lost)
+        with at_row(index):
+            each = _comparison(index, row, prompt_format, data)
+        del prompt_format.lost[noted + 1 :]  # one of a row
+        is_long = each.num_tokens > data.max_length
+        if is_long and data.overlong == "error":
+            expected = f"at most data.max_length={data.max_length} with its prompt"
+            key, change = f"row {index}: number of tokens", "raise it, or set data.overlong=drop"
+            raise DataError(key, each.num_tokens, expected, change)
+        num_equal, num_long = num_equal + each.is_equal, num_long + (is_long and not each.is_equal)
+        made += [] if each.is_equal or is_long else [each]
+    found = f"{num_long} of {len(rows)} rows over data.max_length={data.max_length} tokens, and {num_equal} with"
+    if not made:
+        expected = f"at least one row that is left: dropped {found} equal responses or scores"
+        raise DataError("data.max_length", data.max_length, expected, "raise it, or correct the rows")
+    if num_equal or num_long:
+        log.warning("dropped %s equal responses or scores", found)
+    prompt_format.warn_lost(len(rows))
+    return tuple(made)
 
 
 def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:
     responses, scores = _responses(row, data)
+    margin = _margin(row, data.margin_key) if isinstance(data, PreferenceDataConfig) else None
     prompt = _prompt(row, prompt_format, data)
-    answers = [_answer(each, prompt_format) for each in responses]
+    answers = [_answer(row, *each, prompt_format) for each in responses]
     if prompt is None:
-        prompt, answers = _shared_messages(answers, prompt_format)
-    placed, media = prompt_format.with_media(row, prompt) if prompt else ((), ())
+        prompt, answers = _shared_messages(row, answers, prompt_format, is_needed=margin is None)
+    placed, media = prompt_format.with_media(row, prompt) if prompt and margin is None else (prompt, ())
+    if margin is not None:
+        prompt_format.refuse_media(row, placed, _TEXT)
+        if len(responses) == 1:
+            raise DataError(f"field {responses[0][0]!r}", "is the only response", "two responses, or a list")
     media = from_row(index, media)
-    examples = [_encode(placed, each, prompt_format, media) for each in answers]
+    named = zip((name for name, _ in responses), answers, strict=True)
+    examples = [_encode(placed, *each, prompt_format, media) for each in named]
     order = sorted(range(len(examples)), key=lambda number: -scores[number])  # stable
     whole = [examples[number] for number in order]
     shared = _num_shared(whole, bool(prompt))
@@ -123,9 +167,19 @@ def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: Respons
     parts = [
         (example.input_ids[shared:end], example.loss_mask[shared:end]) for example, end in zip(whole, ends, strict=True)
     ]
-    if not shared:
+    if not shared and margin is None:
         raise DataError("prompt", "is empty", "at least one token before the responses", "correct the row")
-    return Comparison(whole[0].input_ids[:shared], tuple(parts), tuple(scores[number] for number in order), media)
+    ordered = tuple(scores[number] for number in order)
+    return Comparison(whole[0].input_ids[:shared], tuple(parts), ordered, media, margin)
+
+
+def _margin(row: Row, field: str) -> float:
+    value = row.get(field)
+    if value is None:
+        return 0.0
+    if not is_number(value) or not math.isfinite(value):
+        raise DataError(f"field {field!r}", f"is {value!r}", "a number", "correct it, or set data.margin_key")
+    return float(value)
 
 
 def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
@@ -136,26 +190,24 @@ def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
     return min(limit, *agree, *(len(each.input_ids) - 1 for each in examples))
 
 
-def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[Any], list[float]]:
-    """The responses of a row as they are written, with their scores."""
+def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any]], list[float]]:
+    """The responses of a row by field, as they are written, with their scores."""
     if (listed := _first(row, LISTS)) is not None:
         return _listed(row, listed)
     if (label := _first(row, LABELS)) is not None and not all(_first(row, names) for names in COMMON.values()):
         if not isinstance(row[label], bool) and row[label] not in (0, 1):
             raise DataError(f"field {label!r}", f"is {row[label]!r}", "true (good) or false (bad)", "correct it")
         name = _first(row, RESPONSES)
-        if name is not None:
-            return [row[name]], [float(row[label])]
-        field = find_field(row, PROMPTS[-2:], "data.prompt_key", RESPONSES)
-        return [row[field]], [float(row[label])]  # a whole conversation
+        name = name or find_field(row, PROMPTS[-2:], "data.prompt_key", RESPONSES)  # a whole conversation
+        return [(name, row[name])], [float(row[label])]
     output = row.get("output")
     if isinstance(output, list) and len(output) == 2 and _first(row, COMMON["chosen_key"]) is None:
-        return output, [1.0, 0.0]  # Llama-Factory's first form
+        return [("output", each) for each in output], [1.0, 0.0]  # Llama-Factory's first form
     keys = [find_field(row, data[key], f"data.{key}", names) for key, names in COMMON.items()]
-    return [row[name] for name in keys], [1.0, 0.0]
+    return [(name, row[name]) for name in keys], [1.0, 0.0]
 
 
-def _listed(row: Row, name: str) -> tuple[list[Any], list[float]]:
+def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
     """The responses of a list, and their scores: in a field beside it, or in its items."""
     items = row[name]
     if not isinstance(items, list) or len(items) < 2:
@@ -177,7 +229,7 @@ def _listed(row: Row, name: str) -> tuple[list[Any], list[float]]:
     wrong = [score for score in scores if not is_number(score) or not math.isfinite(score)]
     if wrong:
         raise DataError(f"field {field!r}", f"has {wrong[0]!r}", "numbers", "correct it")
-    return list(responses), [float(score) for score in scores]
+    return [(name, each) for each in responses], [float(score) for score in scores]
 
 
 def _prompt(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> tuple[Message, ...] | None:
@@ -212,26 +264,27 @@ def as_messages(value: Any) -> Any:
     ]
 
 
-def _answer(value: Any, prompt_format: PromptFormat) -> str | tuple[Message, ...]:
+def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str | tuple[Message, ...]:
     """A response as text or messages.  Raises: DataError."""
     if isinstance(value, str):
         return value
-    messages = read_messages({"response": as_messages(value)}, "response", "text, or ")
+    messages = read_messages({**row, name: as_messages(value)}, name, "text, or ")
     if messages[-1].role != "assistant":
-        found = f"ends in a message of the role {messages[-1].role!r}"
-        raise DataError("response", found, "the role 'assistant' last", "correct the row")
+        found = f"ends in a message of the role {messages[-1].role!r} (roles {roles(messages)})"
+        raise DataError(f"field {name!r}", found, "the response last, of the role 'assistant'", "correct the row")
     return tuple(messages)
 
 
 def _shared_messages(
-    answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat
+    row: Row, answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat, *, is_needed: bool
 ) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
     """The messages with which all whole conversations begin, and the rest of each; texts have no such messages."""
     conversations = [each for each in answers if not isinstance(each, str)]
     if len(conversations) < len(answers):
         if prompt_format.apply_chat_template:
             change = "set data.prompt_key, or data.apply_chat_template=false for whole texts"
-            raise DataError("prompt", "is missing, and a response is a text", "a prompt, or lists of messages", change)
+            found = f"is missing (the row has {', '.join(row)}), and a response is a text"
+            raise DataError("prompt", found, "a prompt, or lists of messages", change)
         return (), answers
     shared = 0
     shortest = min(map(len, conversations)) - 1
@@ -239,7 +292,7 @@ def _shared_messages(
         shared += 1
     if len(conversations) == 1:
         shared = shortest
-    if not shared:
+    if not shared and is_needed:
         found = f"begin with other messages: {conversations[0][0].content!r}"
         raise DataError("responses", found, "conversations with the same first message", "set data.prompt_key")
     return conversations[0][:shared], [each[shared:] for each in conversations]
@@ -247,27 +300,30 @@ def _shared_messages(
 
 def _encode(
     prompt: Sequence[Message],
+    name: str,
     answer: str | tuple[Message, ...],
     prompt_format: PromptFormat,
     media: tuple[Media, ...],
 ) -> SupervisedExample:
     """Prompt and response; the mask is 1 on tokens that the policy would sample after the prompt."""
     if isinstance(answer, str) and not prompt:
-        return _whole_text(answer, prompt_format)
+        return _whole_text(name, answer, prompt_format)
     if isinstance(answer, str):
         return encode_response(prompt, answer, prompt_format, media)
     prompt_format.refuse_media({}, answer, "images and videos in the prompt alone")
     example = encode_conversation((*prompt, *answer), prompt_format, media)
+    if not prompt:
+        return example
     [head] = prompt_format.encode([prompt], media=[media])
     start = common_prefix(head, example.input_ids)
     return SupervisedExample(example.input_ids, (0,) * start + example.loss_mask[start:], media)
 
 
-def _whole_text(text: str, prompt_format: PromptFormat) -> SupervisedExample:
+def _whole_text(name: str, text: str, prompt_format: PromptFormat) -> SupervisedExample:
     """A text without a prompt, and its end token; the beginning that all responses share becomes the prompt."""
     [ids] = encode_texts(prompt_format.tokenizer, [text], add_special_tokens=True)
     if not ids:
-        raise DataError("response", "is an empty text without a prompt", "at least one token", "correct it")
+        raise DataError(f"field {name!r}", "is an empty text without a prompt", "at least one token", "correct it")
     return SupervisedExample((*ids, prompt_format.tokenizer.eos_token_id), (0, *[1] * len(ids)))
 
 

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar
 
 from whet.errors import DataError, SandboxError
 from whet.options import Count, Positive, Share
+from whet.programs.inside import whet_peer
+from whet.programs.protocol import Limits, Program, Ran, Sandbox, open_sandbox
 from whet.registry import register_reward
 from whet.rewards.result import truth_error
-from whet.sandbox.inside import whet_peer
-from whet.sandbox.protocol import Limits, Program, Ran, Sandbox, open_sandbox
 
 # A fenced block: indentation, marks, language, text. An unclosed one counts: the response was cut, or ended without it.
 _FENCE = re.compile(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trackers with a library, and mostly a server, of their own.
 
-Each is a class in the file of its name, and runs in a thread: training does not wait for a service, and does not fail
-with it. `trackers.json` in the run folder keeps the service's id of the run: a run that resumes continues its curves,
-and a new run gets new ones.
+Each is registered by its name (`@register_tracker`), and runs in a thread: training does not wait for a service, and
+does not fail with it. `trackers.json` in the run folder keeps the service's id of the run: a run that resumes continues
+its curves, and a new run gets new ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from whet import files
 from whet.errors import ConfigError, WhetError
 from whet.processes.background import Background
-from whet.registry import load_target
+from whet.registry import TRACKERS
 from whet.tracking.runs import read_steps
 from whet.tracking.tracker import NO_TABLES, Tables, Tracker
 
@@ -80,7 +80,7 @@ def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
         services: list[Tracker] = []
         for name in names:
             named = replace(run, run_id=run_ids.get(name))
-            service = BackgroundTracker(name, partial(_make, f"whet.tracking.{name}:{name.title()}Tracker", named))
+            service = BackgroundTracker(name, partial(_make, name, named))
             on_error.callback(service.close, failed=True)
             for record in read_steps(run.folder) if service.last_step < run.steps_done else ():
                 service.log(int(record.pop("step")), {k: v for k, v in record.items() if not math.isnan(v)})
@@ -146,6 +146,6 @@ def _read_ids(path: Path) -> dict[str, str]:
         return {}
 
 
-def _make(target: str, run: TrackedRun) -> Service:
-    service: Service = load_target(target)(run)
+def _make(name: str, run: TrackedRun) -> Service:
+    service: Service = TRACKERS[name].load()(run)
     return service

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from torch.utils.tensorboard import SummaryWriter
 
+from whet.registry import register_tracker
 from whet.tracking.service import TrackedRun
 from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 
 
+@register_tracker("tensorboard", package="tensorboard")
 class TensorboardTracker:
     """Writes scalars, tables as Markdown text, and the config as text. A run that resumes purges the scalars after its
     checkpoint, so that a step that is repeated is shown once."""

@@ -12,7 +12,8 @@ import torch
 
 from whet.batch import Batch
 from whet.config.preference import RewardTrainingConfig
-from whet.data.supervised import PreferencePair
+from whet.data.preferences import Comparison
+from whet.data.supervised import common_prefix
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
@@ -64,7 +65,7 @@ class RewardTrainingRun(ExamplesRun):
             text.pad_token_id = self.pad_token_id  # transformers needs it for several rows at a time
         return config
 
-    def batch(self, examples: Sequence[PreferencePair]) -> Batch:
+    def batch(self, examples: Sequence[Comparison]) -> Batch:
         return to_batch(examples, self.pad_token_id)
 
     def validate(self, step: int = 0) -> Metrics:
@@ -95,17 +96,16 @@ def train_reward(
     return train_on_examples(kind, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
-def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> Batch:
+def to_batch(pairs: Sequence[Comparison], pad_token_id: int) -> Batch:
     """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both, computed once."""
-    rows = [(ids, pair) for pair in pairs for ids in (pair.chosen, pair.rejected)]
-    prompts = [ids[: pair.num_shared] for ids, pair in rows]
-    responses = [ids[pair.num_shared :] for ids, pair in rows]
-    left, right = max(map(len, prompts)), max(map(len, responses))
+    rows = [(pair.chosen, pair.rejected) for pair in pairs]
+    shared = [max(1, min(common_prefix(*row), *(len(ids) - 1 for ids in row))) for row in rows]
+    both = [(ids[:start], ids[start:]) for row, start in zip(rows, shared, strict=True) for ids in row]
+    left, right = (max(map(len, each)) for each in zip(*both, strict=True))
 
     def padded(prompt: Sequence[int], response: Sequence[int], value: int) -> list[int]:
         return [*[value] * (left - len(prompt)), *prompt, *response, *[value] * (right - len(response))]
 
-    both = list(zip(prompts, responses, strict=True))
     mask = torch.tensor([padded([1] * len(prompt), [1] * len(response), 0) for prompt, response in both])
     return Batch.of(
         {
@@ -113,6 +113,6 @@ def to_batch(pairs: Sequence[PreferencePair], pad_token_id: int) -> Batch:
             "attention_mask": mask,
             "position_ids": position_ids(mask),
             "response_mask": mask[:, left:].clone(),
-            "margin": torch.tensor([pair.margin for _, pair in rows]),
+            "margin": torch.tensor([pair.margin for pair in pairs for _ in range(2)]),
         }
     )

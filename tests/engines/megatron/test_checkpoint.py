@@ -25,10 +25,10 @@ from whet.config.schema import EngineConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
-from whet.engines.megatron import sizes
 from whet.errors import EngineError, WorkerError
 from whet.trainers.objectives import ValueObjective
 
+sizes = pytest.importorskip("whet.engines.megatron.sizes")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
@@ -36,9 +36,14 @@ pytestmark = [
 SHARDED = {"distributed_optimizer": True}
 # A run goes on with other processes and another mesh each time.
 CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "plain": [(2, {"tensor": 2}), (2, {"pipeline": 2, "virtual": 2}), (1, {})],
-    "experts": [(2, {"expert": 2}), (2, {"expert": 2, "tensor": 2})],
-    "sharded": [(2, SHARDED), (2, {"pipeline": 2, **SHARDED})],
+    "layers": [(2, {"tensor": 2}), (2, {"pipeline": 2, "virtual": 2, **SHARDED}), (1, {})],
+    "experts": [
+        (2, {"expert": 2}),
+        (2, {"expert": 2, "tensor": 2, **SHARDED}),
+        (2, {"pipeline": 2}),
+        (2, {"expert": 2}),
+        (1, SHARDED),
+    ],
 }
 
 
@@ -78,6 +83,23 @@ def test_a_value_model_in_stages_with_shared_heads(tmp_path: Path) -> None:
         group.close()
     suite.check_records(records[0], records[1])
     suite.check_records(records[0], records[2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_goes_into_shards_of_the_optimizer_and_back(dtype: str, tmp_path: Path) -> None:
+    from whet.engines.megatron.engine import MegatronEngine
+
+    role = suite.settings(folder_of("qwen3_moe", tmp_path), dtype=dtype)
+    first, *others = (MegatronEngine(role, **options) for options in ({}, SHARDED, {}))
+    suite.update(first, suite.ragged_batch(seed=0), suite.OBJECTIVES[1])
+    for step, other in enumerate(others, start=1):
+        (tmp_path / f"{step}").mkdir()
+        first.save(tmp_path / f"{step}", None)
+        other.load(tmp_path / f"{step}")
+        for each in (first, other):
+            suite.update(each, suite.ragged_batch(seed=step), suite.OBJECTIVES[1])
+        assert torch.equal(suite.weights_of(first), suite.weights_of(other))
+        first = other
 
 
 def test_a_state_of_another_engine(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from whet.errors import ConfigError
 
+pytest.importorskip("whet.engines.megatron.sizes")
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "found"),
@@ -19,6 +21,7 @@ from whet.errors import ConfigError
         ({"engine.options.expert": 3}, "actor.engine.options.expert", 3),
         ({"engine.options": {"pipeline": 2, "expert": 4}}, "actor.engine.options.expert", 4),
         ({"engine.options.virtual": 2}, "actor.engine.options.virtual", 2),
+        ({"engine.options.context": 2}, "actor.engine.options.context_by", "transformer_engine"),
         ({"optim.name": "muon"}, "actor.engine.name", "megatron"),
     ],
 )

@@ -16,7 +16,7 @@ from whet.environments.tools.sandbox import Python, with_last_value
 from whet.environments.tools.shipped import BM25, Search, calculator, words
 from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError, SandboxError
-from whet.sandbox.protocol import open_sandbox
+from whet.programs.protocol import open_sandbox
 
 DOCUMENTS = ["the red cat", "a red red dog", "Blue birds sing", "cat and dog and cat"]
 

@@ -19,7 +19,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 from whet.types import Media
 
 MADE = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2.5_vl", "qwen3_vl": "qwen3_vl", "smolvlm": "smolvlm"}

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.models.encoders.conftest import image_of, picture
-from whet.models.encoders.base import PREPARED, _cache_of, body_of
-from whet.models.encoders.cache import BoundedCache
+from whet.models.encoders.base import PREPARED, BoundedCache, _cache_of, body_of
 from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy
 

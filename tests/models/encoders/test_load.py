@@ -18,9 +18,9 @@ from whet.config.schema import LoraConfig
 from whet.errors import ModelError
 from whet.models.encoders.load import encoders_of
 from whet.models.freeze import freeze
-from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer, load_value_model, outline
 from whet.models.lora import adapted_layers, add_adapter, merged_weights, save_adapter
+from whet.plugins.lessons.init_model import init_model
 
 Folders = Callable[[str], Path]
 

@@ -26,8 +26,8 @@ from whet.engines.single import SingleEngine
 from whet.errors import ConfigError, EngineError
 from whet.keyed import key
 from whet.models import fixed_kernels
-from whet.models.init import init_model
 from whet.models.load import load_policy
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.native import columns, engine, scheduler
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate

@@ -16,10 +16,10 @@ from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import install
 from whet.devices import HOST
 from whet.models.caches import Pages, State, layer_caches, sequence_bytes, token_bytes
-from whet.models.init import Arch, init_model
 from whet.models.linear_attention import PackedFlow
 from whet.models.load import load_policy
 from whet.models.outputs import ForwardSettings, model_outputs
+from whet.plugins.lessons.init_model import Arch, init_model
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.planned import Decoding, Lengths

@@ -15,8 +15,8 @@ import server_conformance as servers
 import server_images as images
 from pictures import QWEN, seeing_folder
 
-from whet.models.init import init_model
 from whet.models.load import load_policy
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.sglang.engine import PACKAGE, SGLangEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

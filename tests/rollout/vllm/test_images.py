@@ -17,8 +17,8 @@ import server_conformance as servers
 import server_images as images
 from pictures import QWEN, seeing_folder
 
-from whet.models.init import Arch
 from whet.models.load import load_policy
+from whet.plugins.lessons.init_model import Arch
 from whet.rollout.protocol import generate
 from whet.rollout.vllm.engine import VLLMEngine
 

@@ -19,8 +19,8 @@ import pytest
 from tests.raising import raises
 from whet.config import TrainConfig
 from whet.errors import EngineError, WeightSyncError
-from whet.models.init import init_model
 from whet.models.load import load_policy
+from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

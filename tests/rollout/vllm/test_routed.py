@@ -15,13 +15,13 @@ import torch
 
 from tests.raising import raises
 from whet.errors import ConfigError, EngineError
-from whet.models.init import init_model
 from whet.models.load import body_of, outline
 from whet.models.routing import as_column
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.protocol import Completion
 from whet.rollout.servers.environment import Environment
 from whet.rollout.vllm.engine import PACKAGE
-from whet.rollout.vllm.routed import KEY, check_routed, mixtures, routed_of
+from whet.rollout.vllm.plain import KEY, check_routed, mixtures, routed_of
 
 # vLLM's numpy2base64 of [[[1, 5], [0, 0], [255, 2]], [[3, 4], [0, 0], [7, 6]]], uint8
 RECORDED = (

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from whet.models.init import init_model
 from whet.models.load import load_policy, load_tokenizer
+from whet.plugins.lessons.init_model import init_model
 
 sys.path.append(str(Path(__file__).parents[2] / "serving"))
 

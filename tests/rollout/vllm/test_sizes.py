@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import rollout_conformance as suite
 import server_conformance as servers
 
-from whet.models.init import init_model
 from whet.models.load import load_policy
+from whet.plugins.lessons.init_model import init_model
 from whet.rollout.protocol import generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

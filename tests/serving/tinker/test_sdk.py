@@ -25,7 +25,7 @@ from tests.serving.server_processes import Running
 from tests.serving.tinker import rows as own
 from tests.serving.tinker.hub import serving
 from whet import serialization
-from whet.models.init import init_model
+from whet.plugins.lessons.init_model import init_model
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]

@@ -25,22 +25,22 @@ from whet.errors import CheckpointError, EngineError
 
 FOLDER, FORM = "megatron", ("torch_dist", 1)
 # Each weight's state is one tensor under the weight's name, whatever the mesh.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": False}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def save(path: Path, stages: Sequence[Stage], optimizer: Any, progress: dict[str, Any]) -> None:
     """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
-    write(path / FOLDER, stages, optimizer)
+    write(path / FOLDER, stages, optimizer, progress["steps_done"])
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
 
 
-def write(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> None:
+def write(path: Path, stages: Sequence[Stage], optimizer: Any = None, steps: int = 0) -> None:
     """Writes stages and optimizer in the distributed form alone.  Raises: CheckpointError."""
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     try:
-        state = _state(stages, optimizer, is_loading=False)
+        state = _state(stages, optimizer, steps)
         dist_checkpointing.save(state, str(path), FORM, content_metadata=METADATA)
     except CheckpointingException as error:
         raise CheckpointError(f"{path}", str(error), "a writable folder") from error
@@ -68,46 +68,34 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     if not (path / FOLDER).is_dir():
         change = "set engine.name to that of the run that wrote it"
         raise EngineError(f"{path}", f"has no folder {FOLDER}", "a folder that this engine writes", change)
-    expected = "a state of this model, with the same distributed_optimizer, and with expert > 1 or not as here"
-    state = read(path / FOLDER, stages, optimizer, expected=expected)
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+    state = read(path / FOLDER, stages, optimizer)
     try:
         progress: dict[str, Any] = json.loads((path / STATE).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / STATE}", f"{error}", "a file of this engine") from error
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"], progress["steps_done"])
     return progress
 
 
-def read(
-    path: Path, stages: Sequence[Stage], optimizer: Any = None, *, expected: str = "weights of this model"
-) -> dict[str, Any]:
+def read(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> dict[str, Any]:
     """Fills stages from a folder of the distributed form, whoever wrote it.  Returns all that was read.
 
     Raises: CheckpointError."""
-    wanted = _state(stages, optimizer, is_loading=True)
     try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
+        state: dict[str, Any] = dist_checkpointing.load(_state(stages, optimizer, None), str(path))
     except (OSError, ValueError, KeyError, CheckpointException, CheckpointingException) as error:
-        change = "name a folder with metadata.json"
-        raise CheckpointError(f"{path}", f"{error}".partition("\n")[0][:200], expected, change) from error
+        found, change = f"{error}".partition("\n")[0][:200], "name a folder with metadata.json"
+        raise CheckpointError(f"{path}", found, "a state of this model", change) from error
     for number, stage in enumerate(stages):
-        stage.load_state_dict(state[_key(number, stages)])
+        stage.load_state_dict(state[f"model{number}"])
     return state
 
 
-def _state(stages: Sequence[Stage], optimizer: Any, is_loading: bool) -> dict[str, Any]:
-    """The parts of this rank, with their places in the whole."""
+def _state(stages: Sequence[Stage], optimizer: Any, steps: int | None) -> dict[str, Any]:
+    """The parts of this rank, with their places in the whole; `steps` is unset to read them."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state: dict[str, Any] = {
-        _key(number, stages): stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)
-    }
+    state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}
     if optimizer is not None:
-        optimizer.allocate()
-        own = state if len(stages) > 1 else state["model"]
-        state["optimizer"] = optimizer.inner.sharded_state_dict(own, is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = optimizer.state_dict(state, steps, metadata)
     return state
-
-
-def _key(number: int, stages: Sequence[Stage]) -> str:
-    return "model" if len(stages) == 1 else f"model{number}"

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import queue
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,18 +25,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of TransformerEngine and Apex, which are not needed
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        get_megatron_optimizer,
-    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -45,6 +43,7 @@ with warnings.catch_warnings():
         model_parallel_cuda_manual_seed,
         random,
     )
+    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,34 +52,25 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name even where TransformerEngine is absent
 
 
-def _write_here(transforms: Any, _: bool, rank: int, buckets: Any, results: queue.Queue[Any]) -> None:
-    """Writes the files of a checkpoint in this process. Megatron-Core starts processes for it, and a killed rank leaves
-    one of them behind."""
-    found: Any = {}
-    for number, bucket in enumerate(buckets):
-        written: queue.Queue[Any] = queue.Queue()
-        count: queue.Queue[Any] = queue.Queue()
-        count.put(number)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, written, count, True)
-        _, each = written.get()
-        if isinstance(each, Exception):
-            found = each
-            break
-        found[number] = each
-    results.put(found)
+class _Here:
+    """Takes the place of a process that writes a part of a checkpoint: a killed rank would leave it behind."""
+
+    def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
+        self.start = partial(target, **kwargs)
+
+    def join(self) -> None: ...
 
 
 filesystem_async._results_queue = queue.Queue()
-filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+_context = SimpleNamespace(Process=_Here, Queue=queue.Queue, JoinableQueue=queue.Queue)
+filesystem_async.mp = SimpleNamespace(get_context=lambda _: _context)
 
 _set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Adds the step that torch's AdamW counts for each weight, which 0.16.1 asks for and does not save there."""
-    group, order = self.model_param_group_index_map[model_param]
-    own = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-    _set_state(self, model_param, {**({"step": own["step"]} if "step" in own else {}), **tensors})
+    """Leaves what a state has not as it is: 0.16.1 asks for the step that torch's AdamW counts for each weight."""
+    _set_state(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
 
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_all
@@ -109,10 +99,6 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _same(value: Any, *_: Any, **__: Any) -> Any:
-    return value
-
-
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
@@ -132,8 +118,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
     (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     *((torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
-    (torch.Tensor, "cuda", _same),
-    (torch.nn.Module, "cuda", _same),
+    *((owner, "cuda", lambda self, *_, **__: self) for owner in (torch.Tensor, torch.nn.Module)),
     (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers),

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,8 @@ from torch import nn
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp.pipeline import everywhere, run_forward
-from whet.engines.megatron import checkpoint, sizes as checks
-from whet.engines.megatron.core import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    OptimizerConfig,
-    clip_grad_by_total_norm_fp32,
-    finalize_model_grads,
-    get_forward_backward_func,
-    get_megatron_optimizer,
-)
-from whet.engines.megatron.model import config_of, outputs_of, pack, stage_of
+from whet.engines.megatron import checkpoint, core, sizes as checks
+from whet.engines.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
 from whet.engines.megatron.names import check_family
 from whet.engines.megatron.ranks import arrange, join
 from whet.engines.megatron.sizes import Sizes
@@ -57,7 +48,8 @@ class MegatronEngine(Engine):
     pipeline: parts of the layers, one after another.
     virtual: parts of a rank's layers, interleaved with those of the others: less waiting, more messages.
     expert: parts of the experts, over the ranks of a stage.
-    context: parts of a row's tokens, which ranks exchange for heads in attention.
+    context: parts of a row's tokens.
+    context_by: `heads`: ranks exchange tokens for heads in attention; `transformer_engine`: Megatron-Core's own form.
     distributed_optimizer: the optimizer's state in shards over the ranks that read different rows.
     hugging_face: checkpoints have the weights in Hugging Face's form too, which `whet export` reads.
     """
@@ -76,19 +68,21 @@ class MegatronEngine(Engine):
         virtual: Count = 1,
         expert: Count = 1,
         context: Count = 1,
+        context_by: Literal["heads", "transformer_engine"] = "transformer_engine",
         distributed_optimizer: bool = False,
         hugging_face: bool = True,
     ) -> None:
         join(process_group, device)
-        role = replace(role, lora=None)
-        self.sizes = Sizes(tensor, pipeline, virtual, expert, context)
+        self.sizes = Sizes(tensor, pipeline, virtual, expert, context, context_by)
         self.ranks, self._hugging_face = arrange(self.sizes, device), hugging_face
         super().__init__(role.empty_model(device), role, dist.group.WORLD, device)
         self.config: Any = body_of(self.model).config
         check_family(self.config)
         self.rows_group, self.row_ranks, self.pipeline_ranks = self.ranks.rows, tensor * context, pipeline
-        self.forward_settings = replace(self.forward_settings, packing=True, token_share=self.ranks.row)
-        if context > 1 and (heads := heads_ranks(self.config, context, tensor)) < context:
+        forward, halves = self.forward_settings, self.sizes.halves
+        shared = forward.share_prompts and not halves
+        self.forward_settings = replace(forward, packing=True, share_prompts=shared, token_share=self.ranks.row)
+        if context > 1 and not halves and (heads := heads_ranks(self.config, context, tensor)) < context:
             expected = f"at most {heads}, as ranks share out heads"
             raise ConfigError("engine.options.context", context, expected, f"set it to {heads}")
         dtype, recomputes = self.forward_settings.dtype, role.gradient_checkpointing
@@ -99,10 +93,10 @@ class MegatronEngine(Engine):
             self.wrapped: list[Any] = list(self.stages)
             self.optimizer = None
             if role.optim is not None:
-                buffers = DistributedDataParallelConfig(
+                buffers = core.DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
                 )
-                self.wrapped = [DistributedDataParallel(own, buffers, stage) for stage in self.stages]
+                self.wrapped = [core.DistributedDataParallel(own, buffers, stage) for stage in self.stages]
                 self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has what the base calls
             else:
                 for stage in self.stages:
@@ -111,9 +105,8 @@ class MegatronEngine(Engine):
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """A part of the layers and heads in each process; copies of it hold the other rows."""
-        sizes = Sizes.of(options)
-        parts = sizes.tensor * sizes.pipeline
-        return Spread(parts, row_ranks=parts * sizes.context, token_shares=sizes.context)
+        parts, context = options["tensor"] * options["pipeline"], options["context"]
+        return Spread(parts, row_ranks=parts * context, token_shares=context)
 
     def step(self) -> Metrics:
         with self.ranks.used():
@@ -168,10 +161,9 @@ class MegatronEngine(Engine):
         layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
         width = max(map(self._width, layouts))
 
-        def loss_of(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            found = outputs_of(
-                self.stages[-1], hidden, layouts[number], objective.needs, self.forward_settings, objective.temperature
-            )
+        def loss_of(number: int, packed: Packed, hidden: torch.Tensor) -> tuple[Any, ...]:
+            settings, heat = self.forward_settings, objective.temperature
+            found = outputs_of(self.stages[-1], hidden, packed, objective.needs, settings, heat)
             loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
             if passes[number]:
                 total.add_(loss.detach())
@@ -180,14 +172,14 @@ class MegatronEngine(Engine):
         def forward(numbers: Iterator[int], stage: Any) -> tuple[torch.Tensor, Any]:
             number = next(numbers)
             size = width if self.sizes.pipeline > 1 else self._width(layouts[number])
-            ids, packed = pack(body_of(self.model), layouts[number], size, self.ranks.context)
-            return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number)
+            ids, packed = pack(body_of(self.model), layouts[number], size, self.ranks)
+            return stage(ids, None, None, packed_seq_params=packed), partial(loss_of, number, packed)
 
         numbers = [iter(range(len(passes))) for _ in self.wrapped]
-        get_forward_backward_func()(
+        core.get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=numbers if len(numbers) > 1 else numbers[0],
-            model=self.wrapped if len(numbers) > 1 else self.wrapped[0],
+            data_iterator=numbers,
+            model=self.wrapped,
             num_microbatches=len(passes),
             seq_length=width,
             micro_batch_size=1,
@@ -197,32 +189,41 @@ class MegatronEngine(Engine):
 
     def _width(self, where: Layout) -> int:
         """Tokens with padding, which ranks share out evenly."""
+        if self.sizes.halves:
+            return int(in_halves(where, self.sizes)[1][-1])
         return tokens_of(where, self.forward_settings) * self.row_ranks
 
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         ranks, settings, count = self.ranks, self.forward_settings, self.sizes.pipeline * self.sizes.virtual
-        ids, packed = pack(body_of(self.model), where, self._width(where), ranks.context)
+        width = self._width(where)
+        ids, packed = pack(body_of(self.model), where, width, ranks)
 
         def run(index: int, stage: Any, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
             stage.set_input_tensor(received)
             hidden = stage(ids, None, None, packed_seq_params=packed)
             if index < count - 1:
                 return {"states": hidden}
-            return outputs_of(stage, hidden, where, needs, settings, temperature)
+            return outputs_of(stage, hidden, packed, needs, settings, temperature)
 
         indices = range(dist.get_rank(ranks.pipeline), count, self.sizes.pipeline)
         runs = {index: partial(run, index, stage) for index, stage in zip(indices, self.stages, strict=True)}
-        shape = tokens_of(where, settings), 1, self.config.hidden_size
+        shape = width // self.row_ranks, 1, self.config.hidden_size
         found = run_forward(runs, count, torch.empty(shape, dtype=settings.dtype, device=self.device), ranks.pipeline)
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _sum_gradients(self) -> None:
-        finalize_model_grads(self.wrapped)
+        core.finalize_model_grads(self.wrapped)
 
     def _clip(self) -> torch.Tensor:
         """The norm of the gradient before it is clipped: of all shards, each counted once."""
         assert isinstance(self.optimizer, Steps)
-        return torch.tensor(self.optimizer.clip(self.grad_clip), device=self.device)
+        inner = self.optimizer.inner
+        inner.prepare_grads()
+        norm = float(inner.get_grad_norm())
+        for each in inner.chained_optimizers if self.grad_clip is not None else ():
+            if not each.is_stub_optimizer and (weights := each.get_parameters()):
+                core.clip_grad_by_total_norm_fp32(weights, self.grad_clip, norm)
+        return torch.tensor(norm, device=self.device)
 
 
 class Steps:
@@ -231,7 +232,7 @@ class Steps:
     def __init__(self, engine: MegatronEngine, distributed: bool, dtype: torch.dtype) -> None:
         optim = engine.role.optim
         assert optim is not None
-        settings = OptimizerConfig(
+        settings = core.OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
             weight_decay=optim.weight_decay,
@@ -244,15 +245,14 @@ class Steps:
             bf16=dtype == torch.bfloat16,
         )
         self.wrapped = engine.wrapped
-        self.inner: Any = get_megatron_optimizer(settings, engine.wrapped, use_gloo_process_groups=False)
+        self.inner: Any = core.get_megatron_optimizer(settings, engine.wrapped, use_gloo_process_groups=False)
         for group in self.param_groups:
             group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of weights with their rates."""
-        found: list[dict[str, Any]] = self.inner.param_groups
-        return found
+        return list(self.inner.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -260,30 +260,34 @@ class Steps:
             stage.zero_grad_buffer()
         self.inner.zero_grad(set_to_none)
 
-    def clip(self, largest: float | None) -> float:
-        """Clips the gradients.  Returns their norm before."""
-        self.inner.prepare_grads()
-        norm = float(self.inner.get_grad_norm())
-        for each in self.inner.chained_optimizers if largest is not None else ():
-            if not each.is_stub_optimizer and (weights := each.get_parameters()):
-                clip_grad_by_total_norm_fp32(weights, largest, norm)
-        return norm
+    def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
+        """The state after `steps`, unset to read one, of each of its optimizers: another mesh has others, so tensors
+        alone are saved, by the names of `weights`."""
+        found: dict[int, Any] = {}
+        for number, each in enumerate(self.inner.chained_optimizers):
+            self._count(each, 1 if steps is None else steps)  # of 0 steps Megatron-Core reads no state
+            found[number] = each.sharded_state_dict(weights, is_loading=steps is None, metadata=metadata)
+            for tensors in found[number].get("param_state", {}).values():  # of shards; in float32 a weight's own
+                wide = tensors["param"] if each.config.bf16 else tensors.pop("param")
+                wide.key = wide.key.replace("state.param.", "state.fp32_param.", 1)
+        kept = (core.ShardedBase, core.LocalNonpersistentObject)
+        core.dict_list_map_inplace(lambda x: x if isinstance(x, kept) else core.LocalNonpersistentObject(x), found)
+        return found
 
-    def allocate(self) -> None:
-        """Makes the state before the first step, which a checkpoint is read into."""
-        for each in self.inner.chained_optimizers:
-            own = each.optimizer
-            for weight in (weight for group in own.param_groups for weight in group["params"]):
-                if isinstance(own, torch.optim.AdamW) and not own.state[weight]:
-                    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-                    own.state[weight] = {"step": torch.zeros(()), **moments}
+    def load_state_dict(self, state: dict[int, Any], steps: int) -> None:
+        """Puts back a state after a number of steps."""
+        for number, each in enumerate(self.inner.chained_optimizers):
+            each.load_state_dict(state[number])
+            self._count(each, steps)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back a state. All weights then have one tensor that counts their steps: each gets its own."""
-        self.inner.load_state_dict(state)
-        for each in self.inner.chained_optimizers:
-            for own in each.optimizer.state.values():
-                own.update({name: value.clone() for name, value in own.items() if name == "step"})
+    def _count(self, each: Any, steps: int) -> None:
+        """Sets the number of steps, with moments for those to come."""
+        each.init_state_fn(each.optimizer, each.config)
+        for group in each.optimizer.param_groups:
+            group["step"] = steps  # Apex reads it here, torch in each weight's state
+        for own in each.optimizer.state.values():
+            if isinstance(each.optimizer, torch.optim.AdamW):
+                own["step"] = torch.tensor(float(steps))
 
     def step(self) -> None:
         """Changes the weights."""

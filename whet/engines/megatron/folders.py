@@ -30,10 +30,8 @@ def write(folder: str, out: Path) -> None:
     engine = _engine(folder)
     with engine.ranks.used():
         checkpoint.write(out, engine.stages)
-    for kind in COPIED:
-        for each in Path(folder).glob(kind):
-            if not each.name.endswith(".index.json"):
-                shutil.copy(each, out)
+    for each in (found for kind in COPIED for found in Path(folder).glob(kind) if not found.match("*.index.json")):
+        shutil.copy(each, out)
 
 
 def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:

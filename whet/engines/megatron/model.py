@@ -6,7 +6,7 @@ Its layers are Megatron-Core's local ones, with whet's attention over packed row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from whet.devices import HOST
-from whet.engines.megatron.core import (
-    GPTModel,
-    PackedSeqParams,
-    TransformerBlockSubmodules,
-    TransformerConfig,
-    gather_from_sequence_parallel_region,
-    get_gpt_layer_local_spec,
-    parallel_state,
-)
+from whet.engines.megatron import core
+from whet.engines.megatron.ranks import Ranks
 from whet.engines.megatron.sizes import Sizes
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
@@ -51,30 +44,40 @@ FIXED: dict[str, Any] = {
 }
 
 
-@dataclass
-class Packed(PackedSeqParams):  # type: ignore[misc]
+@dataclass(kw_only=True)
+class Packed(core.PackedSeqParams):  # type: ignore[misc]
     """Rows end to end, as layers read them."""
 
-    where: Layout | None = None
-    turns: tuple[torch.Tensor, torch.Tensor] | None = None  # [1, T, D] cosines and sines of rotary positions
-    share: TokenShare | None = None  # splits the tokens over ranks
+    where: Layout
+    turns: tuple[torch.Tensor, torch.Tensor]  # [1, T, D] cosines and sines of rotary positions
+    share: TokenShare | None  # splits the tokens over ranks
+    places: torch.Tensor | None = None  # [T] of the tokens, where they come in another order
 
 
 class PackedAttention(nn.Module):
-    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention."""
+    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention.
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    With Megatron-Core's context parallelism it is TransformerEngine's, the only one that knows it."""
+
+    def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
+        # No submodule: it has no weights, and a state is that of a mesh without it.
+        vars(self)["inner"] = None
+        if config.context_parallel_size > 1:
+            vars(self)["inner"] = core.transformer_engine.TEDotProductAttention(config, **settings)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Packed, **__: Any
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
-        assert packed_seq_params.turns is not None
+        packed, inner = packed_seq_params, vars(self)["inner"]
+        query, key = apply_rotary_pos_emb(query, key, *(turn[0].to(query.dtype) for turn in packed.turns))
+        if inner is not None:
+            kind = core.AttnMaskType.padding_causal
+            out: torch.Tensor = inner(query, key, value, None, kind, packed_seq_params=packed)
+            return out
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        query, key = apply_rotary_pos_emb(query, key, *(turn.to(query.dtype) for turn in packed_seq_params.turns))
-        packed, share = packed_seq_params.where, packed_seq_params.share
-        return attention(self, query, key, value, None, packed=packed, token_share=share)[0][0].flatten(1)
+        return attention(self, query, key, value, None, packed=packed.where, token_share=packed.share)[0][0].flatten(1)
 
 
 class Norm(nn.RMSNorm):
@@ -85,7 +88,7 @@ class Norm(nn.RMSNorm):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
-class Stage(GPTModel):  # type: ignore[misc]
+class Stage(core.GPTModel):  # type: ignore[misc]
     """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
 
     head: nn.Linear | None
@@ -116,22 +119,17 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     ):
         if count % size:
             raise ConfigError(f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it")
-    mixture: dict[str, Any] = {}
-    if experts:
-        mixture = {
-            "num_moe_experts": experts,
-            "moe_router_topk": model.num_experts_per_tok,
-            "moe_ffn_hidden_size": width,
-            "moe_router_pre_softmax": not getattr(model, "norm_topk_prob", True),
-            "moe_router_dtype": "fp32" if dtype != torch.float32 else None,
-        }
-    return TransformerConfig(
+    return core.TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=getattr(model, "head_dim", None) or model.hidden_size // heads,
-        ffn_hidden_size=width,
+        ffn_hidden_size=width,  # of an expert too
+        num_moe_experts=experts,
+        moe_router_topk=getattr(model, "num_experts_per_tok", 2),
+        moe_router_pre_softmax=not getattr(model, "norm_topk_prob", True),
+        moe_router_dtype="fp32" if dtype != torch.float32 else None,
         layernorm_epsilon=model.rms_norm_eps,
         add_qkv_bias=model.model_type == "qwen2",
         qk_layernorm=model.model_type.startswith("qwen3"),
@@ -142,7 +140,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
-        context_parallel_size=sizes.context,
+        context_parallel_size=sizes.context if sizes.halves else 1,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
         sequence_parallel=sizes.tensor > 1,
@@ -150,14 +148,13 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         **FIXED,
-        **mixture,
         **(RECOMPUTED if recomputes else {}),
     )
 
 
 def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
-    spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
+    spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     own.self_attention.submodules.core_attention = PackedAttention
@@ -165,14 +162,14 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
         own.self_attention.submodules.q_layernorm = own.self_attention.submodules.k_layernorm = Norm
     virtual = config.virtual_pipeline_model_parallel_size
     ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
-    is_last, has_head = parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
+    is_last, has_head = core.parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
     layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
     made = Stage(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
+        core.TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        pre_process=core.parallel_state.is_pipeline_first_stage(**ends),
         post_process=is_last,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not has_head,
         position_embedding_type="none",  # attention turns queries and keys
@@ -187,22 +184,47 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     return made
 
 
-def pack(body: PreTrainedModel, where: Layout, size: int, share: TokenShare | None) -> tuple[torch.Tensor, Packed]:
+def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple[torch.Tensor, Packed]:
     """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
-    ids, positions = (F.pad(x, (0, size - x.shape[-1]))[None] for x in (where.input_ids, where.position_ids))
-    if share is not None:
+    found: dict[str, Any] = {}
+    places = torch.arange(len(where.input_ids), device=where.input_ids.device)
+    if ranks.sizes.halves:
+        places, begins = in_halves(where, ranks.sizes, size)
+        longest = int(begins.diff().max())
+        found = {f"cu_seqlens_{each}": begins for each in ("q", "kv", "q_padded", "kv_padded")}
+        found |= {"max_seqlen_q": longest, "max_seqlen_kv": longest, "places": places}
+    ids, positions = (
+        x.new_zeros(1, size).index_copy(1, places, x[None]) for x in (where.input_ids, where.position_ids)
+    )
+    if (share := ranks.context) is not None:
         ids, positions = share.own(ids), share.own(positions)
     like = torch.empty((), dtype=torch.float32, device=ids.device)
     turns = body.base_model.get_submodule("rotary_emb")(like, positions)
-    return ids, Packed(qkv_format="thd", where=where, turns=turns, share=share)
+    return ids, Packed(qkv_format="thd", where=where, turns=turns, share=share, **found)
+
+
+def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of Megatron-Core's context parallelism: rows have padding, and are cut into 2 `context` chunks; first
+    come those of rank 0, of each row the first and the last, then those of rank 1, the second and the last but one.
+
+    Returns: places [T] of the tokens; begins [rows + 1] of the rows with padding, the last one's up to `size`."""
+    ranks, step = sizes.context, 2 * sizes.context * sizes.tensor
+    row, within = where.slots // where.width, where.slots % where.width
+    lengths = -(-row.bincount() // step) * step
+    lengths[-1] += max(0, size - int(lengths.sum()))
+    begins = F.pad(lengths.cumsum(0), (1, 0))
+    rows = torch.arange(int(begins[-1]), device=row.device).split(lengths.tolist())
+    order = [each.view(2 * ranks, -1)[[rank, -1 - rank]].flatten() for rank in range(ranks) for each in rows]
+    return torch.cat(order).argsort()[begins[row] + within], begins.int()
 
 
 def outputs_of(
-    stage: Stage, hidden: torch.Tensor, where: Layout, needs: frozenset[str], settings: ForwardSettings, heat: float
+    stage: Stage, hidden: torch.Tensor, packed: Packed, needs: frozenset[str], settings: ForwardSettings, heat: float
 ) -> dict[str, torch.Tensor]:
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
-    if "scores" in needs:
-        where = where.at_ends(stage.pad_token_id)
+    where = packed.where.at_ends(stage.pad_token_id) if "scores" in needs else packed.where
+    if packed.places is not None:
+        where = replace(where, states=packed.places[where.states])
     share = settings.token_share
     at = Sampled.of(where, settings, len(hidden) * (1 if share is None else share.size))
     states = hidden[:, 0].index_select(0, at.states)
@@ -211,5 +233,5 @@ def outputs_of(
     is_tied = stage.share_embeddings_and_output_weights
     weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
     # Along the rows of the vocabulary: each rank has tokens of its own, and gets the gradient of its rows from all.
-    whole = gather_from_sequence_parallel_region(weight)
+    whole = core.gather_from_sequence_parallel_region(weight)
     return statistics_of(states, whole, None, at, needs, settings, heat)

@@ -75,8 +75,7 @@ def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int 
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
         "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
         "decoder.final_layernorm.weight": Rule(("norm.weight",)),
-        "head.weight": Rule(("head.weight",)),
-        "head.bias": Rule(("head.bias",)),
+        **{name: Rule((name,)) for name in ("head.weight", "head.bias")},
     }
     if name in outside:
         return outside[name]

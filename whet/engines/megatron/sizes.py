@@ -6,10 +6,9 @@ pipeline x rows x context x tensor = processes        the first is the outermost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.engines.fsdp.checks import uneven_experts, uneven_sizes
@@ -25,11 +24,12 @@ class Sizes:
     virtual: int = 1  # of a rank's layers, interleaved with those of other ranks
     expert: int = 1  # of the experts
     context: int = 1  # of a row's tokens
+    context_by: str = "transformer_engine"
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Sizes:
-        """The sizes in the options of the engine."""
-        return cls(**{name: options[name] for name in cls.__dataclass_fields__})
+    @property
+    def halves(self) -> bool:
+        """True where Megatron-Core splits rows over ranks itself: each has a chunk of both halves of a row."""
+        return self.context > 1 and self.context_by == "transformer_engine"
 
     @property
     def expert_tensor(self) -> int:
@@ -43,7 +43,12 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
     if not is_installed():
         change = "run `make megatron`, or pip install megatron-core==0.16.1"
         yield ConfigError(f"{use.key}.name", "megatron", "an installation of Megatron-Core", change)
-    yield from _sizes(use, Sizes.of(use.options))
+    sizes = Sizes(**{name: use.options[name] for name in Sizes.__dataclass_fields__})
+    yield from _sizes(use, sizes)
+    if sizes.halves and find_spec("transformer_engine") is None:
+        change = "set it to heads, or pip install transformer-engine[pytorch]"
+        key = f"{use.key}.options.context_by"
+        yield ConfigError(key, sizes.context_by, f"an installation of it, with context={sizes.context}", change)
     reasons = {
         f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
         f"model.lora.path={use.model.lora.path}": use.model.lora.path is not None,

@@ -22,28 +22,23 @@ def fill(stages: Sequence[Stage], config: Any, ranks: Ranks, role: RoleSettings)
     """Reads this rank's shares of the weights.  A new head is that of any engine.  Raises: ModelError."""
     with open_slices(role.model_path, role.allow_pickle) as slices:
         files = dict(slices)
+        prefix = "model." if "model.embed_tokens.weight" in files else ""
         for stage in stages:
-            _read(stage, config, ranks, files, role)
+            for name, weight in stage.named_parameters():
+                if name.startswith("head."):
+                    weight.copy_(_head(weight, files, role))
+                    continue
+                rule = _rule(stage, name, config, ranks)
+                group = ranks.tensor if rule.expert is None else ranks.expert_tensor
+                # The norm of the gradient counts what ranks share out on each of them; initialisation, which is left
+                # out, would say it.
+                vars(weight).update(tensor_model_parallel=rule.cut is not None, partition_dim=rule.cut or 0)
+                whole = whole_weight(rule, files, prefix, role.model_path)
+                weight.copy_(rule.share(whole, group.size(), dist.get_rank(group)))
             check_finite(stage, role.model_path)
 
 
-def _read(stage: Stage, config: Any, ranks: Ranks, files: Mapping[str, Any], role: RoleSettings) -> None:
-    """Copies this rank's shares of the weights in `files`, by name."""
-    prefix = "model." if "model.embed_tokens.weight" in files else ""
-    for name, weight in stage.named_parameters():
-        if name.startswith("head."):
-            weight.copy_(_head(name, weight, files, role))
-            continue
-        rule = _rule(stage, name, config, ranks)
-        group = ranks.tensor if rule.expert is None else ranks.expert_tensor
-        # The norm of the gradient counts what ranks share out on each of them; initialisation, which is left out, would
-        # say it.
-        vars(weight).update(tensor_model_parallel=rule.cut is not None, partition_dim=rule.cut or 0)
-        whole = whole_weight(rule, files, prefix, role.model_path)
-        weight.copy_(rule.share(whole, group.size(), dist.get_rank(group)))
-
-
-def _head(name: str, weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) -> torch.Tensor:
+def _head(weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) -> torch.Tensor:
     """The head of a reward model from its files, or a new one; the head of a value model starts at 0."""
     if role.is_value_model:
         return torch.zeros_like(weight)

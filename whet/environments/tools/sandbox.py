@@ -7,8 +7,8 @@ import ast
 from functools import partial
 
 from whet.options import Count, Positive
+from whet.programs.protocol import Limits, Program, open_sandbox
 from whet.registry import register_tool
-from whet.sandbox.protocol import Limits, Program, open_sandbox
 
 
 @register_tool("python")

@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Status, Weights
 from whet.rollout.servers.environment import Environment, Package, find_environment, longest
 from whet.rollout.servers.media import QWEN, Sees, SharedMedia, check_media
+from whet.rollout.servers.options import ServerOptions
 from whet.rollout.servers.process import HttpError, Server, Span, free_port
 from whet.rollout.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
 from whet.rollout.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
@@ -40,7 +41,6 @@ ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have be
 POLL_SECONDS = 0.002  # between two looks at answers that are on their way
 SENDS = 3  # of a request whose connection broke while the server is well
 UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
-OnNewWeights = Literal["recompute", "keep", "wait", "abort"]
 
 
 class ServerEngine(ServerWords):
@@ -59,22 +59,17 @@ class ServerEngine(ServerWords):
         max_batch_size: int,
         num_devices: int,
         model: ModelConfig,
-        span: Span | None = None,
-        *,
-        on_new_weights: OnNewWeights,
-        weight_transfer: Literal["file", "ipc"],
-        weights_dir: str | None,
-        start_seconds: float,
-        answer_seconds: float,
-        restarts: int,
+        span: Span | None,
+        shared: ServerOptions,
     ) -> None:
         assert model.path is not None
-        self.dtype, self.num_devices, self.on_new_weights = dtype, num_devices, on_new_weights
-        self.weight_transfer, self.weights_dir, self.span = weight_transfer, weights_dir, span
-        self.devices_here = num_devices // (1 if span is None else span.nodes)
+        self.dtype, self.num_devices = dtype, max(num_devices, shared.tensor_parallel_size or 1)
+        self.shared, self.on_new_weights, self.takes_delta = shared, shared.on_new_weights, shared.weight_delta
+        self.weight_transfer, self.weights_dir, self.span = shared.weight_transfer, shared.weights_dir, span
+        self.devices_here = self.num_devices // (1 if span is None else span.nodes)
         self.version = FIRST_VERSION
         self.base, _ = split_adapters(model.path)  # adapters come by `load`
-        self._answer_seconds, self._start_seconds = answer_seconds, start_seconds
+        self._answer_seconds = shared.answer_seconds
         with torch.device("meta"):
             whole: Any = outline(self.base, trust_remote_code=model.trust_remote_code)
         self._outline: PreTrainedModel = whole
@@ -87,9 +82,9 @@ class ServerEngine(ServerWords):
         self._names, self._paused, self._is_ready = 0, False, False
         self._coming: int | None = None  # the version that is being loaded, or was when it broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
-        self._restarts = restarts  # that are left
+        self._restarts = shared.restarts  # that are left
         self._loss: LostReplicaError | None = None  # why the server is lost
-        self._kept = KeptWeights(weights_dir, is_shared=span is not None)
+        self._kept = KeptWeights(shared.weights_dir, is_shared=span is not None)
         self.options: Mapping[str, Any] = {}  # that `refused` reads
 
     def launch(
@@ -97,21 +92,17 @@ class ServerEngine(ServerWords):
         command: Callable[[str, int, Mapping[str, Any]], list[str]],
         arguments: Mapping[str, Any],
         variables: Mapping[str, str],
-        *,
-        python: str | None,
-        port: int | None,
-        server: Mapping[str, Any] | None,
     ) -> None:
         """Starts the server: `command` gives its command line from an interpreter, a port and its arguments, which
-        are `arguments` and those of the user, `server`.  Raises: ConfigError."""
-        own = server or {}
-        found = find_environment(self.package, python)
+        are `arguments` and those of the user.  Raises: ConfigError."""
+        own = self.shared.server or {}
+        found = find_environment(self.package, self.shared.python)
         found.check_arguments(own, arguments)
         self.max_length = longest(self.length_option, own, self.positions)
         whole = {**arguments, **own, **({} if self.span is None else self.spanning(self.span))}
 
         def start() -> Server:
-            chosen = free_port(port)
+            chosen = free_port(self.shared.port)
             return Server(self.package.title, command(found.python, chosen, whole), variables, chosen)
 
         self._start = start
@@ -407,7 +398,7 @@ class ServerEngine(ServerWords):
     def ready(self) -> None:
         """Waits for the server's start.  Raises: EngineError."""
         if not self._is_ready:
-            self.server.wait(self._start_seconds)
+            self.server.wait(self.shared.start_seconds)
             self.prepare()
             self._is_ready = True
             self.server.error = LostReplicaError if self._restarts else EngineError

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from whet.errors import ConfigError, EngineError
 from whet.models.caches import token_bytes
 from whet.models.load import load_tokenizer
 from whet.models.positions import next_position
-from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request
@@ -31,6 +30,7 @@ from whet.rollout.sampling import LastStops, StopStrings
 from whet.rollout.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.media import Shown, positions_of
+from whet.rollout.servers.options import ServerOptions
 from whet.rollout.servers.process import HOST as ADDRESS, Span, variables
 from whet.rollout.servers.weights import Part
 from whet.rollout.servers.words import Live
@@ -49,31 +49,10 @@ PACKAGE = Package(
 )
 
 
-@register_rollout("sglang")
+@register_rollout("sglang", shares="whet.rollout.servers.options:ServerOptions")
 class SGLangEngine(ServerEngine):
     """SGLang, in a server process from an environment of its own (`make sglang`); float32 requests give the same tokens
-    in any company.
-
-    python: interpreter of the environment; unset: $WHET_SGLANG_PYTHON, else .venv-sglang of the checkout.
-    kv_cache_bytes: memory for keys and values.
-    on_new_weights: what running requests do when weights change. recompute: go on, and compute their keys and values
-        again; keep: go on with those of the old weights; wait: end under the old weights, before the new ones load;
-        abort: are ended, and sent again with the tokens that they have.
-    threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
-    port: port of the server on 127.0.0.1; unset: any free one.
-    start_seconds: deadline for the server's start.
-    answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
-    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
-        the devices of the next ranks, which train there and take turns with it.
-    restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
-        For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
-    weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
-        accelerator's memory, or in the host's where they did not come on an accelerator.
-    weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
-    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
-        each end keeps a copy of the weights in the host's memory for it.
-    server: further arguments of SGLang's server by name, such as context_length.
-    """
+    in any company."""
 
     length_option, package = "context_length", PACKAGE
 
@@ -85,30 +64,10 @@ class SGLangEngine(ServerEngine):
         model: ModelConfig,
         num_devices: int = 1,
         span: Span | None = None,
-        *,
-        python: str | None = None,
-        kv_cache_bytes: Count = 1_073_741_824,
-        on_new_weights: Literal["recompute", "keep", "wait", "abort"] = "recompute",
-        threads: Count | None = None,
-        port: Count | None = None,
-        start_seconds: Positive = 600.0,
-        answer_seconds: Positive = 300.0,
-        tensor_parallel_size: Count | None = None,
-        restarts: Number = 3,
-        weight_transfer: Literal["file", "ipc"] = "file",
-        weights_dir: str | None = None,
-        weight_delta: bool = False,
-        server: dict[str, Any] | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(
-            *(dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span),
-            on_new_weights=on_new_weights,
-            weight_transfer=weight_transfer,
-            weights_dir=weights_dir,
-            start_seconds=start_seconds,
-            answer_seconds=answer_seconds,
-            restarts=restarts,
-        )
+        super().__init__(dtype, max_batch_size, num_devices, model, span, ServerOptions(**shared))
+        given = self.shared
         _check_positions(self.base, self._outline.config)
         path, tokenizer = where_found(self.base, model)
         is_host, of_token = device == HOST, token_bytes(self._outline.config.get_text_config(), dtype.itemsize)
@@ -118,8 +77,8 @@ class SGLangEngine(ServerEngine):
             "dtype": str(dtype).removeprefix("torch."),
             "device": device.type,
             "max_running_requests": max_batch_size,
-            "tp_size": tensor_parallel_size or num_devices,
-            "max_total_tokens": max(1, kv_cache_bytes // of_token),
+            "tp_size": given.tensor_parallel_size or num_devices,
+            "max_total_tokens": max(1, given.kv_cache_bytes // of_token),
             "trust_remote_code": model.trust_remote_code,
             "weight_version": str(FIRST_VERSION),
             "sampling_backend": "pytorch",  # whose draws whet_sglang.py replaces
@@ -133,10 +92,10 @@ class SGLangEngine(ServerEngine):
         }
         self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
-        self._load_tokenizer, self._stops, self.takes_delta = cache(load), LastStops(), weight_delta
+        self._load_tokenizer, self._stops = cache(load), LastStops()
         self._never = () if self.encoders is None else self.encoders.forbidden
-        own = environment(threads or torch.get_num_threads(), device, self.devices_here, self._never)
-        self.launch(command, arguments, own, python=python, port=port, server=server)
+        own = environment(given.threads or torch.get_num_threads(), device, self.devices_here, self._never)
+        self.launch(command, arguments, own)
 
     @classmethod
     def spanning(cls, span: Span) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,13 +21,13 @@ from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
 from whet.models.lora import adapter_config
-from whet.options import Count, Number, Positive
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request, Weights
 from whet.rollout.servers.engine import FIRST_VERSION, ServerEngine
 from whet.rollout.servers.environment import Environment, Package, where_found
 from whet.rollout.servers.media import QWEN, Shown, config_overrides, positions_of
+from whet.rollout.servers.options import ServerOptions
 from whet.rollout.servers.process import HOST as ADDRESS, Span, variables
 from whet.rollout.servers.weights import Adapter, Part, adapter_folder
 from whet.rollout.servers.words import Live
@@ -35,13 +35,15 @@ from whet.rollout.vllm.plain import (
     INSTEAD,
     SCALE_OUT,
     check_options,
+    check_routed,
     generated,
     inside,
+    mixtures,
     plainly_refused,
+    routed_of,
     seed_of,
     without,
 )
-from whet.rollout.vllm.routed import check_routed, mixtures, routed_of
 from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
@@ -78,36 +80,17 @@ PACKAGE = Package(
 log = logging.getLogger(__name__)
 
 
-@register_rollout("vllm")
+@register_rollout("vllm", shares="whet.rollout.servers.options:ServerOptions")
 class VLLMEngine(ServerEngine):
     """vLLM, in a server process from an environment of its own (`make vllm`); float32 requests give the same tokens in
     any company.
 
-    python: interpreter of the environment; unset: $WHET_VLLM_PYTHON, else .venv-vllm of the checkout.
-    kv_cache_bytes: memory for keys and values.
     compile: compiles the model: slower to start, faster to run.
-    on_new_weights: what running requests do when weights change. recompute: go on, and compute their keys and values
-        again; keep: go on with those of the old weights; wait: end under the old weights, before the new ones load;
-        abort: are ended, and sent again with the tokens that they have.
     adapter: samples with the trained adapter beside the weights, instead of merging it and sending all weights.
-    threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
-    port: port of the server on 127.0.0.1; unset: any free one.
-    start_seconds: deadline for the server's start.
-    answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
-    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
-        the devices of the next ranks, which train there and take turns with it.
-    restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
-        For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
-    weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
-        accelerator's memory, or in the host's where they did not come on an accelerator.
-    weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
-    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
-        each end keeps a copy of the weights in the host's memory for it.
     plain: uses public flags and calls of vLLM alone, as with every version but that of `make vllm`. Draws are vLLM's;
         adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
     routed_experts: tells the experts that computed each token of a mixture, which compute it in the trainer too; with
         plain=true.
-    server: further engine arguments of vLLM by name, such as max_model_len.
     """
 
     length_option, package, sees = "max_model_len", PACKAGE, (*QWEN, "smolvlm")
@@ -123,34 +106,15 @@ class VLLMEngine(ServerEngine):
         num_devices: int = 1,
         span: Span | None = None,
         *,
-        python: str | None = None,
-        kv_cache_bytes: Count = 1_073_741_824,
         compile: bool = False,  # noqa: A002  # the option's name
-        on_new_weights: Literal["recompute", "keep", "wait", "abort"] = "recompute",
         adapter: bool = False,
-        threads: Count | None = None,
-        port: Count | None = None,
-        start_seconds: Positive = 600.0,
-        answer_seconds: Positive = 300.0,
-        tensor_parallel_size: Count | None = None,
-        restarts: Number = 3,
-        weight_transfer: Literal["file", "ipc"] = "file",
-        weights_dir: str | None = None,
-        weight_delta: bool = False,
         plain: bool = False,
         routed_experts: bool = False,
-        server: dict[str, Any] | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(
-            *(dtype, max_batch_size, max(num_devices, tensor_parallel_size or 1), model, span),
-            on_new_weights=on_new_weights,
-            weight_transfer=weight_transfer,
-            weights_dir=weights_dir,
-            start_seconds=start_seconds,
-            answer_seconds=answer_seconds,
-            restarts=restarts,
-        )
-        told = {"adapter": adapter, "on_new_weights": on_new_weights, "plain": plain, "python": python}
+        super().__init__(dtype, max_batch_size, num_devices, model, span, ServerOptions(**shared))
+        given = self.shared
+        told = {"adapter": adapter, "on_new_weights": given.on_new_weights, "plain": plain, "python": given.python}
         self.options = told | {"routed_experts": routed_experts}
         self.routed = mixtures(self._outline) if routed_experts else []
         self.plain = found = self._plain(self.options)
@@ -158,8 +122,8 @@ class VLLMEngine(ServerEngine):
             **dict(zip(("model", "tokenizer"), where_found(self.base, model), strict=True)),
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": max_batch_size,
-            "tensor_parallel_size": tensor_parallel_size or num_devices,
-            "kv_cache_memory_bytes": kv_cache_bytes,
+            "tensor_parallel_size": given.tensor_parallel_size or num_devices,
+            "kv_cache_memory_bytes": given.kv_cache_bytes,
             # the share that must be free at the start: a trainer may have most, and the cache has a size of its own
             **({} if device == HOST else {"gpu_memory_utilization": 0.01}),
             "enforce_eager": not compile,
@@ -169,11 +133,11 @@ class VLLMEngine(ServerEngine):
             **config_overrides("hf_overrides", self._outline.config),
             **_for_options(model, adapter, routed_experts),
         }
-        self.takes_adapter, self.takes_delta, self._lora = adapter, weight_delta, model.lora
+        self.takes_adapter, self._lora = adapter, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
-        own = environment(threads or torch.get_num_threads(), device, self.devices_here, found is not None)
+        own = environment(given.threads or torch.get_num_threads(), device, self.devices_here, found is not None)
         own |= {"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}  # the one that tells experts
-        self.launch(partial(command, plain=found), arguments, own, python=python, port=port, server=server)
+        self.launch(partial(command, plain=found), arguments, own)
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plugins: what their manifests say is what they have, and whet is whole without any of them."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.raising import raises
+from whet import registry
+from whet.errors import RegistryError
+from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
+from whet.moved import MOVED
+
+HERE = sorted(path.parent.name for path in PLUGINS.glob("*/plugin.toml"))
+KINDS = {
+    each.decorator.removeprefix("register_"): each
+    for each in vars(registry).values()
+    if isinstance(each, registry.Registry)
+}
+
+
+def test_every_folder_has_a_manifest_and_a_readme_of_ten_lines() -> None:
+    folders = [path for path in PLUGINS.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert sorted(path.name for path in folders) == HERE
+    assert not [path.name for path in folders if len((path / "README.md").read_text().splitlines()) > 12]
+
+
+@pytest.mark.parametrize("plugin", HERE)
+def test_a_manifest_names_what_its_plugin_registers(plugin: str) -> None:
+    said = {kind: names for kind, names in manifests()[plugin].items() if kind != "recipe"}
+    offered = {(kind, name): target for kind, names in said.items() for name, target in names.items()}
+    registered = {
+        (kind, name): entry.target
+        for kind, each in KINDS.items()
+        for name, entry in each.shipped.items()
+        if entry.target.startswith(f"whet.plugins.{plugin}.")
+    }
+    assert offered == registered
+
+
+@pytest.mark.parametrize("plugin", HERE)
+def test_a_manifest_names_the_recipes_of_its_plugin(plugin: str) -> None:
+    found = {path.stem: f"recipes/{path.name}" for path in (PLUGINS / plugin / "recipes").glob("*.yaml")}
+    assert manifests()[plugin].get("recipe", {}) == found
+
+
+def test_the_table_of_names_is_that_of_the_manifests() -> None:
+    rows = [
+        (kind, name, each) for each, kinds in manifests().items() for kind, names in kinds.items() for name in names
+    ]
+    with NAMES.open(encoding="utf-8", newline="") as file:
+        written = [(row["kind"], row["name"], row["plugin"]) for row in csv.DictReader(file)]
+    assert written == sorted(written) and set(written) == set(rows)
+
+
+def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.manifests.manifests", dict)
+    assert missing_plugin("command", "view") == "viewer" and missing_plugin("command", "vieww") == ""
+    assert targets("command") == []
+    with raises(RegistryError, "command view", expected=re.compile("viewer"), change=re.compile("viewer")):
+        registry.Registry("command", "cli", "register_command")["view"]
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
+    sys.modules.pop(old, None)
+    spec = find_spec(old)
+    assert spec is not None and spec.origin == new and find_spec(new) is not None
+    assert not Path(*old.split(".")).with_suffix(".py").exists()
+
+
+def test_modules_inside_an_old_folder_are_those_of_today() -> None:
+    from whet.viewer import records  # type: ignore[import-not-found]
+    from whet.viewer.server import Site  # type: ignore[import-not-found]
+
+    from whet.plugins.viewer import records as today, server
+
+    assert records is today and Site is server.Site
+    assert server.__spec__ is not None and server.__spec__.name == "whet.plugins.viewer.server"

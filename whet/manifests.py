@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugins that ship with whet, and the names that they offer.
+
+A plugin is a folder of `whet/plugins/` with a manifest, `plugin.toml`, which is read without importing the plugin: a
+table for each kind (`command`, `reward`, ..., as in the group `whet.KIND` of entry points) with targets by name. A
+folder that is deleted takes its names with it; `plugin_names.csv` then still says where they came from.
+"""
+
+from __future__ import annotations
+
+import csv
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+PLUGINS = Path(__file__).parent / "plugins"
+NAMES = Path(__file__).parent / "plugin_names.csv"
+
+
+@cache
+def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """Targets (`package.module:function`) by plugin, kind and name, of the plugins that are there."""
+    found = {path.parent.name: tomllib.loads(path.read_text("utf-8")) for path in sorted(PLUGINS.glob("*/plugin.toml"))}
+    return {
+        plugin: {kind: each for kind, each in said.items() if isinstance(each, dict)} for plugin, said in found.items()
+    }
+
+
+def targets(kind: str) -> list[str]:
+    """The targets of a kind, plugin by plugin."""
+    return [target for offered in manifests().values() for target in offered.get(kind, {}).values()]
+
+
+def recipe_folders() -> list[Path]:
+    """The folders of the recipes of plugins."""
+    return [PLUGINS / plugin / "recipes" for plugin, offered in manifests().items() if "recipe" in offered]
+
+
+def missing_plugin(kind: str, name: str) -> str:
+    """Returns the plugin that offers a name and is not there; "" where no plugin of whet does."""
+    with NAMES.open(encoding="utf-8", newline="") as file:
+        plugins = {(row["kind"], row["name"]): row["plugin"] for row in csv.DictReader(file)}
+    plugin = plugins.get((kind, name), "")
+    return "" if plugin in manifests() else plugin

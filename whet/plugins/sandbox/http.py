@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sandbox behind HTTP, with SandboxFusion's interface (bytedance/SandboxFusion): POST /run_code."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property, partial
+from typing import Any, get_args
+
+from whet.errors import SandboxError
+from whet.http import CallError, fetch, shown
+from whet.limits import read_json
+from whet.programs.protocol import End, Language, Program, Ran, until_late
+from whet.registry import register_sandbox
+
+ATTEMPTS = 4  # of a request that found the service busy or gone
+GRACE_SECONDS = 30.0  # for the service to answer with all attempts, beyond the limits of the program
+SERVED = {name: name for name in ("python", "cpp", "bash", "java", "go", "rust")} | {"javascript": "nodejs"}
+TOLD = "whet: "  # before the end of a program in `message`, from a service of `whet serve-sandbox`
+KEY = "WHET_SANDBOX_KEY"  # environment variable of the API key of a service
+MOST_BYTES = 256 * 2**20  # of an answer
+INTERFACE = "a service with SandboxFusion's interface"
+
+
+class HttpSandbox:
+    """Programs in a service. Limits other than time and memory are those of the service. `languages` adds commands of
+    this side, which a service of `whet serve-sandbox` runs; SandboxFusion has its own languages only."""
+
+    def __init__(self, address: str, languages: Mapping[str, Language] | None = None) -> None:
+        self.address = address.rstrip("/").removesuffix("/run_code")
+        self._own = languages or {}
+
+    @property
+    def name(self) -> str:
+        return shown(self.address)
+
+    @cached_property
+    def languages(self) -> Mapping[str, Language | str]:
+        """The service's names of languages, which whet's own tells; and own ones.  Raises: SandboxError."""
+        told = self._ask("/v1/languages", None, GRACE_SECONDS)
+        if told is None and self._own:
+            found = f"{', '.join(self._own)}, and the service at {self.name} takes no languages of its clients"
+            expected = "a service of `whet serve-sandbox`, or no languages"
+            raise SandboxError("languages", found, expected, "unset reward.kwargs.languages")
+        return SERVED if told is None else {**{name: name for name in told["languages"]}, **self._own}
+
+    def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
+        limits, language = program.limits, self.languages[program.language]
+        body = {
+            "code": program.source,
+            "language": language if isinstance(language, str) else program.language,
+            "whet_language": None if isinstance(language, str) else asdict(language),
+            "compile_timeout": program.compiling.seconds,
+            "run_timeout": limits.seconds,
+            "memory_limit_MB": limits.memory_bytes // 2**20,
+            "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+            "fetch_files": [*program.collect],
+        }
+        seconds = limits.seconds + program.compiling.seconds + GRACE_SECONDS
+
+        def run(given: bytes) -> Ran:
+            answer = self._ask("/run_code", {**body, "stdin": given.decode(errors="replace")}, seconds) or {}
+            try:
+                return self._read(answer)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise self._unread(f"{answer!r:.200}: {error}") from error
+
+        return until_late(run, inputs)
+
+    def close(self) -> None:
+        """Does nothing: the service goes on."""
+
+    def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
+        """Posts a body, or gets what is at a path: None where there is nothing."""
+        secret, method = os.environ.get(KEY), "GET" if body is None else "POST"
+        headers = {"Authorization": f"Bearer {secret}"} if secret else None
+        limits: dict[str, Any] = {"seconds": seconds, "attempts": ATTEMPTS, "most": MOST_BYTES}
+        try:
+            parse = partial(read_json, most=MOST_BYTES)
+            found = fetch(method, f"{self.address}{path}", parse, body=body, headers=headers, **limits)
+        except CallError as error:
+            if body is None and error.status in (404, 405, 501):
+                return None
+            why = f"{error}; set its key as the environment variable {KEY}" if error.status == 401 else f"{error}"
+            change = "start it (`whet serve-sandbox`), or correct the address"
+            raise SandboxError(f"sandbox at {self.name}", f"no result ({why})", INTERFACE, change) from error
+        if not isinstance(found, dict):
+            raise self._unread(f"{found!r:.200}")
+        return found
+
+    def _unread(self, answer: str) -> SandboxError:
+        change = "correct the address"
+        return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
+
+    def _read(self, answer: dict[str, Any]) -> Ran:
+        """Raises: SandboxError where the service failed, which says nothing about the program."""
+        if answer.get("status") == "SandboxError":
+            raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
+        compiled, ran = answer.get("compile_result"), answer.get("run_result")
+        result = ran or compiled
+        if not isinstance(result, dict):
+            raise self._unread(f"without run_result: {answer!r:.200}")
+        code = result.get("return_code")
+        end: End = "ok" if code == 0 else "failed"
+        if result.get("status") == "TimeLimitExceeded":
+            end = "timeout"
+        told = str(answer.get("message") or "").removeprefix(TOLD)
+        end = told if told in get_args(End) else "compile" if ran is None else end  # type: ignore[assignment]
+        out, errors = ((result.get(name) or "").encode() for name in ("stdout", "stderr"))
+        given, seconds = answer.get("files") or {}, float(result.get("execution_time") or 0.0)
+        files = {name: base64.b64decode(content, validate=True) for name, content in given.items()}
+        return Ran(end, -9 if code is None else int(code), out, errors, seconds, files=files)
+
+
+@register_sandbox("service")
+def service(
+    address: str,
+    *,
+    python: str | None = None,
+    paths: Sequence[str] = (),
+    languages: Mapping[str, Language] | None = None,
+) -> HttpSandbox:
+    """A service at http://HOST:PORT, which has interpreters and folders of its own.
+
+    Raises: SandboxError where those of this machine are set."""
+    if python or paths:
+        found = f"set to files of this machine, and the sandbox {address} is a service"
+        change = "unset them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"
+        raise SandboxError("python, paths", found, "neither", change)
+    return HttpSandbox(address, languages)

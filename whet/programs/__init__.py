@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Untrusted programs: the contract of sandboxes (`protocol`), which plugins and packages register, and the tests of
+untrusted code (`inside`), in a process that the code cannot reach; nothing there imports whet."""

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Untrusted programs, the limits of a run, and how it ended; the contract of sandboxes, and sandboxes by name, one of
+each in a process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, Protocol
+
+from whet.errors import RegistryError, SandboxError
+from whet.registry import SANDBOXES
+
+End = Literal["ok", "failed", "compile", "timeout", "memory", "output", "processes", "disk"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one run of a program, with all processes that it starts."""
+
+    seconds: float = 10.0  # wall-clock time
+    cpu_seconds: float = 10.0  # of each process
+    memory_bytes: int = 512 * 2**20  # of each process, and of all together with the scratch folder
+    output_bytes: int = 2**20  # standard output and error together
+    processes: int = 32  # threads count
+    open_files: int = 64
+    file_bytes: int = 16 * 2**20  # of one file
+    scratch_bytes: int = 64 * 2**20
+    scratch_files: int = 4096
+
+
+COMPILING = Limits(seconds=30.0, cpu_seconds=30.0, memory_bytes=2**30, file_bytes=64 * 2**20, scratch_bytes=128 * 2**20)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program: a command line, or Python code that runs in an interpreter which has common modules loaded."""
+
+    argv: Sequence[str] = ()
+    code: str = ""
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the scratch folder
+    collect: Sequence[str] = ()  # names of files in the scratch folder to give back
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The end of a run. `end` is "ok" for exit code 0, "failed" for another one, "compile" where it does not compile,
+    else the limit that ended it."""
+
+    end: End
+    code: int  # exit code, minus the signal for a killed program
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    cpu_seconds: float = 0.0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran]:
+    """Runs a program for each input. After one that took too long it is not run again: the others end so too."""
+    runs: list[Ran] = []
+    for given in inputs:
+        runs.append(runs[-1] if runs and runs[-1].end == "timeout" else run(given))
+    return runs
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language: the file that its source is written into, the command that compiles it, the one that runs it."""
+
+    file: str
+    run: Sequence[str]
+    compile: Sequence[str] = ()
+    compiled: str = ""  # the file that compiling makes
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program in a language of the sandbox's `languages`."""
+
+    language: str
+    source: str
+    limits: Limits = Limits()
+    compiling: Limits = COMPILING
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    collect: Sequence[str] = ()
+    command: Language | None = None  # in place of that of `languages`
+
+
+class Sandbox(Protocol):
+    """Runs programs; several threads may call."""
+
+    @property
+    def name(self) -> str:
+        """The name of what holds programs: "bubblewrap", "unisolated", or an address."""
+
+    @property
+    def languages(self) -> Mapping[str, Language | str]:
+        """The languages of programs; for a service, its own names of them."""
+
+    def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
+        """Compiles a program, and runs it for each standard input.  Raises: SandboxError where the sandbox fails."""
+
+    def close(self) -> None:
+        """Ends what the sandbox runs."""
+
+
+@cache
+def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
+    """The sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
+
+    `python` is the interpreter of programs on this machine; `languages` further ones as JSON:
+    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.
+    Raises: SandboxError where it cannot hold programs."""
+    try:
+        entry = SANDBOXES["service" if name.startswith(("http://", "https://")) else name]
+    except RegistryError as error:
+        expected = f"{error.expected}, or http://HOST:PORT of a SandboxFusion service"
+        raise SandboxError("sandbox", name, expected, error.change) from error
+    sandbox: Sandbox = entry.make({"address": name}, {"python": python, "paths": paths, "languages": _read(languages)})
+    return sandbox
+
+
+def _read(text: str) -> dict[str, Language]:
+    found = {}
+    for name, given in json.loads(text).items():
+        try:
+            found[name] = Language(**given)
+        except TypeError as error:
+            expected = "file, run, and compile with compiled where it is compiled"
+            raise SandboxError(f"languages.{name}", given, expected) from error
+    return found

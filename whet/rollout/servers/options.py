@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that all rollout engines with a server have, which their registration names as `shares`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from whet.options import Count, Number, Positive
+
+OnNewWeights = Literal["recompute", "keep", "wait", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The options by name; their text follows that of an engine's own.
+
+    python: interpreter of the environment; unset: $WHET_VLLM_PYTHON or $WHET_SGLANG_PYTHON, else .venv-vllm or
+        .venv-sglang of the checkout.
+    kv_cache_bytes: memory for keys and values.
+    on_new_weights: what running requests do when weights change. recompute: go on, and compute their keys and values
+        again; keep: go on with those of the old weights; wait: end under the old weights, before the new ones load;
+        abort: are ended, and sent again with the tokens that they have.
+    threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
+    port: port of the server on 127.0.0.1; unset: any free one.
+    start_seconds: deadline for the server's start.
+    answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
+    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
+        the devices of the next ranks, which train there and take turns with it.
+    restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
+        For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
+    weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
+        accelerator's memory, or in the host's where they did not come on an accelerator.
+    weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
+    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
+        each end keeps a copy of the weights in the host's memory for it.
+    server: further arguments of the server by name, such as max_model_len of vLLM and context_length of SGLang.
+    """
+
+    python: str | None = None
+    kv_cache_bytes: Count = 1_073_741_824
+    on_new_weights: OnNewWeights = "recompute"
+    threads: Count | None = None
+    port: Count | None = None
+    start_seconds: Positive = 600.0
+    answer_seconds: Positive = 300.0
+    tensor_parallel_size: Count | None = None
+    restarts: Number = 3
+    weight_transfer: Literal["file", "ipc"] = "file"
+    weights_dir: str | None = None
+    weight_delta: bool = False
+    server: dict[str, Any] | None = None
