@@ -102,8 +102,7 @@ class Entry:
         """The function or class that a mark is, or names as `package.module:name`.  Raises: RegistryError."""
         if mark not in self.marks:
             raise RegistryError(f"{self.kind} {self.name!r}", f"has no {mark}", "", f"register it with {mark}=...")
-        found = self.marks[mark]
-        return found if callable(found) else load_target(found)
+        return found if callable(found := self.marks[mark]) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
         """Checks the ground truth of a row, (ground truth, extra_info, data_source), with the function that the mark
@@ -226,8 +225,7 @@ class Registry:
 
     def registered(self, function: Callable[..., Any]) -> Entry | None:
         """The entry of a function object under its registered name; None if it is not registered."""
-        own = (entry for entry in self._live.values() if entry.function is function and entry.alias_of is None)
-        return next(own, None)
+        return next((each for each in self._live.values() if each.function is function and each.alias_of is None), None)
 
     @cached_property
     def shipped(self) -> Mapping[str, Entry]:
