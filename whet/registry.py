@@ -16,12 +16,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -32,6 +28,7 @@ from typing import Any, TypeVar
 from whet.errors import ConfigError, RegistryError, did_you_mean
 from whet.manifests import missing_plugin, targets
 from whet.options import fits, read, words
+from whet.targets import GAMES as GAMES, load_target as load_target
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,7 +37,6 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
 
 # Parameter names of verl's form that differ from whet's column names.
-GAMES = "a package of games: pip install -e ./examples/environments"
 FOREIGN_COLUMNS = {
     "index": "uid",
     "old_log_prob": "old_log_probs",
@@ -102,8 +98,7 @@ class Entry:
         """The function or class that a mark is, or names as `package.module:name`.  Raises: RegistryError."""
         if mark not in self.marks:
             raise RegistryError(f"{self.kind} {self.name!r}", f"has no {mark}", "", f"register it with {mark}=...")
-        found = self.marks[mark]
-        return found if callable(found) else load_target(found)
+        return found if callable(found := self.marks[mark]) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
         """Checks the ground truth of a row, (ground truth, extra_info, data_source), with the function that the mark
@@ -306,69 +301,6 @@ def trainer_of(command: str) -> Entry:
     return entry if entry.name in TRAINERS.shipped else replace(entry, name=f"{whole}{colon}{name}")
 
 
-def load_target(target: str, *, is_called: bool = True) -> Any:
-    """The object at `package.module:name` or `path/file.py:name`, callable if `is_called`.  Raises: RegistryError."""
-    location, _, name = target.rpartition(":")
-    if not location:
-        raise RegistryError("function", target, "package.module:function or path/file.py:function", "add its place")
-    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, REQUIRED)
-    if found is REQUIRED or (is_called and not callable(found)):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
-        ]
-        what = "nothing of that name" if found is REQUIRED else f"a {type(found).__name__}, not a function"
-        change = did_you_mean(name, own, "correct the name", quoted=False)
-        raise RegistryError(target, what, f"one of {', '.join(own) or 'no functions'} in {location}", change)
-    return found
-
-
-def _load_module(location: str, target: str) -> Any:
-    try:
-        return importlib.import_module(location)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
-            way = f"it comes with {GAMES}; or " if error.name.startswith("whet_environments") else ""
-            found = f"no module {error.name!r} on the Python path"
-            raise RegistryError(target, found, change=f"{way}set PYTHONPATH") from error
-        raise
-
-
-def _load_file(path: Path) -> Any:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise RegistryError(str(path), "does not exist", "a Python file with the function", "correct the path")
-    name = f"whet_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        del sys.modules[name]
-        raise RegistryError(str(path), f"imports {error.name}, which is missing here", change=_absent(error)) from error
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _absent(error: ModuleNotFoundError) -> str:
-    if (error.name or "").partition(".")[0] == "verl":
-        return (
-            "write `from whet.protocol import DataProto`, and import decorators from whet (`from whet import "
-            "register_adv_est`), which needs no verl; docs/migrating.md has the forms"
-        )
-    return "install it, or set PYTHONPATH to its folder"
-
-
 def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str]) -> list[Entry]:
     presets = aliases if isinstance(aliases, Mapping) else {alias: {} for alias in aliases}
     return [
@@ -453,6 +385,7 @@ POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
 VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
 PREFERENCE_LOSSES = Registry("preference loss", "algorithms", "register_preference_loss", has_foreign_form=False)
 POLICY_LOSSES.also = PREFERENCE_LOSSES  # on groups of responses
+DIVERGENCES = Registry("divergence", "algorithms", "register_divergence", ("student", "teacher"))
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")
 WEIGHTS = Registry("token weight", "algorithms", "register_weight")
@@ -484,6 +417,7 @@ register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
 register_value_loss = VALUE_LOSSES.register
 register_preference_loss = PREFERENCE_LOSSES.register
+register_divergence = DIVERGENCES.register
 register_aggregation = AGGREGATIONS.register
 register_kl = KL_FORMS.register
 register_filter = FILTERS.register

@@ -21,6 +21,8 @@ COMMANDS = [
         "sft",
         "eval",
         "generate",
+        "select",
+        "distill",
         "init-model",
         "plan",
         "doctor",

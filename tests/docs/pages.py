@@ -219,7 +219,11 @@ def check_command(words: list[str], block: Block) -> None:
     while words and "=" in words[0]:
         words = words[1:]  # a variable for this command
     match words:
-        case ["whet", "train" | "sft" | "preference" | "train-reward" | "eval" | "generate" as command, *rest]:
+        case [
+            "whet",
+            "train" | "sft" | "distill" | "preference" | "train-reward" | "eval" | "generate" as command,
+            *rest,
+        ]:
             schema = SCHEMAS[command]
             recipe, overrides = split_recipe([w for w in rest if w not in ("--dry-run", "-m")], None)
             for each in [run.overrides for run in members(overrides)] if "-m" in rest else [overrides]:

@@ -39,7 +39,7 @@ def test_the_page_of_keys_is_current() -> None:
 
 
 def test_every_key_has_its_row() -> None:
-    train = reference().partition("## `whet preference`")[0]
+    train = reference().partition("## `whet distill`")[0]
     rows = [line for line in train.splitlines() if line.startswith("| `")]
     told = {row.split("`")[1] for row in rows}
     assert told == {key.rpartition(".")[2] for key in leaf_fields(TrainConfig)}

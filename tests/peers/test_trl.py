@@ -21,6 +21,7 @@ from whet.algorithms.statistics import row_means
 from whet.config.convert import Conversion
 from whet.config.foreign_files import Written
 from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, WEIGHTS
+from whet.trainers.distill import DistillObjective
 from whet.trainers.objectives import PreferenceObjective
 
 WORKER = Path(__file__).parent / "trl_worker.py"
@@ -204,6 +205,34 @@ def test_losses_of_preferences_and_their_gradients(
             total = total + row_means(log_probs, batch["response_mask"])[:half].mean()
         (slope,) = torch.autograd.grad(total, log_probs)
         torch.testing.assert_close(total.detach(), value.double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "beta"),
+    [("forward_kl", {}, 0.0), ("reverse_kl", {}, 1.0), ("jsd", {}, 0.5), ("jsd", {"beta": 0.1}, 0.1)],
+)
+def test_divergences_of_a_teacher_and_their_gradients(
+    name: str, options: dict[str, Any], beta: float, python: Path, tmp_path: Path
+) -> None:
+    """The objective's mean over trained tokens and its slope at the logits, at two temperatures."""
+    calls = []
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        logits, teacher = torch.randn(2, 3, 5, 11, generator=draw, dtype=torch.float64).mul(3)
+        labels = torch.where(torch.rand(3, 5, generator=draw) < 0.6, 1, -100)
+        labels[0, 0] = 1
+        calls.append((logits, teacher, labels, (1.0, 0.6)[seed % 2]))
+    objective = DistillObjective(name, options)
+    told = [("divergence", a, b, {"labels": c, "temperature": t, "beta": beta}) for a, b, c, t in calls]
+    for (logits, teacher, labels, heat), (value, gradient) in zip(
+        calls, ask(python, WORKER, tmp_path, told), strict=True
+    ):
+        leaf = logits.clone().requires_grad_()
+        batch = {"response_mask": (labels != -100).long(), "teacher_outcomes": (teacher / heat).log_softmax(-1)}
+        total, _ = objective.loss({"vocab_log_probs": (leaf / heat).log_softmax(-1)}, batch, objective.counts(batch))
+        (slope,) = torch.autograd.grad(total, leaf)
+        torch.testing.assert_close(total.detach(), value, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(slope, gradient, rtol=1e-6, atol=1e-6)
 
 

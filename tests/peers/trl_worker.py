@@ -16,6 +16,7 @@ import torch
 import trl  # type: ignore[import-not-found]  # of another environment
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer  # type: ignore[import-not-found]  # of another environment
 from trl.experimental.cpo import CPOTrainer  # type: ignore[import-not-found]
+from trl.experimental.gkd import GKDTrainer  # type: ignore[import-not-found]
 from trl.experimental.orpo import ORPOTrainer  # type: ignore[import-not-found]
 from trl.rewards import get_soft_overlong_punishment  # type: ignore[import-not-found]
 
@@ -162,6 +163,16 @@ def comparison(
     return result.detach(), gradient
 
 
+def divergence(
+    logits: torch.Tensor, teacher: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's loss of distillation, a mean over the places that `labels` does not hide, and its gradient."""
+    leaf = logits.clone().requires_grad_()
+    result = GKDTrainer.generalized_jsd_loss(leaf, teacher, **options)
+    (gradient,) = torch.autograd.grad(result, leaf)
+    return result.detach(), gradient
+
+
 def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
     """TRL's penalty for answers of these lengths."""
     found: list[float] = get_soft_overlong_punishment(**options)(completion_ids=[[0] * length for length in lengths])
@@ -178,6 +189,7 @@ def main() -> None:
     """Every call of the file, in order."""
     calls = torch.load(sys.argv[1], weights_only=False)
     kinds = {"loss": loss, "overlong": overlong, "preferences": preferences, "comparison": comparison, "fields": fields}
+    kinds |= {"divergence": divergence}
     torch.save([kinds[kind](*given) for kind, *given in calls], sys.argv[2])
 
 

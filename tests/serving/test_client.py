@@ -116,6 +116,28 @@ def test_prompts_in_every_form(client: openai.OpenAI, qwen25_folder: Path) -> No
     assert found[0].usage is not None and found[0].usage.prompt_tokens == sum(map(len, forms[1]))
 
 
+def test_the_log_probs_of_a_prompt(server: Running, qwen25_folder: Path) -> None:
+    """Those of the model's own forward, of the text's tokens and the three likeliest; every sample has its prompt's."""
+    tokenizer, model = load_tokenizer(qwen25_folder), load_policy(qwen25_folder)
+    prompts = [tokenizer.encode(text) for text in ("six times", "seven", "s")]
+    body = {"model": "m", "prompt": prompts, "max_tokens": 1, "n": 2, "prompt_logprobs": 3}
+    choices = server.http().post("/v1/completions", json=body).json()["choices"]
+    assert [choice["prompt_logprobs"] for choice in choices[::2]] == [each["prompt_logprobs"] for each in choices[1::2]]
+    for ids, choice in zip(prompts, choices[::2], strict=True):
+        with torch.no_grad():
+            own = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        first, *places = choice["prompt_logprobs"]
+        assert first is None and len(places) == len(ids) - 1
+        for row, token, place in zip(own, ids[1:], places, strict=False):
+            likeliest = {str(each) for each in row.topk(3).indices.tolist()}
+            assert place.keys() == likeliest | {str(token)}
+            for each, told in place.items():
+                assert told["logprob"] == pytest.approx(float(row[int(each)]), abs=1e-4)
+                assert told["decoded_token"] == tokenizer.decode([int(each)])
+    refused = server.http().post("/v1/completions", json={**body, "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stream_is_the_whole_response_in_parts(client: openai.OpenAI, temperature: float) -> None:
     options: dict[str, Any] = {

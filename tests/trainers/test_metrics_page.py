@@ -26,7 +26,7 @@ from tests.algorithms.conftest import _make_batch
 from tests.models.nano import nano_model
 from whet.checkpoints.export import export
 from whet.columns import COLUMNS
-from whet.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
+from whet.config import DistillConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
 from whet.plugins.lessons.init_model import init_model
@@ -36,6 +36,7 @@ from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.columns import ColumnPlan
+from whet.trainers.distill import distill
 from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.preference import train_preference
 from whet.trainers.rollout_worker import Direct
@@ -275,6 +276,10 @@ def test_runs_record_what_the_table_says_and_all_of_it(
     for loss in ("dpo", "kto"):
         own = {"loss": loss, "trainer.run_dir": str(tmp_path / loss)}
         train_preference(load_config(PreferenceConfig, None, common | fine | own, given={"data"}).config, data=longer)
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
+    own = {"teachers": {"*": common["model.path"]}, "on_policy": 0.5, "top_k": 4, "max_response_length": 3}
+    own["trainer.run_dir"] = str(tmp_path / "distill")
+    distill(load_config(DistillConfig, None, common | fine | own, given={"data"}).config, data=examples)
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}
     where = {"trainer.run_dir": str(tmp_path / "against"), "trainer.val_freq": 1}
     monkeypatch.setattr(Direct, "num_lost", 1)  # for rollout/lost_ranks

@@ -145,7 +145,7 @@ def test_an_installed_package_adds_one(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_shipped_trainers_are_registered() -> None:
-    assert commands() == ["train", "preference", "sft", "train-reward", "eval", "generate"]
+    assert commands() == ["train", "distill", "preference", "sft", "train-reward", "eval", "generate"]
     assert [schema_of(each).command for each in commands()] == commands()
     assert all(each.marked("setup") for each in registry.TRAINERS.shipped.values())
 

@@ -29,13 +29,14 @@ UNLIMITED = 10_000  # console width where the output is no terminal, so that no 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
     """Maps each kind to the first config key that chooses a function of it, and to the key of its options."""
+    from whet.config.distill import DistillConfig
     from whet.config.preference import PreferenceConfig
     from whet.config.schema import TrainConfig
     from whet.config.section import choices
 
     found = {
         choice.registry: (key, choice.options and choice.options_key(key))
-        for schema in (PreferenceConfig, TrainConfig)
+        for schema in (DistillConfig, PreferenceConfig, TrainConfig)
         for key, choice in reversed(list(choices(schema).items()))
     }
     found[TOOLS] = "environment.tools", None  # a list, in which each entry has its options

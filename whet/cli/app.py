@@ -22,7 +22,7 @@ from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, Group
 from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
-from whet.cli.evaluate import compare, evaluate, generate
+from whet.cli.evaluate import compare, evaluate, generate, select
 from whet.cli.inputs import config, data
 from whet.cli.models import export
 from whet.cli.rewards import check_reward, rewards
@@ -55,7 +55,7 @@ def _later() -> None:
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, evaluate, generate, compare, serve, export),
+    "After training": (runs, plot, show, evaluate, generate, select, compare, serve, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}

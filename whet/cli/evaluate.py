@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet eval`, `whet compare` and `whet generate`."""
+"""`whet eval`, `whet compare`, `whet generate` and `whet select`."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -148,3 +149,28 @@ def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -
     took = f" in {done.seconds:.1f} s, to {done.output}" if is_kept else f", {done.seconds:.1f} s"
     typer.echo(f"{'wrote ' * is_kept}{written}{took}")
     return done
+
+
+def select(
+    samples: Annotated[Path, typer.Argument(metavar="FILE", help="the file of whet generate", exists=True)],
+    words: RecipeAndOverrides = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="file of the rows, .jsonl")] = Path("selected.jsonl"),
+    best_of: Annotated[
+        int | None, typer.Option(min=1, help="keep the best of so many samples of a prompt; unset: of all")
+    ] = None,
+    min_score: Annotated[float, typer.Option(help="least score of a response that is kept")] = -math.inf,
+    config_name: ConfigName = None,
+) -> None:
+    """Keep the best of sampled responses, as rows for whet sft.
+
+    The words are those of whet eval: model.path and data.* as for whet generate, and reward.*, which scores."""
+    from whet.config import EvalConfig, load_config
+    from whet.evaluation.select import select as run
+
+    config = load_config(EvalConfig, *split_recipe(words, config_name)).config
+    done = run(config, samples, output, best_of=best_of, min_score=min_score)
+    typer.echo(
+        f"wrote {done.num_rows} rows of {done.num_chosen} responses to {done.output}: {done.num_samples} samples of "
+        f"{done.num_prompts} prompts, of which {done.num_empty} have no row; {done.num_cut} samples were cut off, "
+        f"{done.num_failed} have no score"
+    )

@@ -3,6 +3,7 @@
 
 from whet.config.algorithm_checks import aggregation as aggregation, uses_critic as uses_critic
 from whet.config.checks import check as check, check_context as check_context, problems as problems
+from whet.config.distill import DistillConfig as DistillConfig
 from whet.config.load import (
     Loaded as Loaded,
     keyed_lines as keyed_lines,

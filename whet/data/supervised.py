@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,11 @@ from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, r
 from whet.data.written import NO_END, end_of_turn, mark_ends, warn_once
 from whet.errors import DataError
 from whet.limits import bounded
+from whet.options import is_number
 from whet.types import Example, Media, Message
 
 logger = logging.getLogger(__name__)
+WEIGHT = "example_weight"  # field of a row
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class SupervisedExample(Example):
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     media: tuple[Media, ...] = ()  # in the order of their tokens
+    weight: float = 1.0  # of its tokens: 2 is as two copies
+    source: str | None = None  # data source, for trainers that read it
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +40,8 @@ class SupervisedExample(Example):
 
     @property
     def content(self) -> tuple[object, ...]:
-        return self.input_ids, self.loss_mask
+        told = self.weight, self.source
+        return self.input_ids, self.loss_mask, *(told if told != (1.0, None) else ())
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         return {"": (self.input_ids, self.loss_mask)}
@@ -61,8 +67,11 @@ def build_examples(
     made: list[tuple[int, SupervisedExample]] = []
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
         with at_row(index):
-            own = _examples(row, prompt_format, data)
-            made += [(index, replace(example, media=from_row(index, example.media))) for example in own]
+            own, weight, source = _examples(row, prompt_format, data), _weight(row), data.get("data_source")
+            source = source if source is None else str(row.get("data_source") or source)
+            made += [
+                (index, replace(each, media=from_row(index, each.media), weight=weight, source=source)) for each in own
+            ]
     num_truncated = 0
     for index, example in made:
         length = len(example.input_ids)
@@ -122,7 +131,9 @@ def _truncated(example: SupervisedExample, length: int) -> SupervisedExample | N
     """The beginning of an example; None where no trained token is left, or where it ends inside a media."""
     ids, mask = example.input_ids[:length], example.loss_mask[:length]
     kept = num_whole(ids, example.media)
-    return SupervisedExample(ids, mask, example.media[:kept]) if any(mask) and kept is not None else None
+    if not any(mask) or kept is None:
+        return None
+    return replace(example, input_ids=ids, loss_mask=mask, media=example.media[:kept])
 
 
 def encode_response(
@@ -220,3 +231,11 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Counts the leading ids that agree; fewer than the prefix has if the tokenizer merges tokens across its end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _weight(row: Row) -> float:
+    """The weight of a row's tokens, 1 unless it has one."""
+    value = row.get(WEIGHT, 1.0)
+    if not is_number(value) or not 0 < value < math.inf:
+        raise DataError(f"field {WEIGHT!r}", f"is {value!r}", "a number above 0", "correct it, or leave the row out")
+    return float(value)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +36,8 @@ from whet.models.routers import (
 from whet.models.routing import ARGUMENT
 from whet.models.sequence_parallel import TokenShare
 from whet.models.supported import support_of
+
+PromptLogProbs = tuple[list[float], list[list[tuple[int, float]]]]
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,24 @@ def statistics_of(
     if "vocab_log_probs" in needs:
         outputs["vocab_log_probs"] = at.to_columns(vocab_log_probs(hidden[: at.count], weight, bias, temperature, form))
     return outputs
+
+
+@torch.no_grad()
+def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings) -> PromptLogProbs:
+    """Log-probs of the tokens behind the first of a prompt, and in their places the `count` likeliest tokens with
+    theirs, the likeliest first."""
+    if len(prompt) < 2:
+        return [], []
+    ids = torch.tensor([prompt])
+    real = torch.ones_like(ids)
+    batch = {"input_ids": ids, "attention_mask": real, "position_ids": real.cumsum(1) - 1, "response_mask": real[:, 1:]}
+    name = "vocab_log_probs" if count else "log_probs"
+    found = model_outputs(model, batch, frozenset({name}), settings)[name][0].float().cpu()
+    if not count:
+        return found.tolist(), []
+    values, tokens = (each.tolist() for each in found.topk(min(count, found.shape[1]), dim=1))
+    own: list[float] = found.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return own, [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
 
 
 def states_of(model: nn.Module, where: Layout, settings: ForwardSettings) -> torch.Tensor:

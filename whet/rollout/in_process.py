@@ -19,6 +19,8 @@ from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.load import cast_weights, fitting
 from whet.models.lora import plain_copy
+from whet.models.outputs import ForwardSettings, PromptLogProbs, prompt_log_probs
+from whet.models.supported import support_of
 from whet.phases import span
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.protocol import Completion, Event, Finished, Likeliest, Partial, Request, Status, Weights
@@ -241,6 +243,12 @@ class InProcessEngine(ABC, Generic[L]):
         """Fills the engine's own module.  Raises: WeightSyncError; whatever `weights` raises."""
         self._before_new_weights(forget=not self.keep_cache)
         self.policy.fill(weights, version)
+
+    def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
+        """Log-probs of the tokens behind the first, and the `count` likeliest in their places."""
+        module = self.policy.require_whole()
+        settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)
+        return prompt_log_probs(module, prompt, count, settings)
 
     def sleep(self) -> None:
         """Frees what was computed, and the device of an own module."""

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, EngineError, WhetError
+from whet.models.outputs import PromptLogProbs
 from whet.models.positions import patches
 from whet.phases import counted
 from whet.types import Failure, FinishReason, Media, Versions
@@ -249,6 +250,15 @@ class Sleeps(Protocol):
 
     def wake(self) -> None:
         """Undoes `sleep`."""
+        ...
+
+
+@runtime_checkable
+class TellsPrompts(Protocol):
+    """The ability to tell log-probs of the tokens of a prompt."""
+
+    def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
+        """Log-probs of the tokens behind the first, at temperature 1, and the `count` likeliest in their places."""
         ...
 
 

@@ -29,9 +29,9 @@ from starlette.types import Receive, Scope, Send
 from whet.config.schema import Dtype
 from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
-from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status, TellsPrompts
 from whet.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, TokenTexts, fingerprint
-from whet.serving.bodies import ApiError, Asked, BodyReader, Raw, unsupported
+from whet.serving.bodies import ApiError, Asked, BodyReader, Raw, TextBody, unsupported
 from whet.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.types import last_versions
 
@@ -203,15 +203,40 @@ class App:
         asked = await self._reading.run(len(body), lambda: read(raw))
         uid = uuid.uuid4().hex
         answer = (ChatAnswer if path == CHAT else TextAnswer)(uid, self._reader.name, asked, self._texts)
+        tables = await self._tables(asked)
         events = self._events(uid, asked)
         if not asked.body.stream:
             whole = await _unless_gone(request, self._whole(events, answer))
+            for choice in whole["choices"] if tables else ():
+                choice["prompt_logprobs"] = tables[choice["index"] // asked.body.n]
             self._counters.whole_request.observe(time.monotonic() - started)
             return JSONResponse(whole)
         first = await _unless_gone(request, anext(events))
         self._counters.first_token.observe(time.monotonic() - started)
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
+
+    async def _tables(self, asked: Asked) -> list[list[Raw | None]]:
+        """The log-probs of each prompt in vLLM's form, by token id in each place behind the first; empty where they are
+        not asked for.  Raises: ApiError."""
+        body, engine = asked.body, self._engine.engine
+        if not isinstance(body, TextBody) or (count := body.prompt_logprobs) is None:
+            return []
+        if body.stream or not isinstance(engine, TellsPrompts):
+            why = (
+                "of a stream nothing tells them"
+                if body.stream
+                else "the engine gives log-probs of sampled tokens alone"
+            )
+            raise unsupported("prompt_logprobs", count, f"{why}; leave it out")
+        found = list[list[Raw | None]]()
+        for prompt in asked.prompts:
+            own, likeliest = await asyncio.wrap_future(
+                self._engine.call(partial(engine.prompt_log_probs, prompt, count))
+            )
+            places = zip(prompt[1:], own, likeliest or [[] for _ in own], strict=True)
+            found.append([None, *(self._place({token: value, **dict(others)}) for token, value, others in places)])
+        return found
 
     async def _events(self, uid: str, asked: Asked) -> Samples:
         """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
@@ -248,6 +273,11 @@ class App:
         finally:
             self._unfinished -= len(requests)
             self._engine.abort([request.uid for request in requests])
+
+    def _place(self, log_probs: Mapping[int, float]) -> Raw:
+        """Log-probs by token id, each with the token's text."""
+        decode = self._reader.tokenizer.decode
+        return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
 
     async def _next(self, queue: asyncio.Queue[Event | WhetError], late_at: float) -> Event | WhetError:
         """The next event.  Raises: ApiError at the time `late_at` of the loop, whatever the engine does."""

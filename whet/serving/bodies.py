@@ -38,6 +38,7 @@ MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of fl
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())
+MAX_LIKELIEST = 1024  # tokens in each place of a prompt
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 RESERVED = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools")
 SAMPLED = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -149,6 +150,7 @@ class TextBody(Body):
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=5)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)  # vLLM's
     prompt_field, likeliest_field = "prompt", "logprobs"
 
     @property

@@ -253,8 +253,27 @@ class ValueObjective(Objective):
 
 
 @dataclass(frozen=True)
-class ImitationObjective(Objective):
-    """Supervised fine-tuning: -log pi of the tokens to imitate, each weighing the same."""
+class TokenObjective(Objective):
+    """A mean over the tokens of examples, each times the `example_weights` [B] of its row, where there are some."""
+
+    name: ClassVar[str]
+
+    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """The number of tokens, by weight."""
+        return {"num_tokens": (batch["response_mask"].sum(1) * batch.get("example_weights", 1)).sum()}
+
+    def mean(self, values: torch.Tensor, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """Returns these rows' share of the mean of `values` [B, R], which is logged as the loss."""
+        total = (row_sums(values, batch["response_mask"]) * batch.get("example_weights", 1)).sum()
+        metrics, own = Metrics(), self.counts(batch)["num_tokens"]
+        metrics.mean(f"{self.name}/loss", total.detach() / own, own)
+        metrics.sum(f"{self.name}/tokens", batch["response_mask"].bool().sum())
+        return total / counts["num_tokens"], metrics
+
+
+@dataclass(frozen=True)
+class ImitationObjective(TokenObjective):
+    """Supervised fine-tuning: -log pi of the tokens to imitate."""
 
     loss_name: str = "nll"
     name = "sft"
@@ -262,12 +281,7 @@ class ImitationObjective(Objective):
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
         """Cross-entropy over tokens whose `response_mask` is 1."""
-        total = self.aggregate(-outputs["log_probs"], batch, counts)
-        metrics = Metrics()
-        tokens = batch["response_mask"].bool().sum()
-        metrics.mean("sft/loss", -outputs["log_probs"].detach().sum() / tokens.clamp(min=1), tokens)
-        metrics.sum("sft/tokens", tokens)
-        return total, metrics
+        return self.mean(-outputs["log_probs"], batch, counts)
 
 
 @dataclass(frozen=True)

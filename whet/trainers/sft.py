@@ -260,7 +260,8 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
     positions = [rotary_positions(each.input_ids, each.media, each.loss_mask.index(1)) for each in examples]
     media = {LATER_MEDIA: [example.media for example in examples]} if any(each.media for each in examples) else {}
     return Batch.of(
-        {
+        weights_of(examples)
+        | {
             "input_ids": torch.tensor([padded(example.input_ids, pad_token_id) for example in examples]),
             "attention_mask": attention_mask,
             "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
@@ -268,3 +269,9 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
         },
         media,
     )
+
+
+def weights_of(examples: Sequence[SupervisedExample]) -> dict[str, torch.Tensor]:
+    """The column of the examples' weights, where they are not all 1."""
+    weights = [each.weight for each in examples]
+    return {"example_weights": torch.tensor(weights)} if {*weights} != {1.0} else {}

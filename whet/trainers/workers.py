@@ -293,15 +293,24 @@ def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the models which give numbers of single tokens have the vocabulary of the policy, where their folders
-    have a tokenizer.  Raises: ConfigError."""
+    """Checks that the models which give numbers of single tokens have the vocabulary of the policy.
+
+    Raises: ConfigError."""
     teachers = {f"teacher.model_paths.{source}": path for source, path in config.teacher.model_paths.items()}
     paths = {"critic.model_path": config.critic.model_path, "ref.model_path": config.ref.model_path, **teachers}
-    expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
     change = "name one (the score of a whole text may come from another vocabulary: reward_model.model_path)"
+    check_vocabulary(paths, config.model, tokenizer, change)
+
+
+def check_vocabulary(
+    paths: Mapping[str, str | None], policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, change: str
+) -> None:
+    """Checks that the models at `paths`, by key, have the vocabulary of the policy, where their folders have a
+    tokenizer.  Raises: ConfigError."""
+    expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
     for key, path in paths.items():
         with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
-            if path not in (None, config.model.path) and text_reader(path, config.model.trust_remote_code, tokenizer):
+            if path not in (None, policy.path) and text_reader(path, policy.trust_remote_code, tokenizer):
                 raise ConfigError(key, path, expected, change)
 
 

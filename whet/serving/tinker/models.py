@@ -22,7 +22,7 @@ from whet.engines.optim import optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import TrainedModel, kept_buffers
-from whet.models.outputs import model_outputs
+from whet.models.outputs import prompt_log_probs
 from whet.registry import ENGINES
 from whet.serving.tinker.losses import CROSS_ENTROPY, SHORT, Rows, objective_of, targets_of
 from whet.serving.tinker.store import STATE, ModelKind, Saved, Store
@@ -176,21 +176,10 @@ class Models:
         self._sampled.move_to_end(path)
         return self._sampled[path]
 
-    @torch.no_grad()
     def scores(self, module: PreTrainedModel, prompt: tuple[int, ...], likeliest: int) -> PromptScores:
         """Log-probs of a prompt's tokens, and the likeliest tokens in each place."""
-        ids = torch.tensor([prompt])
-        real = torch.ones_like(ids)
-        batch = {"input_ids": ids, "attention_mask": real, "position_ids": real.cumsum(1) - 1}
-        name = "vocab_log_probs" if likeliest else "log_probs"
-        outputs = model_outputs(module, {**batch, "response_mask": real[:, 1:]}, frozenset({name}), self._role.forward)
-        found = outputs[name][0].float().cpu()
-        own = found.gather(1, ids[0, 1:, None])[:, 0] if likeliest else found
-        tables = list[list[tuple[int, float]]]()
-        if likeliest:
-            values, tokens = (each.tolist() for each in found.topk(min(likeliest, found.shape[1]), dim=1))
-            tables = [[], *(list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True))]
-        return PromptScores(np.concatenate([[np.nan], own.numpy()]).astype(np.float32), tables)
+        own, tables = prompt_log_probs(module, prompt, likeliest, self._role.forward)
+        return PromptScores(np.array([np.nan, *own], np.float32), [[], *tables] if likeliest else [])
 
 
 @torch.no_grad()

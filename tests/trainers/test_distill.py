@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation: losses are those of transformers' log-probs, the student samples its share of rows, teachers are those
+of the rows' sources, any split takes the same steps, and a resume has the same bits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.raising import raises
+from whet import serialization
+from whet.batch import Batch
+from whet.checkpoints.export import export
+from whet.config import DistillConfig, load_config
+from whet.data.supervised import SupervisedExample
+from whet.errors import ConfigError, EngineError
+from whet.models.load import load_tokenizer, stop_token_ids
+from whet.plugins.lessons.init_model import init_model
+from whet.trainers.distill import DistillRun, distill, prompt_of
+from whet.trainers.served_teacher import ServedTeacher
+
+MakeConfig = Callable[..., DistillConfig]
+ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
+PLAIN = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0}  # AdamW close to plain gradient descent
+
+
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose distributions are far from even."""
+    folder = tmp_path_factory.mktemp("teacher") / "t"
+    init_model(folder, "qwen3", "nano", alphabet=ALPHABET, num_layers=2, seed=5)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(6.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def distill_config(model_folder: Path, teacher_folder: Path, tmp_path: Path) -> MakeConfig:
+    def make(**overrides: Any) -> DistillConfig:
+        small: dict[str, Any] = {
+            "model.path": str(model_folder),
+            "model.dtype": "float32",
+            "teachers": {"*": str(teacher_folder)},
+            "top_k": None,
+            "data.apply_chat_template": False,
+            "data.train_batch_size": 5,
+            "data.max_length": 24,
+            "optim.lr": 1e-3,
+            "trainer.total_steps": 3,
+            "trainer.logger": ["jsonl"],
+            "trainer.run_dir": str(tmp_path / "run"),
+        }
+        return load_config(DistillConfig, None, small | overrides, given={"data"}).config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"say {x}=", "response": one, "data_source": "one" if x == "x" else "two"}
+        for x in "xyz"
+        for one in ("aab", "cb", "baacd")
+    ]
+
+
+def weights(folder: Path, step: int) -> torch.Tensor:
+    state = serialization.load(folder / "checkpoints" / f"global_step_{step}" / "actor.state")
+    return torch.cat([weight.flatten() for weight in state["model"].values()])
+
+
+def distributions(path: Path | str, prompt: str, response: str, temperature: float = 1.0) -> torch.Tensor:
+    """log pi of every token in each place of a response with its end token, by transformers.   [R, V]"""
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    ids, start = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id], len(tokenizer.encode(prompt))
+    with torch.no_grad():
+        return (model(torch.tensor([ids])).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_the_loss_is_that_of_transformers_distributions(
+    top_k: int | None, distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path
+) -> None:
+    """A mean over tokens, of whole vocabularies or of three tokens and the others, whose mass is summed here."""
+    changes = {"trainer.total_steps": 1, "data.shuffle": False, "top_k": top_k, "temperature": 0.7}
+    run = distill(distill_config(**changes), data=rows, val_data=rows[:5])
+    expected, mass = list[float](), list[float]()
+    for row in rows[:5]:
+        texts = row["prompt"], row["response"]
+        teacher, student = (distributions(path, *texts, 0.7).exp() for path in (teacher_folder, model_folder))
+        for p, q in zip(teacher, student, strict=True):
+            ids = p.topk(top_k).indices if top_k else torch.arange(len(p))
+            pairs = list(zip(p[ids].tolist(), q[ids].tolist(), strict=True))
+            mass.append(sum(x for x, _ in pairs))
+            pairs += [(1 - sum(x for x, _ in pairs), 1 - sum(y for _, y in pairs))] if top_k else []
+            expected.append(sum(x * math.log(x / y) for x, y in pairs))
+    [before, first] = run.history
+    assert first["distill/loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+    assert before["val/loss"] == pytest.approx(first["distill/loss"], rel=1e-5)
+    assert first["distill/tokens"] == len(expected) == 5 + sum(len(row["response"]) for row in rows[:5])
+    if top_k:
+        assert first["distill/teacher_mass"] == pytest.approx(sum(mass) / len(mass), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"loss": "forward_kl"}, {"loss": "jsd", "top_k": 8}, {"loss": "reverse_kl"}], ids=str
+)
+def test_it_learns_the_teacher(
+    changes: dict[str, Any],
+    distill_config: MakeConfig,
+    rows: list[dict[str, Any]],
+    teacher_folder: Path,
+    tmp_path: Path,
+) -> None:
+    more = {"trainer.total_steps": 12, "data.train_batch_size": 9, "optim.lr": 1e-2, **changes}
+    run = distill(distill_config(**more), data=rows, val_data=rows[::2])
+    first, last = (run.history[at]["val/loss"] for at in (0, -1))
+    assert first > 0.2 and last < 0.3 * first
+    out = export(tmp_path / "run", tmp_path / "out")
+    teacher, student = (distributions(path, "say x=", "aab") for path in (teacher_folder, out))
+    assert float((teacher.exp() * (teacher - student)).sum(-1).mean()) < 0.5
+
+
+@pytest.mark.slow
+def test_the_student_samples_its_share_of_rows(
+    distill_config: MakeConfig, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn by step and place: 4 steps with 5 rows each, of which a half is drawn. Their responses end as the model
+    ends them, or with the limit; those that were not drawn are the data's."""
+    seen: list[list[SupervisedExample]] = []
+    batch = DistillRun.batch
+
+    def kept(self: DistillRun, examples: Any) -> Any:
+        seen.append(list(examples))
+        return batch(self, examples)
+
+    monkeypatch.setattr(DistillRun, "batch", kept)
+    changes = {"on_policy": 0.5, "max_response_length": 4, "trainer.total_steps": 4, "optim.lr": 0.0}
+    run = distill(distill_config(**changes), data=rows)
+    known = {each.input_ids for each in run.examples}
+    new = [[each.input_ids not in known for each in examples] for examples in seen]
+    shares = [record["distill/on_policy"] for record in run.history]
+    assert [sum(each) / 5 for each in new] == shares and 0 < sum(shares) < 4
+    ends = stop_token_ids(str(run.config.model.path), run.tokenizer)
+    for examples, drawn in zip(seen, new, strict=True):
+        for example, is_drawn in zip(examples, drawn, strict=True):
+            response = example.input_ids[example.loss_mask.index(1) :]
+            assert not is_drawn or len(response) == 4 or response[-1] in ends
+            assert not is_drawn or prompt_of(example) in {prompt_of(each) for each in run.examples}
+    again = distill(distill_config(**changes, **{"trainer.resume": "overwrite"}), data=rows)
+    assert again.history == run.history and seen[:4] == seen[4:]
+
+
+def test_the_prompt_of_a_conversation_ends_before_its_last_response() -> None:
+    example = SupervisedExample(tuple(range(8)), (0, 1, 1, 0, 0, 1, 1, 0))
+    assert prompt_of(example) == (0, 1, 2, 3, 4)
+    assert prompt_of(SupervisedExample((4, 5, 6), (0, 1, 1))) == (4,)
+
+
+def test_teachers_are_those_of_the_rows_sources(
+    distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Rows of the source whose teacher is the student itself have no divergence: the others' sum is that of a run on
+    them alone."""
+    both = {"one": str(model_folder), "*": str(teacher_folder)}
+    changes = {"trainer.total_steps": 1, "data.train_batch_size": 9, "data.shuffle": False}
+    [mixed] = distill(distill_config(**changes, teachers=both), data=rows).history
+    others = [row for row in rows if row["data_source"] == "two"]
+    alone = {"data.train_batch_size": 6, "trainer.run_dir": str(tmp_path / "alone")}
+    [own] = distill(distill_config(**changes | alone), data=others).history
+    total = mixed["distill/loss"] * mixed["distill/tokens"]
+    assert total == pytest.approx(own["distill/loss"] * own["distill/tokens"], rel=1e-5)
+    with raises(ConfigError, "teachers", found=re.compile("'two'")):
+        distill(distill_config(teachers={"one": str(teacher_folder)}), data=rows, dry_run=True)
+
+
+def test_a_weight_is_as_many_copies(distill_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    changes = {**PLAIN, "trainer.total_steps": 1, "data.shuffle": False, "trainer.save_freq": 1}
+    weighed = [{**row, "example_weight": weight} for row, weight in zip(rows[:3], (1, 2, 3), strict=True)]
+    copies = [rows[0], rows[1], rows[1], rows[2], rows[2], rows[2]]
+    [one] = distill(distill_config(**changes, **{"data.train_batch_size": 3}), data=weighed).history
+    there = {"trainer.run_dir": str(tmp_path / "copies"), "data.train_batch_size": 6}
+    [other] = distill(distill_config(**changes, **there), data=copies).history
+    for name in ("distill/loss", "distill/grad_norm"):
+        assert one[name] == pytest.approx(other[name], rel=1e-5)
+    torch.testing.assert_close(weights(tmp_path / "run", 1), weights(tmp_path / "copies", 1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"loss": "jsd"}, {"top_k": 4, "on_policy": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"engine.packing": False, "max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 40},
+        {"cluster.processes": 2},
+        {"engine.name": "fsdp"},
+    ],
+    ids=str,
+)
+def test_any_split_of_a_batch_takes_the_same_steps(
+    split: dict[str, Any],
+    changes: dict[str, Any],
+    distill_config: MakeConfig,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    if "engine.name" in split:  # no whole model to sample from
+        changes = {**changes, "on_policy": 0.0}
+    one = distill(distill_config(**PLAIN, **changes), data=rows, val_data=rows[:3])
+    there = {"trainer.run_dir": str(tmp_path / "other")}
+    other = distill(distill_config(**PLAIN, **changes, **split, **there), data=rows, val_data=rows[:3])
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        assert mine == pytest.approx({name: theirs[name] for name in mine}, rel=2e-5, abs=2e-5)
+
+
+def stop_at_three(run: DistillRun) -> None:
+    if run.step == 3:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"on_policy": 0.5}, {"on_policy": 1.0, "model.lora.rank": 4, "top_k": 5}], ids=str)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    changes: dict[str, Any], distill_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    both = {"optim.schedule": "cosine", "trainer.save_freq": 1, "trainer.total_steps": 5, **changes}
+    distill(distill_config(**both, **{"trainer.run_dir": str(tmp_path / "straight")}), data=rows)
+    with pytest.raises(KeyboardInterrupt):
+        distill(distill_config(**both), data=rows, callbacks=[stop_at_three])
+    resumed = distill(distill_config(**both), data=rows)
+    assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_2"
+    assert torch.equal(weights(tmp_path / "run", 5), weights(tmp_path / "straight", 5))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
+
+
+def test_what_does_not_go_together(distill_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    with raises(ConfigError, "teachers", found={}):
+        distill_config(teachers={})
+    served = {"*": "http://127.0.0.1:1/v1"}
+    with raises(ConfigError, "top_k", found=None):
+        distill_config(teachers=served)
+    with raises(ConfigError, "temperature", found=0.5):
+        distill_config(teachers=served, top_k=4, temperature=0.5)
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=ALPHABET[5:], num_layers=2)
+    with raises(ConfigError, "teachers.*", found=str(other)):
+        distill(distill_config(teachers={"*": str(other)}), data=rows, dry_run=True)
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_a_server_is_the_one_in_the_process(
+    distill_config: MakeConfig,
+    rows: list[dict[str, Any]],
+    teacher_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
+    from server_processes import started
+
+    changes = {"top_k": 6, "on_policy": 0.5, **PLAIN}
+    own = distill(distill_config(**changes), data=rows, val_data=rows[:2])
+    with started(teacher_folder, "--name", "t", "--dtype", "float32") as server:
+        there = {"teachers": {"*": f"{server.address}/v1"}, "trainer.run_dir": str(tmp_path / "served")}
+        served = distill(distill_config(**changes, **there), data=rows, val_data=rows[:2])
+    assert list(served.roles) == ["actor"]
+    for mine, theirs in zip(own.history, served.history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+class Told(BaseHTTPRequestHandler):
+    """A server that tells `places` of every text."""
+
+    places: ClassVar[list[Any]] = []
+
+    def do_GET(self) -> None:
+        self.say({"data": [{"id": "t"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.say({"choices": [{"prompt_logprobs": self.places}]})
+
+    def say(self, answer: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def told(model_folder: Path) -> Iterator[ServedTeacher]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/v1/"
+        yield ServedTeacher("teachers.*", address, load_tokenizer(model_folder))
+        server.shutdown()
+
+
+def test_what_a_server_tells(told: ServedTeacher) -> None:
+    """The tokens of the prompt are not read; the third of the likeliest is not the student's; the text's own token is
+    less likely than two others."""
+    ids = told._tokenizer.encode("abc")
+    batch = Batch.of(
+        {
+            "input_ids": torch.tensor([[0, *ids]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1]]),
+            "response_mask": torch.tensor([[0, 1]]),
+        }
+    )
+    [own] = ids[2:]
+    place = {str(own): {"logprob": math.log(0.125), "decoded_token": "c"}}
+    place |= {str(n): {"logprob": math.log(p)} for n, p in ((7, 0.25), (9, 0.5), (5000, 0.0625))}
+    Told.places = [None, {}, place]
+    found = told.outcomes(batch, 2, 40)
+    assert found["teacher_ids"].tolist() == [[[0, 0], [9, 7]]]
+    assert found["teacher_outcomes"][0, 1].exp().tolist() == pytest.approx([0.5, 0.25, 0.25])
+    with raises(EngineError, "teachers.*", expected="top_k=4"):
+        told.outcomes(batch, 4, 40)
+    place[str(own)]["decoded_token"] = "Z"
+    with raises(EngineError, "teachers.*", found=re.compile("'Z'")):
+        told.outcomes(batch, 2, 40)
+    Told.places = [None, {}]
+    with raises(EngineError, "teachers.*", found=re.compile("2 of 3")):
+        told.outcomes(batch, 2, 40)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divergences of a student from its teacher, in each place of a response.
+
+q is `student` and p `teacher`: log-probs [..., M] of the same M outcomes, whose probabilities sum to 1. Outcomes are
+the tokens of the vocabulary, or K tokens and, last, all others together (`outcomes`). With K tokens a KL is that of the
+coarser distributions: never above the KL of the whole vocabulary, 0 where p and q are equal, and with K = V - 1 it. No
+mass is dropped and none is made up: a student that moves mass out of the K tokens pays for it in the last outcome, and
+nothing says which of the others the teacher would take.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Gt, Lt
+from torch import Tensor
+
+from whet.registry import register_divergence
+
+
+def outcomes(vocab_log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of the K < V tokens `ids` and, last, of all others together.   [..., V], [..., K] -> [..., K + 1]"""
+    others = vocab_log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([vocab_log_probs.gather(-1, ids), others], -1)
+
+
+@register_divergence("forward_kl")
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """sum p (log p - log q): the student covers all that the teacher may write.   [..., M] -> [...]
+
+    Hinton et al. 2015, https://arxiv.org/abs/1503.02531.
+    """
+    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+
+
+@register_divergence("reverse_kl")
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """sum q (log q - log p): the student keeps to what the teacher would write.   [..., M] -> [...]
+
+    Gu et al. 2023 (MiniLLM), https://arxiv.org/abs/2306.08543.
+    """
+    return F.kl_div(teacher, student, reduction="none", log_target=True).sum(-1)
+
+
+@register_divergence("jsd")
+def jsd(student: Tensor, teacher: Tensor, *, beta: Annotated[float, Gt(0), Lt(1)] = 0.5) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: at most log 2.   [..., M] -> [...]
+
+    Near forward_kl times beta for a small beta, near reverse_kl times 1 - beta for a large one. Agarwal et al. 2023
+    (GKD), https://arxiv.org/abs/2306.13649.
+    """
+    mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * forward_kl(mixed, teacher) + (1 - beta) * forward_kl(mixed, student)

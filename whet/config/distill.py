@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of `whet distill`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from whet.config.schema import ExamplesConfig, SupervisedDataConfig, TrainerConfig
+from whet.config.section import Choice, Place, Values, key
+from whet.errors import ConfigError
+from whet.registry import DIVERGENCES
+
+OTHERS = "*"  # in `teachers`
+TEACHERS = (
+    "teacher by data source, * for all others: a model folder or hub name, or the address of an OpenAI-compatible "
+    "server with prompt_logprobs (http://127.0.0.1:8000/v1)"
+)
+TOP_K = (
+    "tokens in each place that are compared, the teacher's likeliest; all others count as one more; unset: the whole "
+    "vocabulary of a teacher that is no server"
+)
+
+
+class DistillDataConfig(SupervisedDataConfig):
+    """The examples of `whet distill`."""
+
+    data_source: str = key("", "data source of rows without a field data_source")
+
+
+class DistillConfig(ExamplesConfig):
+    """The config of `whet distill`."""
+
+    data: DistillDataConfig = DistillDataConfig()
+    loss: Annotated[str, Choice(DIVERGENCES, "loss_options")] = key("forward_kl", "registered divergence")
+    loss_options: Values = key({}, "options of the divergence")
+    teachers: dict[str, str] = key({}, TEACHERS)
+    top_k: PositiveInt | None = key(64, TOP_K)
+    temperature: PositiveFloat = key(1.0, "temperature of student and teacher, in the loss and in sampling")
+    on_policy: NonNegativeFloat = key(
+        0.0, "share of rows whose last response the student samples, in place of the data's", le=1.0
+    )
+    max_response_length: PositiveInt = key(256, "most tokens that the student samples; with the prompt data.max_length")
+    trainer: TrainerConfig = TrainerConfig(experiment_name="distill")
+
+    command: ClassVar[str] = "distill"
+
+    def problems(self, at: Place) -> Iterator[ConfigError]:
+        if not self.teachers:
+            yield ConfigError(
+                "teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one of all rows"
+            )
+        served = [source for source, where in self.teachers.items() if is_server(where)]
+        if served and self.top_k is None:
+            expected = f"a number of tokens, which the server of teachers.{served[0]} is asked for"
+            yield ConfigError("top_k", None, expected, "set it, at most to the server's own limit (vLLM: max_logprobs)")
+        if served and self.temperature != 1.0:
+            expected = f"1, the temperature of the log-probs of a server (teachers.{served[0]})"
+            yield ConfigError("temperature", self.temperature, expected, "unset it, or name the teacher's folder")
+
+
+def is_server(teacher: str) -> bool:
+    """Tells whether a teacher is the address of a server."""
+    return teacher.startswith(("http://", "https://"))

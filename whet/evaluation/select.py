@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`whet select`: scores the lines that `whet generate` wrote, and keeps the best as rows for `whet sft`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from whet.checkpoints.export import model_folder
+from whet.config.schema import EvalConfig
+from whet.data.load import VAL, load_items
+from whet.data.sources import DataRow, read_rows, write_rows
+from whet.data.supervised import WEIGHT
+from whet.errors import ConfigError, DataError
+from whet.evaluation.answers import Record, by_prompt, output_errors
+from whet.models.load import load_tokenizer
+from whet.options import is_number
+from whet.phases import phase
+from whet.rewards.pool import build_scorer, checked
+from whet.rollout.rollouts import reward_item
+from whet.types import Failure, Prompt
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The outcome of `whet select`."""
+
+    output: Path
+    num_rows: int
+    num_samples: int  # read
+    num_chosen: int  # the sum of the rows' weights
+    num_prompts: int
+    num_empty: int  # prompts without a row
+    num_cut: int  # samples that the limit of tokens cut off, which end nowhere
+    num_failed: int  # samples that the reward failed on
+
+
+def select(
+    config: EvalConfig,
+    samples: Path,
+    output: Path,
+    *,
+    best_of: int | None = None,
+    min_score: float = -math.inf,
+    reward: Callable[..., Any] | None = None,
+    data: Sequence[Mapping[str, Any]] | None = None,
+) -> Selected:
+    """Keeps the best of each `best_of` samples of a prompt (unset: of all), where it has `min_score`; of equal ones the
+    first. Equal responses to a prompt become one row, whose weight is their number. A sample's score is its field
+    `score`, else that of the reward function. `data` stands in for `data.val_files`.
+
+    Raises: ConfigError; DataError for samples of other prompts, or not of all; RewardError."""
+    if config.model.path is None:
+        raise ConfigError("model.path", None, "the model that sampled", "set it")
+    trusted = config.model.trust_remote_code
+    with model_folder(config.model.path, trust_remote_code=trusted) as path:
+        tokenizer = load_tokenizer(config.model.tokenizer_path or path, path, trust_remote_code=trusted)
+        loaded = load_items(config.data, tokenizer, VAL, rows=data, where=config.data.filter, seed=config.seed)
+    prompts = {prompt.index: prompt for prompt in checked(loaded, config.reward, reward)}
+    rows = by_prompt(_read(samples, prompts))
+    found = [(prompts[index], each) for index, own in rows.items() for each in own]
+    with phase("scores"):
+        scores = _scores(config, found, reward)
+    numbered, made, cut = iter(scores), list[DataRow](), 0
+    for index, own in rows.items():
+        best = _best([(next(numbered), each) for each in own], best_of or len(own), min_score)
+        counts, firsts = Counter(response for _, response in best), dict[str, float]()
+        for score, response in best:
+            firsts.setdefault(response, score)
+        cut += sum(map(_is_cut, own))
+        made += [_row(prompts[index], config, *each, counts[each[0]]) for each in firsts.items()]
+    if not made:
+        found_ = f"{len(scores)} samples, {cut} cut off, {scores.count(None)} without a score"
+        raise DataError(str(samples), found_, f"one with a score of at least {min_score:g} that ended by itself")
+    with output_errors(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output = write_rows(output, made)
+    empty = len(rows) - len({row["index"] for row in made})
+    chosen = int(sum(row[WEIGHT] for row in made))
+    return Selected(output, len(made), len(scores), chosen, len(rows), empty, cut, scores.count(None))
+
+
+def _best(scored: Sequence[tuple[float | None, Record]], size: int, least: float) -> list[tuple[float, str]]:
+    """The best score and response of each `size` samples that has at least `least`."""
+    best = list[tuple[float, str]]()
+    for start in range(0, len(scored), size):
+        block = [(score, each) for score, each in scored[start : start + size] if not _is_cut(each)]
+        able = [(score, str(each["response"])) for score, each in block if score is not None and score >= least]
+        best += [max(able, key=itemgetter(0))] if able else []
+    return best
+
+
+def _is_cut(sample: Record) -> bool:
+    """Tells whether the limit of tokens ended it, behind which no model would end."""
+    return bool(sample["finish_reason"] != "stop")
+
+
+def _read(samples: Path, prompts: Mapping[int, Prompt]) -> list[Record]:
+    """The lines of a file, in the order of the prompts.  Raises: DataError."""
+    lines = read_rows(samples)
+    for number, line in enumerate(lines, start=1):
+        if missing := {"index", "response", "finish_reason"} - line.keys():
+            expected = "lines that `whet generate` wrote"
+            raise DataError(f"{samples}, line {number}", f"no {', '.join(sorted(missing))}", expected)
+        if line["index"] not in prompts:
+            found, change = f"is of the prompt {line['index']}", "give the words of `whet generate`: model.path, data"
+            raise DataError(f"{samples}, line {number}", found, "a prompt of data.val_files", change)
+    counts = Counter(line["index"] for line in lines)
+    if len(counts) < len(prompts) or len({*counts.values()}) > 1:
+        found = f"samples of {len(counts)} of {len(prompts)} prompts, {min(counts.values(), default=0)} or more of each"
+        raise DataError(str(samples), found, "as many of each", "finish `whet generate`, by the same command")
+    return sorted(lines, key=lambda line: int(line["index"]))
+
+
+def _scores(
+    config: EvalConfig, found: Sequence[tuple[Prompt, Record]], reward: Callable[..., Any] | None
+) -> list[float | None]:
+    """The score of each sample, None where the reward failed."""
+    given = [each.get("score") for _, each in found]
+    if all(is_number(each) and math.isfinite(each) for each in given):
+        return given
+    scorer = build_scorer(config.reward, reward, config.model)
+    try:
+        outcomes = scorer.submit_batch([reward_item(prompt, each["response"], (), {}) for prompt, each in found])
+        return [None if isinstance(each, Failure) else each.reward for each in outcomes.result()]
+    finally:
+        scorer.close()
+
+
+def _row(prompt: Prompt, config: EvalConfig, response: str, score: float, weight: int) -> DataRow:
+    """A row for `whet sft` and `whet distill`.  Raises: DataError for a prompt with media."""
+    if prompt.media:
+        raise DataError(f"row {prompt.index}", "has images or videos", "text", "leave such rows out (data.filter)")
+    messages = [message.to_dict() for message in prompt.messages]
+    named = {"prompt": messages if config.data.apply_chat_template else messages[0]["content"], "response": response}
+    more = {"score": score, WEIGHT: float(weight), "data_source": prompt.data_source, "index": prompt.index}
+    return {**named, **more}

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation: a student follows the distribution of a teacher in each place of a response, of the data or its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from whet.algorithms.divergences import outcomes
+from whet.batch import Batch
+from whet.config.distill import OTHERS, DistillConfig, is_server
+from whet.config.schema import ModelConfig, RolloutConfig
+from whet.controller.dispatch import Dispatch, register
+from whet.controller.worker import WorkerSpec
+from whet.data.preferences import Comparison
+from whet.data.supervised import SupervisedExample
+from whet.engines.protocol import Columns
+from whet.errors import ConfigError, EngineError
+from whet.keyed import key
+from whet.metrics import Metrics
+from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
+from whet.registry import DIVERGENCES, register_trainer
+from whet.rollout.build import chosen_engine, rollout_engine
+from whet.rollout.protocol import Completion, Request, SamplingParams, generate
+from whet.tracking.console import USE, Column
+from whet.trainers.objectives import TokenObjective
+from whet.trainers.preference import to_batch
+from whet.trainers.served_teacher import TEXTS, ServedTeacher
+from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
+from whet.trainers.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
+
+CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
+COLUMNS = (
+    Column("loss", ("distill/loss",), ".4f"),
+    Column("on-policy", ("distill/on_policy",), ".2f"),
+    Column("grad norm", ("distill/grad_norm",), ".3f"),
+    Column("lr", ("distill/lr",), ".2e"),
+    *USE,
+)
+
+
+@dataclass(frozen=True)
+class DistillObjective(TokenObjective):
+    """A registered divergence from the teacher, a mean over the tokens of the whole batch."""
+
+    name = "distill"
+    kind = DIVERGENCES
+    needs = frozenset({"vocab_log_probs"})
+
+    def divergence(self, student: Tensor, batch: Columns) -> Tensor:
+        """The divergence in each place.   [B, R, V] -> [B, R]"""
+        if "teacher_ids" in batch:
+            student = outcomes(student, batch["teacher_ids"])
+        found: Tensor = self.function({"student": student, "teacher": batch["teacher_outcomes"]})
+        return found
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
+        """The divergences of these rows, divided by the tokens of all."""
+        return self.mean(self.divergence(outputs["vocab_log_probs"], batch), batch, counts)
+
+
+class DistillWorker(TrainWorker):
+    """The student, which samples too, or a teacher."""
+
+    _sampler: Any = None  # the engine that samples from the student
+
+    @register(Dispatch.DP_COMPUTE)
+    def outcomes(self, batch: Batch, top_k: int | None, vocab_size: int, temperature: float) -> dict[str, Tensor]:
+        """Log-probs in each place of the `top_k` likeliest tokens below `vocab_size`, of all others together, and the
+        ids; without `top_k` log-probs of all tokens."""
+        log_probs = self.engine.forward(batch, frozenset({"vocab_log_probs"}), temperature)["vocab_log_probs"]
+        if top_k is None or not len(batch):
+            return {"teacher_outcomes": log_probs} if len(batch) else {}
+        ids = log_probs[..., :vocab_size].topk(top_k).indices
+        return {"teacher_ids": ids, "teacher_outcomes": outcomes(log_probs, ids)}
+
+    @register(Dispatch.DP_COMPUTE)
+    def sample(
+        self, requests: list[Request], rollout: RolloutConfig, model: ModelConfig, step: int
+    ) -> list[Completion]:
+        """Samples with the weights of `step`.  Raises: EngineError where no whole module is on this rank."""
+        module = self.engine.whole_module()
+        if module is None:
+            found, change = "splits the student's weights over ranks", "set engine.name=single, or on_policy=0"
+            raise EngineError(f"engine {self.settings.engine.name}", found, "a whole model, to sample from", change)
+        if self._sampler is None:
+            dtype, load = torch_dtype(self.settings.dtype), partial(load_tokenizer, path_of(model))
+            self._sampler = rollout_engine(rollout, dtype, load, self.device, model)
+        self._sampler.attach(module, step)
+        done = generate(self._sampler, requests, rollout.deadline_seconds)
+        self._sampler.sleep()
+        return done
+
+
+@dataclass(kw_only=True, repr=False)
+class DistillRun(ExamplesRun):
+    """A distillation run."""
+
+    columns_shown = COLUMNS
+    tokens_metric = "distill/tokens"
+
+    config: DistillConfig
+
+    @classmethod
+    def objective_of(cls, config: DistillConfig) -> DistillObjective:
+        options = DIVERGENCES[config.loss].resolve_options(config.loss_options, "loss_options")
+        return DistillObjective(config.loss, options, temperature=config.temperature)
+
+    @classmethod
+    def specs(cls, config: DistillConfig, total_steps: int) -> list[WorkerSpec]:
+        paths = {source: path for source, path in config.teachers.items() if not is_server(path)}
+        settings = {f"teacher:{source}": settings_of(config.model, config, path) for source, path in paths.items()}
+        roles = {"actor": cls.settings_of(config, total_steps), **settings}
+        return [WorkerSpec(role, DistillWorker, (each,)) for role, each in roles.items()]
+
+    @classmethod
+    def check(cls, config: DistillConfig, examples: Sequence[SupervisedExample]) -> None:
+        """Checks that all examples have a teacher with the student's vocabulary.  Raises: ConfigError."""
+        paths = {f"teachers.{name}": path for name, path in config.teachers.items() if not is_server(path)}
+        check_vocabulary(paths, config.model, tokenizer_of(config), TEXTS)
+        for number, each in enumerate(examples):
+            if each.source not in config.teachers and OTHERS not in config.teachers:
+                found = f"no teacher for the data source {each.source!r} (example {number})"
+                expected = f"data sources with a teacher: {', '.join(config.teachers)}"
+                raise ConfigError("teachers", found, expected, "add it, or one for all others as '*'")
+
+    @cached_property
+    def served(self) -> dict[str, ServedTeacher]:
+        """The teachers behind servers, by data source."""
+        served = {source: where for source, where in self.config.teachers.items() if is_server(where)}
+        return {source: ServedTeacher(f"teachers.{source}", where, self.tokenizer) for source, where in served.items()}
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The tokens of the student."""
+        return self._vocab_size(path_of(self.config.model))
+
+    @cached_property
+    def top_k(self) -> int | None:
+        """The tokens that are compared in each place; None: all, of vocabularies of one size."""
+        paths = [path for path in self.config.teachers.values() if not is_server(path)]
+        sizes = {self.vocab_size, *map(self._vocab_size, paths)}
+        most = min(sizes) - 1  # and one more, which is all others
+        wanted = self.config.top_k or max(sizes)
+        return None if len(sizes) == 1 and wanted > most else min(wanted, most)
+
+    def _vocab_size(self, path: str) -> int:
+        config = load_config(path, trust_remote_code=self.config.model.trust_remote_code)
+        return int(config.get_text_config().vocab_size)
+
+    def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
+        """Rows of prompts and responses, in which multi-turn conversations have context too."""
+        rows = []
+        for each in examples:
+            first = each.loss_mask.index(1)
+            response = each.input_ids[first:], each.loss_mask[first:]
+            rows.append(Comparison(each.input_ids[:first], (response,), (1.0,), each.media))
+        return to_batch(rows, self.pad_token_id, "label", 1).with_columns(**weights_of(examples))
+
+    def prepared(self, examples: Sequence[SupervisedExample], metrics: Metrics) -> Batch:
+        drawn = [
+            key(self.config.trainer.seed, "on-policy", self.step, place) < self.config.on_policy * 2**63
+            for place in range(len(examples))
+        ]
+        metrics.mean("distill/on_policy", sum(drawn) / len(drawn))
+        if any(drawn):
+            with metrics.time("time/rollout"):
+                examples = self._sampled(examples, drawn)
+        with metrics.time("time/teacher"):
+            return self.with_teachers(self.batch(examples), examples, metrics)
+
+    def _sampled(self, examples: Sequence[SupervisedExample], drawn: Sequence[bool]) -> list[SupervisedExample]:
+        """The examples, in which the drawn ones end in a response of the student to the tokens before their last."""
+        config, model = self.config, self.config.model
+        stops = stop_token_ids(path_of(model), self.tokenizer, config.data.template_options)
+        requests = []
+        for place in (place for place, is_drawn in enumerate(drawn) if is_drawn):
+            prompt = prompt_of(examples[place])
+            most = max(1, min(config.max_response_length, config.data.max_length - len(prompt)))
+            params = SamplingParams(most, temperature=config.temperature, stop_token_ids=stops)
+            seed = key(config.trainer.seed, "student", self.step, place)
+            requests.append(Request(str(place), prompt, params, seed, media=examples[place].media))
+        done = self.roles["actor"].sample(requests, chosen_engine(RolloutConfig(), model), model, self.step)
+        found = list(examples)
+        for request, completion in zip(requests, done, strict=True):
+            ids, place = (*request.prompt_ids, *completion.token_ids), int(request.uid)
+            mask = (0,) * len(request.prompt_ids) + (1,) * len(completion.token_ids)
+            found[place] = replace(found[place], input_ids=ids, loss_mask=mask)
+        return found
+
+    def with_teachers(self, batch: Batch, examples: Sequence[SupervisedExample], metrics: Metrics) -> Batch:
+        """The batch of these examples with the distributions of their teachers."""
+        names = [each.source if each.source in self.config.teachers else OTHERS for each in examples]
+        found = dict[str, Tensor]()
+        for name in dict.fromkeys(names):
+            own = [row for row, each in enumerate(names) if each == name]
+            for rows in chunks(own, batch["response_mask"].shape[1]):
+                for column, values in self._told(name, batch[rows]).items():
+                    found.setdefault(column, values.new_zeros(len(batch), *values.shape[1:]))[rows] = values
+        if "teacher_ids" in found:
+            mask = batch["response_mask"].bool()
+            metrics.mean("distill/teacher_mass", -found["teacher_outcomes"][..., -1][mask].expm1().mean(), mask.sum())
+        return batch.with_columns(**found)
+
+    def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
+        """The distributions of one teacher."""
+        if name in self.served:
+            return self.served[name].outcomes(batch, self.top_k or self.vocab_size - 1, self.vocab_size)
+        asked = batch, self.top_k, self.vocab_size, self.config.temperature
+        found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(*asked)
+        return found
+
+    def validate(self, step: int = 0) -> Metrics:
+        """The divergence over the held-out examples, each token weighing the same."""
+        objective, metrics = self.objective_of(self.config), Metrics()
+        with metrics.time("time/validation"):
+            for rows in chunks(range(len(self.val_examples)), self.config.data.max_length):
+                examples = [self.val_examples[row] for row in rows]
+                batch = self.with_teachers(self.batch(examples), examples, Metrics())
+                found = self.roles["actor"].forward(batch, ("vocab_log_probs",), self.config.temperature)
+                mask = batch["response_mask"].bool()
+                values = objective.divergence(found["vocab_log_probs"], batch.columns())[mask]
+                metrics.mean("val/loss", values.mean(), mask.sum())
+        return metrics
+
+
+def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Yields the rows in parts of at most CHUNK_TOKENS, at least one in each."""
+    size = max(1, CHUNK_TOKENS // width)
+    yield from ([*rows[start : start + size]] for start in range(0, len(rows), size))
+
+
+def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
+    """The tokens before the last response."""
+    end = max(place for place, is_trained in enumerate(example.loss_mask) if is_trained)
+    start = max((place + 1 for place, is_trained in enumerate(example.loss_mask[:end]) if not is_trained), default=0)
+    return example.input_ids[:start]
+
+
+@register_trainer(
+    "distill",
+    config="whet.config.distill:DistillConfig",
+    setup="whet.trainers.distill:DistillRun.setup",
+    summary="Train a model on the distributions of a teacher.",
+)
+def distill(
+    config: DistillConfig, *, data: Rows = None, val_data: Rows = None, callbacks: Callbacks = (), dry_run: bool = False
+) -> DistillRun:
+    """Distils a teacher as `train_on_examples` does."""
+    return train_on_examples(DistillRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A teacher behind an OpenAI-compatible server: log-probs of its likeliest tokens in each place of a prompt, in the
+form of vLLM's and whet's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from whet.batch import Batch
+from whet.errors import EngineError
+from whet.http import CallError, fetch, shown
+
+CONCURRENCY, ATTEMPTS, SECONDS, REPLY_BYTES = 16, 5, 600.0, 2**30
+LEAST = 1e-6  # of the others' mass: what a sum of probabilities leaves of 1 is rounding below it
+TEXTS = "name a teacher with the student's tokenizer, or train on this one's texts (`whet generate`, then `whet sft`)"
+Place = Mapping[str, Mapping[str, Any]]  # by token id
+
+
+class ServedTeacher:
+    """A teacher, named `key` in the config. The key of the server is in the environment as OPENAI_API_KEY, if it has
+    one."""
+
+    def __init__(self, key: str, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises: EngineError where it does not answer."""
+        self._key, self._address, self._tokenizer = key, address.rstrip("/"), tokenizer
+        self._model = str(self._ask("GET", "models")["data"][0]["id"])
+
+    def outcomes(self, batch: Batch, top_k: int, vocab_size: int) -> dict[str, Tensor]:
+        """`teacher_ids` [B, R, K] and `teacher_outcomes` [B, R, K + 1], 0 outside of responses.
+
+        Raises: EngineError for a server with another vocabulary, or one that tells less."""
+        masks = batch["response_mask"]
+        found = {
+            "teacher_ids": torch.zeros(*masks.shape, top_k, dtype=torch.long),
+            "teacher_outcomes": torch.zeros(*masks.shape, top_k + 1),
+        }
+        real = batch["attention_mask"].bool()
+        rows = [ids[is_real].tolist() for ids, is_real in zip(batch["input_ids"], real, strict=True)]
+        left = batch["input_ids"].shape[1] - masks.shape[1]
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            told = list(pool.map(lambda ids: self._places(ids, top_k), rows))
+        for row, (ids, places) in enumerate(zip(rows, told, strict=True)):
+            begin = int(real[row, :left].sum())
+            for at in masks[row].nonzero()[:, 0].tolist():
+                place = places[begin + at] or {}
+                self._check(place.get(str(ids[begin + at]), {}), ids[begin + at])
+                pairs = [(float(each["logprob"]), int(token)) for token, each in place.items()]
+                best = sorted((pair for pair in pairs if pair[1] < vocab_size), reverse=True)[:top_k]
+                if len(best) < top_k:
+                    found_, change = f"told {len(best)} tokens in a place", "lower top_k, or raise its limit"
+                    raise EngineError(self._key, found_, f"top_k={top_k}", change)
+                values = [value for value, _ in best]
+                others = math.log(max(LEAST, 1.0 - math.fsum(map(math.exp, values))))
+                found["teacher_ids"][row, at] = torch.tensor([token for _, token in best])
+                found["teacher_outcomes"][row, at] = torch.tensor([*values, others])
+        return found
+
+    def _places(self, ids: list[int], top_k: int) -> list[Place | None]:
+        """Tokens with their log-probs in each place of a text; None in the first."""
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+        places: list[Place | None] = self._ask("POST", "completions", body)["choices"][0].get("prompt_logprobs") or []
+        if len(places) != len(ids):
+            found, change = f"told {len(places)} of {len(ids)} places", "use vLLM or `whet serve`"
+            raise EngineError(self._key, found, "prompt_logprobs of every token", change)
+        return places
+
+    def _check(self, told: Mapping[str, Any], token: int) -> None:
+        """Checks that the server reads a token as the student does.  Raises: EngineError."""
+        text, own = told.get("decoded_token"), self._tokenizer.decode([token])
+        if text and "\ufffd" not in text + own and text != own:
+            found, expected = f"reads the token {token} as {text!r}", f"{own!r}, as the student: one vocabulary"
+            raise EngineError(self._key, found, expected, TEXTS)
+
+    def _ask(self, method: str, path: str, body: object = None) -> Any:
+        secret = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        limits: Any = {"seconds": SECONDS, "attempts": ATTEMPTS, "most": REPLY_BYTES}
+        try:
+            return fetch(method, f"{self._address}/{path}", json.loads, **limits, body=body, headers=headers)
+        except CallError as error:
+            found = f"{shown(self._address)} did not answer: {error}"
+            raise EngineError(self._key, found, "an OpenAI-compatible server", "start it, or correct it") from error
