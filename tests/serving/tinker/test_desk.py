@@ -81,7 +81,7 @@ def test_nothing_of_another_owner_exists() -> None:
     made = desk()
     name = model(made)
     request = made.enter(name, 1, b"", "work", 0, 0.0)
-    assert made.add_sampler(ME, "s", 0, None) == "s:sample:0"
+    assert made.add_sampler(made.session(ME, "s"), 0, None) == "s:sample:0"
     for call, code in (
         (lambda: made.session(YOU, "s"), 410),
         (lambda: made.add_model(YOU, "s", 1, 0.0), 410),

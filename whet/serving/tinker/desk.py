@@ -17,6 +17,7 @@ from whet.guard import RefusedError
 
 W = TypeVar("W")
 MODEL, SAMPLER = ":train:", ":sample:"  # between the name of a session and a number
+SMALL = 1000  # bytes of a result without tensors, about
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Bounds:
     models: int = 16
     waiting: int = 256  # requests of a model, beside the next one in order
     body_bytes: int = 2**30  # of all requests that wait
+    unread_bytes: int = 2**28  # of a session's results that nobody has read
     session_seconds: float = 120.0  # without a heartbeat
     gap_seconds: float = 120.0  # for a request before one that is held
-    kept_seconds: float = 600.0  # of a result that was read
+    kept_seconds: float = 120.0  # of a result that was read
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,26 @@ Result = bytes | dict[str, Any] | Failure
 
 
 @dataclass
+class Session:
+    """A client's session."""
+
+    name: str
+    owner: str
+    seen_at: float
+    models: set[str] = field(default_factory=set)
+    samplers: dict[str, str | None] = field(default_factory=dict)  # the path that each samples from; None: the base
+    unread: int = 0  # bytes of results
+    samples: int = 0  # that are not finished
+
+
+@dataclass
 class Request(Generic[W]):
     """A request and its result, when there is one."""
 
     id: str
-    session: str
+    session: Session
     digest: bytes  # of what was asked
-    size: int
+    size: int  # of the request, then of its result
     work: W | None = None
     result: Result | None = None
     held_since: float = 0.0
@@ -61,20 +76,10 @@ class Request(Generic[W]):
 class Model(Generic[W]):
     """The order of a model's requests."""
 
-    session: str
-    next: int
+    session: Session
+    next: int = 0
     held: dict[int, Request[W]] = field(default_factory=dict)
     ready: deque[Request[W]] = field(default_factory=deque)
-
-
-@dataclass
-class Session:
-    """A client's session."""
-
-    owner: str
-    seen_at: float
-    models: set[str] = field(default_factory=set)
-    samplers: dict[str, str | None] = field(default_factory=dict)  # the path that each samples from; None: the base
 
 
 class Desk(Generic[W]):
@@ -92,7 +97,7 @@ class Desk(Generic[W]):
         """Opens a session.  Raises: RefusedError where there are too many."""
         if len(self.sessions) >= self.bounds.sessions:
             raise RefusedError(429, f"the server has {self.bounds.sessions} sessions; end one, or come again later")
-        self.sessions[name] = Session(owner, now)
+        self.sessions[name] = Session(name, owner, now)
 
     def session(self, owner: str, name: str, now: float | None = None) -> Session:
         """The session of an owner; with `now` it is seen.  Raises: RefusedError."""
@@ -116,13 +121,13 @@ class Desk(Generic[W]):
         if name not in own.models and len(self.models) >= self.bounds.models:
             raise RefusedError(429, f"the server has {self.bounds.models} models; end a session, or come again later")
         own.models.add(name)
-        self.models.setdefault(name, Model(session, 0))
+        self.models.setdefault(name, Model(own))
         return name
 
-    def add_sampler(self, owner: str, session: str, number: int, path: str | None) -> str:
-        """The name of a new sampler, or of the one with this number.  Raises: RefusedError."""
-        name = f"{session}{SAMPLER}{number}"
-        self.session(owner, session).samplers.setdefault(name, path)
+    def add_sampler(self, session: Session, number: int, path: str | None) -> str:
+        """The name of a new sampler, or of the one with this number."""
+        name = f"{session.name}{SAMPLER}{number}"
+        session.samplers.setdefault(name, path)
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: W, size: int, now: float) -> Request[W]:
@@ -135,17 +140,17 @@ class Desk(Generic[W]):
         full = len(own.held) + len(own.ready) >= self.bounds.waiting or self._bytes + size > self.bounds.body_bytes
         if full and seq != own.next:
             raise RefusedError(429, f"too many requests wait for {model}; send it again later")
-        request = self._add(Request(name, own.session, digest, size, work, held_since=now))
-        own.held[seq] = request
-        self._release(own)
+        request = own.held[seq] = self._add(Request(name, own.session, digest, size, work, held_since=now))
+        while (first := own.held.pop(own.next, None)) is not None:
+            own.ready.append(first)
+            own.next += 1
         return request
 
-    def note(self, name: str, session: str, digest: bytes) -> bool:
+    def note(self, name: str, session: Session, digest: bytes) -> bool:
         """Takes a request without an order.  Returns whether it is new.  Raises: RefusedError."""
-        if self._known(name, digest) is not None:
-            return False
-        self._add(Request(name, session, digest, 0))
-        return True
+        if is_new := self._known(name, digest) is None:
+            self._add(Request(name, session, digest, 0))
+        return is_new
 
     def _known(self, name: str, digest: bytes) -> Request[W] | None:
         known = self.requests.get(name)
@@ -154,15 +159,11 @@ class Desk(Generic[W]):
         return known
 
     def _add(self, request: Request[W]) -> Request[W]:
+        if request.session.unread > self.bounds.unread_bytes:
+            raise RefusedError(429, "too many results of this session wait to be read; read some")
         self.requests[request.id] = request
         self._bytes += request.size
         return request
-
-    def _release(self, model: Model[W]) -> None:
-        """Makes the requests ready that are next in order."""
-        while (request := model.held.pop(model.next, None)) is not None:
-            model.ready.append(request)
-            model.next += 1
 
     def take(self) -> Request[W] | None:
         """The next request to run: models take turns."""
@@ -172,33 +173,47 @@ class Desk(Generic[W]):
                 return model.ready.popleft()
         return None
 
+    def put_back(self, request: Request[W]) -> None:
+        """Takes a request back that has not ended: it is the next one of its model."""
+        if (model := self.models.get(request.id.rpartition(":")[0])) is not None:
+            model.ready.appendleft(request)
+
     def finish(self, name: str, result: Result) -> None:
         """Notes the result of a request; nothing where its session has ended."""
         request = self.requests.get(name)
         if request is not None and request.result is None:
             request.result, request.work = result, None
             self._bytes -= request.size
+            request.size = len(result) if isinstance(result, bytes) else SMALL
+            request.session.unread += request.size
             self._finished(name)
 
     def find(self, owner: str, name: str) -> Request[W]:
         """A request of an owner.  Raises: RefusedError."""
         request = self.requests.get(name)
-        session = None if request is None else self.sessions.get(request.session)
-        if request is None or session is None or session.owner != owner:
-            raise RefusedError(
-                410, f"there is no request {name}; its session has ended, or its result was read long ago"
-            )
+        if request is None or request.session.owner != owner:
+            found = "its session has ended, or its result was read long ago"
+            raise RefusedError(410, f"there is no request {name}; {found}")
         return request
+
+    def read(self, owner: str, name: str, now: float) -> Result:
+        """The result of a request that has one.  Raises: RefusedError."""
+        request = self.find(owner, name)
+        assert request.result is not None
+        if request.read_at is None:
+            request.session.unread -= request.size
+            request.read_at = now
+        return request.result
 
     def sweep(self, now: float) -> list[tuple[str, Session]]:
         """Ends sessions that are not seen any more, fails requests that wait for one that never came, and forgets
         results that were read.  Returns the sessions that ended."""
         for model in self.models.values():
             if model.held and now - min(each.held_since for each in model.held.values()) > self.bounds.gap_seconds:
-                late, model.next = sorted(model.held.items()), max(model.held) + 1
-                found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
+                late, model.next = list(model.held.values()), max(model.held) + 1
                 model.held.clear()
-                for _, request in late:
+                for request in late:
+                    found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
                     self.finish(request.id, Failure(found, "user"))
         for name, request in list(self.requests.items()):
             if request.read_at is not None and now - request.read_at > self.bounds.kept_seconds:
@@ -211,7 +226,7 @@ class Desk(Generic[W]):
         session = self.sessions.pop(name)
         for model in session.models:
             del self.models[model]
-        for request in [each for each in self.requests.values() if each.session == name]:
+        for request in [each for each in self.requests.values() if each.session is session]:
             self._bytes -= request.size if request.result is None else 0
             del self.requests[request.id]
             self._finished(request.id)  # whoever waits for it hears that it is gone

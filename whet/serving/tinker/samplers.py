@@ -54,6 +54,7 @@ class Samplers:
         self._running: set[str] = set()
         self._lost: list[Event] = []
         self._switches = 0
+        self.lost: WhetError | None = None  # the error after which models can be trained no more
         self.spent = 0.0  # seconds of the last call beside sampling, which has as long afterwards
 
     def submit(self, request: SampleRequest) -> bool:
@@ -62,7 +63,9 @@ class Samplers:
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes.  Raises: as the engine."""
+        """Decodes.  Raises: as the engine; `lost`."""
+        if self.lost is not None:
+            raise self.lost
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
         self.spent, events = 0.0, list[Event]()
         while True:

@@ -18,7 +18,7 @@ from whet.keyed import key
 from whet.rollout.protocol import Event, Failed, Finished, SamplingParams
 from whet.serving.app import Settings
 from whet.serving.engine_thread import EngineThread
-from whet.serving.tinker.desk import SAMPLER, Desk, Failure, Result, Session
+from whet.serving.tinker.desk import Desk, Failure, Result, Session
 from whet.serving.tinker.models import Models, prompt_of
 from whet.serving.tinker.samplers import SampleRequest, Source
 from whet.serving.tinker.wire import PromptScores, SampledTokens, write_samples
@@ -35,7 +35,7 @@ class Sampling:
         self, models: Models, thread: EngineThread, settings: Settings, desk: Desk[Any], stop_ids: tuple[int, ...]
     ) -> None:
         self._models, self._thread, self._settings, self._desk = models, thread, settings, desk
-        self._stop_ids, self._samples = stop_ids, 0
+        self._stop_ids = stop_ids
         self._tasks: dict[str, asyncio.Task[bytes]] = {}
 
     def clear(self, session: Session) -> None:
@@ -47,22 +47,24 @@ class Sampling:
     async def sample(self, owner: str, raw: Raw) -> Raw:
         """Begins to sample.  Returns a promise.  Raises: RefusedError."""
         sampler, number = raw["sampling_session_id"], int(raw.get("num_samples", 1))
-        session = self._desk.owned(owner, sampler)
-        name, room = f"{sampler}:{raw['seq_id']}", self._settings.max_running + self._settings.max_waiting
-        if not 0 < number <= room:
-            raise RefusedError(400, f"num_samples={number} is not from 1 to {room}")
-        if name not in self._desk.requests and self._samples + number > room:
-            raise RefusedError(429, f"the server is full ({self._samples} of {room} samples); come again later")
+        session, room = self._desk.owned(owner, sampler), self._settings.max_running + self._settings.max_waiting
+        name, most = f"{sampler}:{raw['seq_id']}", -(-room // 2)
+        if not 0 < number <= most:
+            raise RefusedError(400, f"num_samples={number} is not from 1 to {most}")
+        others = sum(each.samples for each in self._desk.sessions.values()) - session.samples
+        # A session has at most half of the room that others leave, which so is never gone.
+        if name not in self._desk.requests and 2 * (session.samples + number) > max(2, room - others + 1):
+            raise RefusedError(429, f"{others + session.samples} of {room} samples are there; come again later")
         ids = [f"{name}:{index}" for index in range(number)]
-        if self._desk.note(name, sampler.rpartition(SAMPLER)[0], digest(raw)):
-            self._samples += number
+        if self._desk.note(name, session, digest(raw)):
+            session.samples += number
             task = asyncio.create_task(self._run((owner, session.samplers[sampler]), raw, ids))
             self._tasks[name] = task
-            task.add_done_callback(lambda done: self._finish_samples(name, ids, done))
+            task.add_done_callback(lambda done: self._finish_samples(session, name, ids, done))
         return {"request_id": name, "sample_sequence_ids": ids}
 
-    def _finish_samples(self, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
-        self._samples -= len(uids)
+    def _finish_samples(self, session: Session, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
+        session.samples -= len(uids)
         del self._tasks[name]
         result: Result = Failure("the request was cancelled", "user")
         if not done.cancelled():

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Literal, cast
 
 from starlette.applications import Starlette
-from torch import nn
 
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError
-from whet.models.load import context_length, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.planning.dtypes import choose
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import RolloutEngine, SharesModule
@@ -29,6 +28,7 @@ from whet.serving.tinker.app import Served, TinkerApp
 from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import Samplers, Shared
 from whet.serving.tinker.store import Store
+from whet.serving.tinker.training import Base, Ranks
 from whet.tracking.console import long_phase
 
 log = logging.getLogger(__name__)
@@ -41,19 +41,22 @@ def serve(settings: Settings) -> None:
         with long_phase("loading the model"):
             source, trusted = find_model(settings.model), settings.trust_remote_code
             folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
-            dtype, device = choose(settings.dtype, "--dtype"), devices.here()
+            dtype = choose(settings.dtype, "--dtype")
             own = Path(settings.model).expanduser()
             name = settings.name or (own.resolve().name if own.exists() else settings.model)
             tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
-            base = load_policy(folder, trust_remote_code=trusted)
-            nn.Module.to(base, device)
+            base, ranks = Base(folder, trusted), None
+            if settings.ranks > 1:
+                ranks = Ranks(base, settings.ranks)
+                stack.callback(ranks.close)
             store = Store(Path(settings.folder).expanduser().resolve())
-            models = Models(base, name, dtype, store, context_length(folder, trust_remote_code=trusted))
+            context = context_length(folder, trust_remote_code=trusted)
+            models = Models(base, name, dtype, store, context, devices.here(), settings.train_engine, ranks)
             samplers = Samplers(_engine(settings, folder, dtype), models.module)
         thread = EngineThread(cast(RolloutEngine, samplers), on_death=lambda error: setattr(http, "should_exit", True))
         where = str(Path(folder).resolve()) if own.exists() else settings.model
         stops = stop_token_ids(folder, tokenizer, {})
-        served = Served(name, frozenset({settings.model, where}), where, str(base.config.model_type), tuple(stops))
+        served = Served(name, frozenset({settings.model, where}), where, str(models.base.config.model_type), tuple(stops))
         app = TinkerApp(served, models, thread, samplers, settings)
         app.asgi.router.lifespan_context = partial(_lifespan, thread, app)
         http = HttpServer(app.asgi, settings, thread)
