@@ -13,13 +13,13 @@ from whet.serving.tinker.desk import Bounds, Desk, Failure
 ME, YOU = "me", "you"
 
 
-def desk(**bounds: float) -> Desk[str]:
-    made = Desk[str](Bounds(**bounds))  # type: ignore[arg-type]
+def desk(**bounds: float) -> Desk:
+    made = Desk(Bounds(**bounds))  # type: ignore[arg-type]
     made.open(ME, "s", 0.0)
     return made
 
 
-def model(made: Desk[str], number: int = 0) -> str:
+def model(made: Desk, number: int = 0) -> str:
     name = made.add_model(ME, "s", number, 0.0)
     made.enter(name, 0, b"create", "create", 0, 0.0)
     request = made.take()
@@ -28,7 +28,7 @@ def model(made: Desk[str], number: int = 0) -> str:
     return name
 
 
-def taken(made: Desk[str]) -> list[str]:
+def taken(made: Desk) -> list[str]:
     found = []
     while (request := made.take()) is not None:
         assert request.work is not None
@@ -98,7 +98,7 @@ def test_nothing_of_another_owner_exists() -> None:
 
 def test_a_session_without_a_heartbeat_leaves_nothing() -> None:
     told = list[str]()
-    made = Desk[str](Bounds(session_seconds=60), told.append)
+    made = Desk(Bounds(session_seconds=60), told.append)
     made.open(ME, "s", 0.0)
     name = model(made)
     request = made.enter(name, 1, b"", "work", 100, 0.0)

@@ -14,13 +14,13 @@ from tests.raising import raises
 from tests.serving.tinker.rows import answer, body, datum, double, part, varint
 from whet.errors import DataError
 from whet.guard import RefusedError
+from whet.rollout.protocol import Completion
 from whet.serving.tinker.wire import (
     CLASSES,
     MOST_ROWS,
     NO_TOKEN,
     LossRequest,
     PromptScores,
-    SampledTokens,
     read_tensor,
     unpacked,
     write_loss_output,
@@ -31,7 +31,12 @@ from whet.serving.tinker.wire import (
 def test_a_request() -> None:
     weights = np.float32([0.0, 0.5])
     rows = [datum([1, 300], target_tokens=[300, 2], weights=weights), datum([7], target_tokens=[[1, 2]])]
-    v2 = part(9, -1) + double(8, 0.5) + part(7, part(1, b"how") + part(2, part(2, b"so"))) + part(7, part(1, b"beta") + part(2, double(1, 0.25)))
+    unknown = part(9, -1) + double(8, 0.5)
+    v2 = (
+        unknown
+        + part(7, part(1, b"how") + part(2, part(2, b"so")))
+        + part(7, part(1, b"beta") + part(2, double(1, 0.25)))
+    )
     found = LossRequest.read(body("s:train:0", rows, "ppo", {"beta": 0.5}, seq=70000, forward_only=True) + v2)
     assert (found.model_id, found.seq_id, found.loss, found.forward_only) == ("s:train:0", 70000, "ppo", True)
     assert found.options == {"beta": 0.25, "how": "so"}
@@ -95,8 +100,8 @@ def test_log_probs_of_rows_of_several_widths() -> None:
 def test_samples() -> None:
     """Sequences, log-probs of the prompt, and tables with empty cells."""
     samples = [
-        SampledTokens([5, 6], [-0.5, -1.5], True, [((5, -0.5), (9, -2.0)), ((6, -1.5),)]),
-        SampledTokens([], [], False),
+        Completion((5, 6), (-0.5, -1.5), "length", (), likeliest=(((5, -0.5), (9, -2.0)), ((6, -1.5),))),
+        Completion((), (), "stop", ()),
     ]
     prompt = PromptScores(np.float32([np.nan, -3.0]), [[], [(1, -1.0)]])
     found = CLASSES["SampleResponse"].FromString(write_samples(samples, prompt, 2, 1))

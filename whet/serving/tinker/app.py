@@ -10,8 +10,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +25,9 @@ from starlette.routing import Route
 from whet.errors import WhetError, WorkerError
 from whet.guard import RefusedError, check_client, read_body
 from whet.serving.app import BODY_SECONDS, Settings
+from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
-from whet.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session
+from whet.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session, Work
 from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import Samplers
 from whet.serving.tinker.sampling import Sampling, digest, failure_of
@@ -34,7 +36,6 @@ from whet.serving.tinker.wire import MOST_ROWS, LossRequest, unpacked
 
 log = logging.getLogger(__name__)
 Raw = dict[str, Any]
-Work = Callable[[], Result | None]  # None: a part is done, call it again
 Call = Callable[[str, Raw], Awaitable[Raw | Response]]  # of an owner, with the request as JSON
 PROTO, JSON = "application/x-protobuf", "application/json"
 POLL_SECONDS = 25.0  # of a call that waits for a result; the SDK gives up after 45
@@ -45,13 +46,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Served:
-    """The model that clients name: its names, its tokenizer, its architecture, its stop tokens."""
+    """The model that clients name: its names, its tokenizer, its architecture."""
 
     name: str
     aliases: frozenset[str]
     tokenizer: str  # a folder, or a name on the hub
     arch: str
-    stop_ids: tuple[int, ...]
+    reader: BodyReader
 
 
 class TinkerApp:
@@ -62,29 +63,36 @@ class TinkerApp:
     ) -> None:
         self._served, self._models, self._thread, self._settings = served, models, thread, settings
         self._samplers = samplers
-        self._desk: Desk[Work] = Desk(Bounds(), self._wake)
+        self._desk: Desk = Desk(Bounds(), self._wake)
         self._events: dict[str, asyncio.Event] = {}
-        self._sampling = Sampling(models, thread, settings, self._desk, served.stop_ids)
+        self._sampling = Sampling(models, thread, settings, self._desk, served.reader)
         self._is_busy = False
         self._keys = [each.strip() for each in (settings.api_key or "").split(",") if each.strip()]
         self._most = round(settings.max_body_mib * MIB)
-        calls: dict[str, Call] = {
-            "POST client/config": self._config, "POST client/dynamic_config": self._dynamic,
-            "POST telemetry": self._telemetry, "POST create_session": self._open,
-            "POST session_heartbeat": self._heartbeat, "POST sessions/{session}/finish": self._finish,
-            "POST create_model": self._create, "POST get_info": self._info, "POST forward_backward": self._loss,
-            "POST optim_step": self._step, "POST retrieve_future": self._retrieve, "POST save_weights": self._save,
+        calls: dict[str, Call | Raw] = {
+            **self._told(), "POST create_session": self._open, "POST session_heartbeat": self._heartbeat,
+            "POST sessions/{session}/finish": self._finish, "POST create_model": self._create,
+            "POST get_info": self._info, "POST forward_backward": self._loss, "POST optim_step": self._step,
+            "POST retrieve_future": self._retrieve, "POST save_weights": self._save,
             "POST save_weights_for_sampler": self._snapshot, "POST load_weights": self._load,
             "POST weights_info": self._weights_info, "POST create_sampling_session": self._sampler,
             "POST asample": self._sampling.sample, "POST cancel_future": self._sampling.cancel,
-            "GET get_server_capabilities": self._capabilities, "GET samplers/{sampler}": self._sampler_info,
-            "GET training_runs/{model}/checkpoints": self._checkpoints, "GET checkpoints": self._checkpoints,
+            "GET samplers/{sampler}": self._sampler_info, "GET checkpoints": self._checkpoints,
+            "GET training_runs/{model}/checkpoints": self._checkpoints,
             "DELETE training_runs/{model}/checkpoints/{checkpoint:path}": self._delete,
         }  # fmt: skip
         routes = [self._route(name, call) for name, call in calls.items()]
-        self.asgi = Starlette(routes=[*routes, Route("/api/v1/healthz", self._health, methods=["GET"])])
+        routes.append(Route("/api/v1/healthz", self._health, methods=["GET"]))
+        self.asgi = Starlette(routes=routes, lifespan=self._lifespan)
 
-    def _route(self, name: str, call: Call) -> Route:
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._thread.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
+        sweeper = asyncio.create_task(self._sweep())
+        yield
+        sweeper.cancel()
+
+    def _route(self, name: str, call: Call | Raw) -> Route:
         """The call of a client with a key; errors become responses."""
         method, path = name.split(" ")
 
@@ -95,11 +103,11 @@ class TinkerApp:
                 owner, raw = self._owner(request.headers), Raw()
                 if method == "POST":
                     raw = await self._read(request, PROTO if call == self._loss else JSON)
-                found = await call(owner, {**raw, **request.path_params})
+                found = call if isinstance(call, dict) else await call(owner, {**raw, **request.path_params})
                 return found if isinstance(found, Response) else JSONResponse(found)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except (RefusedError, WhetError, KeyError, TypeError, ValueError, RecursionError) as error:
+            except (RefusedError, WhetError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 words = str(error) if isinstance(error, RefusedError | WhetError) else f"it cannot be read: {error!r}"
                 status = error.status if isinstance(error, RefusedError) else 400
                 return JSONResponse({"error": words, "detail": words}, status)
@@ -130,23 +138,20 @@ class TinkerApp:
     async def _health(self, request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok" if self._thread.death is None else "failed"})
 
-    async def _telemetry(self, owner: str, raw: Raw) -> Raw:
-        return {"status": "accepted"}  # and not kept
-
-    async def _config(self, owner: str, raw: Raw) -> Raw:
-        chunk = min(5_000_000, self._most // 2)
-        return {
+    def _told(self) -> dict[str, Raw]:
+        """The replies that are always the same; telemetry is not kept."""
+        model = {"model_name": self._served.name, "max_context_length": self._models.context, "trainable": True}
+        config = {
             "pjwt_auth_enabled": False, "proto_compress_fwdbwd": True, "create_model_via_load_weights": True,
-            "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": MOST_ROWS, "fwdbwd_max_chunk_bytes_count": chunk,
-            "sample_max_concurrent_requests": self._settings.max_running + self._settings.max_waiting,
+            "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": MOST_ROWS,
+            "fwdbwd_max_chunk_bytes_count": min(5_000_000, self._most // 2),
+            "sample_max_concurrent_requests": (self._settings.max_running + self._settings.max_waiting) // 2,
         }  # fmt: skip
-
-    async def _dynamic(self, owner: str, raw: Raw) -> Raw:
-        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-
-    async def _capabilities(self, owner: str, raw: Raw) -> Raw:
-        own = {"model_name": self._served.name, "max_context_length": self._models.context}
-        return {"supported_models": [{**own, "trainable": True, "sampleable": True}]}
+        return {
+            "POST client/config": config, "POST telemetry": {"status": "accepted"},
+            "POST client/dynamic_config": {"refresh_interval_sec": 300, "sample_cancel_enabled": True},
+            "GET get_server_capabilities": {"supported_models": [{**model, "sampleable": True}]},
+        }  # fmt: skip
 
     async def _open(self, owner: str, raw: Raw) -> Raw:
         self._desk.open(owner, name := str(uuid.uuid4()), time.monotonic())
@@ -170,7 +175,7 @@ class TinkerApp:
                     self._models.store.remove(session.owner, path)
         self._sampling.clear(session)
 
-    async def sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Ends sessions without a heartbeat, for as long as the server runs."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -231,7 +236,8 @@ class TinkerApp:
         """Saves weights to sample from: under a name, or for a sampler of this session alone."""
         model, number = raw["model_id"], raw.get("sampling_session_seq_id")
         session = self._desk.owned(owner, model)
-        path, work = self._saving(owner, raw, SAMPLER, raw.get("path") if number is None else f"{SNAPSHOT}{raw['seq_id']}")
+        name = raw.get("path") if number is None else f"{SNAPSHOT}{raw['seq_id']}"
+        path, work = self._saving(owner, raw, SAMPLER, name)
         told: Raw = {"path": path}
         if number is not None:
             told = {"path": None, "sampling_session_id": self._desk.add_sampler(session, number, path)}
@@ -293,7 +299,7 @@ class TinkerApp:
 
         self._thread.call(timed).add_done_callback(ran)
 
-    def _ran(self, request: Request[Work], done: Future[Result | None]) -> None:
+    def _ran(self, request: Request, done: Future[Result | None]) -> None:
         self._is_busy = False
         if (error := done.exception()) is not None:
             if isinstance(error, WorkerError):  # the ranks are gone

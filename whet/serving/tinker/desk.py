@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from whet.guard import RefusedError
 
-W = TypeVar("W")
 MODEL, SAMPLER = ":train:", ":sample:"  # between the name of a session and a number
 SMALL = 1000  # bytes of a result without tensors, about
 
@@ -25,7 +24,7 @@ class Bounds:
     """Limits of one server."""
 
     sessions: int = 64
-    models: int = 16
+    models: int = 32
     waiting: int = 256  # requests of a model, beside the next one in order
     body_bytes: int = 2**30  # of all requests that wait
     unread_bytes: int = 2**28  # of a session's results that nobody has read
@@ -43,6 +42,7 @@ class Failure:
 
 
 Result = bytes | dict[str, Any] | Failure
+Work = Callable[[], Result | None]  # None: a part is done, call it again
 
 
 @dataclass
@@ -59,45 +59,53 @@ class Session:
 
 
 @dataclass
-class Request(Generic[W]):
+class Request:
     """A request and its result, when there is one."""
 
     id: str
     session: Session
     digest: bytes  # of what was asked
     size: int  # of the request, then of its result
-    work: W | None = None
+    work: Work | None = None
     result: Result | None = None
     held_since: float = 0.0
     read_at: float | None = None
 
 
 @dataclass
-class Model(Generic[W]):
+class Model:
     """The order of a model's requests."""
 
     session: Session
     next: int = 0
-    held: dict[int, Request[W]] = field(default_factory=dict)
-    ready: deque[Request[W]] = field(default_factory=deque)
+    held: dict[int, Request] = field(default_factory=dict)
+    ready: deque[Request] = field(default_factory=deque)
 
 
-class Desk(Generic[W]):
+class Desk:
     """Sessions, models, futures."""
 
     def __init__(self, bounds: Bounds, finished: Callable[[str], None] = lambda request: None) -> None:
         """`finished` is called with the id of each request that gets a result."""
         self.bounds, self._finished = bounds, finished
         self.sessions: dict[str, Session] = {}
-        self.models: OrderedDict[str, Model[W]] = OrderedDict()
-        self.requests: dict[str, Request[W]] = {}
+        self.models: OrderedDict[str, Model] = OrderedDict()
+        self.requests: dict[str, Request] = {}
         self._bytes = 0
 
     def open(self, owner: str, name: str, now: float) -> None:
         """Opens a session.  Raises: RefusedError where there are too many."""
-        if len(self.sessions) >= self.bounds.sessions:
-            raise RefusedError(429, f"the server has {self.bounds.sessions} sessions; end one, or come again later")
+        self.check_room(owner, "sessions", self.bounds.sessions, lambda each: 1)
         self.sessions[name] = Session(name, owner, now)
+
+    def check_room(self, owner: str, what: str, most: int, held: Callable[[Session], int], number: int = 1) -> None:
+        """Checks that an owner has at most half of what others leave, so that some is always left.  Raises:
+        RefusedError."""
+        own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
+        others = sum(map(held, self.sessions.values())) - own
+        if 2 * (own + number) > max(2, most - others + 1):
+            found = f"{own + others} of {most} {what} are there, {own} of them with your key"
+            raise RefusedError(429, f"{found}; end some, or come again later")
 
     def session(self, owner: str, name: str, now: float | None = None) -> Session:
         """The session of an owner; with `now` it is seen.  Raises: RefusedError."""
@@ -118,8 +126,8 @@ class Desk(Generic[W]):
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
         """The name of a new model, or of the one with this number.  Raises: RefusedError."""
         own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
-        if name not in own.models and len(self.models) >= self.bounds.models:
-            raise RefusedError(429, f"the server has {self.bounds.models} models; end a session, or come again later")
+        if name not in own.models:
+            self.check_room(owner, "models", self.bounds.models, lambda each: len(each.models))
         own.models.add(name)
         self.models.setdefault(name, Model(own))
         return name
@@ -130,7 +138,7 @@ class Desk(Generic[W]):
         session.samplers.setdefault(name, path)
         return name
 
-    def enter(self, model: str, seq: int, digest: bytes, work: W, size: int, now: float) -> Request[W]:
+    def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> Request:
         """Takes a request of a model in order; one that is there already is returned.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
@@ -152,20 +160,20 @@ class Desk(Generic[W]):
             self._add(Request(name, session, digest, 0))
         return is_new
 
-    def _known(self, name: str, digest: bytes) -> Request[W] | None:
+    def _known(self, name: str, digest: bytes) -> Request | None:
         known = self.requests.get(name)
         if known is not None and known.digest != digest:
             raise RefusedError(422, f"request {name} was sent before, and asked for something else")
         return known
 
-    def _add(self, request: Request[W]) -> Request[W]:
+    def _add(self, request: Request) -> Request:
         if request.session.unread > self.bounds.unread_bytes:
             raise RefusedError(429, "too many results of this session wait to be read; read some")
         self.requests[request.id] = request
         self._bytes += request.size
         return request
 
-    def take(self) -> Request[W] | None:
+    def take(self) -> Request | None:
         """The next request to run: models take turns."""
         for name, model in self.models.items():
             if model.ready:
@@ -173,7 +181,7 @@ class Desk(Generic[W]):
                 return model.ready.popleft()
         return None
 
-    def put_back(self, request: Request[W]) -> None:
+    def put_back(self, request: Request) -> None:
         """Takes a request back that has not ended: it is the next one of its model."""
         if (model := self.models.get(request.id.rpartition(":")[0])) is not None:
             model.ready.appendleft(request)
@@ -188,7 +196,7 @@ class Desk(Generic[W]):
             request.session.unread += request.size
             self._finished(name)
 
-    def find(self, owner: str, name: str) -> Request[W]:
+    def find(self, owner: str, name: str) -> Request:
         """A request of an owner.  Raises: RefusedError."""
         request = self.requests.get(name)
         if request is None or request.session.owner != owner:

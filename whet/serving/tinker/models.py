@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from whet import serialization
 from whet.config.schema import Dtype, EngineConfig, LoraConfig, OptimConfig
-from whet.errors import ConfigError, DataError, EngineError
+from whet.errors import ConfigError, EngineError
 from whet.models.lora import adapter_weights
 from whet.models.outputs import model_outputs
 from whet.serving.tinker.store import WEIGHTS, WHOLE, ModelKind, Saved, Store
@@ -156,13 +156,3 @@ def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: str) -> N
         raise EngineError(path, "has the weights of another model", "those of one with the same base and rank")
     for name, each in weights.items():
         own[name].copy_(each)
-
-
-def prompt_of(chunks: list[dict[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """The tokens of a prompt as JSON.  Raises: DataError."""
-    if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
-        raise DataError("prompt", "has an image or audio", "text, which this server samples from")
-    tokens = tuple(int(token) for chunk in chunks for token in chunk["tokens"])
-    if not tokens or not all(0 <= token < vocab_size for token in tokens):
-        raise DataError("prompt", "has no tokens, or some out of range", f"token ids from 0 to {vocab_size - 1}")
-    return tokens

@@ -91,7 +91,8 @@ class Samplers:
                 self._engine.attach(module, self._switches)
             self._source, self._attached = source, module
         except (WhetError, RefusedError) as error:
-            self._lost += [Failed(each.uid, each.attempt, _failure(error)) for each in self._waiting.pop(source)]
+            failure = Failure("engine", str(error))
+            self._lost += [Failed(each.uid, each.attempt, failure) for each in self._waiting.pop(source)]
             return
         self._begin()
 
@@ -102,7 +103,7 @@ class Samplers:
                 self._engine.submit(request)
                 self._running.add(request.uid)
             except WhetError as error:
-                self._lost.append(Failed(request.uid, request.attempt, _failure(error)))
+                self._lost.append(Failed(request.uid, request.attempt, Failure("engine", str(error))))
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends requests."""
@@ -122,7 +123,3 @@ class Samplers:
     def close(self) -> None:
         """Frees everything."""
         self._engine.close()
-
-
-def _failure(error: Exception) -> Failure:
-    return Failure("engine", str(error))

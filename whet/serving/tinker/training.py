@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from whet import serialization
+from whet.batch import Batch
 from whet.config.cluster import ResourcePool
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
@@ -32,7 +33,6 @@ from whet.serving.tinker.wire import LossRequest, write_loss_output
 
 # Numbers of the SDK's AdamParams.
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-PICKED_ROWS = 4  # rows whose whole vocabulary is in memory at once
 RANKS_SECONDS = 86400.0  # of a call of the ranks: one that trains on a request takes as long as it takes
 Engine = Any  # whet.engines.engine.Engine, which a file of this layer does not import
 
@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True)
 class SharedRole(RoleSettings):
-    """The settings of a model beside others. An adapter's module is a copy of `base` with the same weights in memory."""
+    """The settings of a model beside others. The module of an adapter is a copy of `base` that shares its weights."""
 
     base: Base | None = None
 
@@ -97,12 +97,12 @@ class Training:
         batch, everything = rows.prepared(objective), rows.with_all_places()
         counts = objective.counts(batch.columns())
         if not request.forward_only:
-            for part in self._parts(engine, batch, PICKED_ROWS if rows.is_picked else 0):
+            for part in self._parts(engine, batch, rows.is_picked):
                 engine.forward_backward(rows.narrow(batch, part), objective, counts)
                 yield None
         seen, is_whole = dict(objective.seen), torch.equal(batch["response_mask"], everything["response_mask"])
         if request.forward_only or (request.loss == CROSS_ENTROPY and not is_whole and SHORT not in request.options):
-            for part in self._parts(engine, everything, PICKED_ROWS if rows.is_picked else 0):
+            for part in self._parts(engine, everything, rows.is_picked):
                 whole, own = (rows.narrow(each, part) for each in (everything, batch))
                 outputs = engine.forward(whole, objective.needs)
                 found, trained = targets_of(outputs, whole.columns()), own["response_mask"].bool()
@@ -119,15 +119,16 @@ class Training:
             seen, total = {row: each for own, _ in found_by for row, each in own.items()}, sum(n for _, n in found_by)
         yield write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
-    def _parts(self, engine: Engine, batch: Any, most: int) -> Iterator[list[int]]:
-        """The rows of this rank, by parts: each a forward pass or, if `most` is not 0, as many rows. Ranks have as many
-        parts each. (The auxiliary loss of experts is one of all rows together.)"""
-        rows, ranks = [*range(engine.dp_rank, len(batch), engine.dp_size)], engine.dp_size
-        if most:
-            return (rows[start : start + most] for start in range(0, -(-len(batch) // ranks), most))
+    def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
+        """The rows of this rank, by parts, as many on each rank: a forward pass each; one row each where the whole
+        vocabulary is read; all where experts have an auxiliary loss, which is one of all rows together."""
+        rows = [*range(engine.dp_rank, len(batch), engine.dp_size)]
+        if is_picked:
+            return (rows[at : at + 1] for at in range(-(-len(batch) // engine.dp_size)))
         if self._group is not None or auxiliary_coefficient(engine.model.config):
-            return iter([rows])
-        return iter(engine.passes(batch.columns(), 1))
+            return [rows]
+        found: list[list[int]] = engine.passes(batch.columns(), 1)
+        return found
 
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
         """Takes a step of AdamW with the SDK's numbers.  Returns metrics.  Raises: ConfigError."""

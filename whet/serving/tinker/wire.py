@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from whet.errors import DataError
 from whet.guard import RefusedError
+from whet.rollout.protocol import Completion
 
 Array = npt.NDArray[np.generic]
 Likeliest = Sequence[Sequence[tuple[int, float]]]  # of each place, the likeliest first
@@ -109,8 +111,9 @@ class LossRequest:
     @cached_property
     def data(self) -> tuple[Datum, ...]:
         """Its rows.  Raises: DataError."""
-        shapes = [each.value.shape for row in self.rows for each in row.loss_fn_inputs if each.value.HasField("sparse_csr")]
-        if (cells := sum(math.prod(map(abs, shape)) for shape in shapes)) > MOST_CELLS:
+        tensors = [each.value for row in self.rows for each in row.loss_fn_inputs]
+        cells = sum(math.prod(map(abs, each.shape)) for each in tensors if each.HasField("sparse_csr"))
+        if cells > MOST_CELLS:
             raise DataError("sparse tensors", f"have {cells:,} cells", f"at most {MOST_CELLS:,} in a request")
         return tuple(_datum(row, f"datum {number}") for number, row in enumerate(self.rows))
 
@@ -130,8 +133,13 @@ def read_tensor(tensor: Any, where: str) -> Array:
         raise DataError(where, f"has the dtype {tensor.dtype}", "float32, int64, int32 or bfloat16")
     if tensor.HasField("sparse_csr"):
         csr = tensor.sparse_csr
-        rows, columns = (_array(each, INT64, where) for each in (csr.crow_indices, csr.col_indices))
-        whole = dense(_array(csr.values, tensor.dtype, where), rows, columns, shape, where)
+        crow, col = (torch.from_numpy(_array(each, INT64, where).copy()) for each in (csr.crow_indices, csr.col_indices))
+        values = torch.from_numpy(_array(csr.values, tensor.dtype, where).copy())
+        try:
+            places = torch.stack([torch.arange(len(crow) - 1).repeat_interleave(crow.diff()), col])
+            whole = torch.sparse_coo_tensor(places, values, shape, check_invariants=True).to_dense().numpy()
+        except (RuntimeError, TypeError) as error:
+            raise DataError(where, f"does not fit its shape {shape}", "a matrix in compressed sparse rows") from error
     else:
         whole = _array(tensor.dense, tensor.dtype, where)
     if shape and (min(shape) < 0 or int(np.prod(shape)) != whole.size):
@@ -139,19 +147,6 @@ def read_tensor(tensor: Any, where: str) -> Array:
     if tensor.dtype == BFLOAT16:
         whole = (whole.astype(np.uint32) << 16).view(np.float32)
     return whole.reshape(shape) if shape else whole
-
-
-def dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], where: str) -> Array:
-    """A matrix in compressed sparse rows, made whole with zeros.  Raises: DataError."""
-    height, width = shape if len(shape) == 2 else (-1, -1)
-    starts, places = rows.astype(np.int64), columns.astype(np.int64)
-    fits = height >= 0 and width >= 0 and len(starts) == height + 1
-    fits = fits and len(places) == len(values) and bool((np.diff(starts) >= 0).all())
-    if not fits or starts[0] != 0 or starts[-1] != len(values) or bool(((places < 0) | (places >= width)).any()):
-        raise DataError(where, f"does not fit its shape {list(shape)}", "a matrix in compressed sparse rows")
-    whole = np.zeros((height, width), values.dtype)
-    whole[np.repeat(np.arange(height), np.diff(starts)), places] = values
-    return whole
 
 
 def _array(value: bytes, dtype: int, where: str) -> Array:
@@ -176,16 +171,6 @@ def write_loss_output(log_probs: Sequence[npt.NDArray[np.float32]], metrics: Map
 
 
 @dataclass(frozen=True)
-class SampledTokens:
-    """A sampled sequence; `is_cut`: it ended at the limit of tokens."""
-
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    is_cut: bool
-    likeliest: Likeliest = ()
-
-
-@dataclass(frozen=True)
 class PromptScores:
     """Log-probs of a prompt of n tokens; NaN where nothing is known."""
 
@@ -193,11 +178,12 @@ class PromptScores:
     likeliest: Likeliest = ()  # of n places
 
 
-def write_samples(samples: Sequence[SampledTokens], prompt: PromptScores, width: int, prompt_width: int) -> bytes:
+def write_samples(samples: Sequence[Completion], prompt: PromptScores, width: int, prompt_width: int) -> bytes:
     """A SampleResponse; tables of likeliest tokens have `width` and `prompt_width` columns."""
     out = CLASSES["SampleResponse"]()
     for sample in samples:
-        own = out.sequences.add(stop_reason=int(sample.is_cut), tokens=np.asarray(sample.tokens, "<i4").tobytes())
+        own = out.sequences.add(stop_reason=int(sample.finish_reason == "length"))
+        own.tokens = np.asarray(sample.token_ids, "<i4").tobytes()
         own.logprobs = np.asarray(sample.log_probs, "<f4").tobytes()
         if width:
             _fill_table(own.topk_sampled_logprobs, sample.likeliest, width)
