@@ -110,7 +110,7 @@ def _of_servers() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if error.name not in ("starlette", "uvicorn", "prometheus_client", "google"):
+        if str(error.name).partition(".")[0] not in ("google", "prometheus_client", "starlette", "uvicorn"):
             raise
         raise ConfigError(str(error.name), "not installed", change=f"run {pip_install('serve')}") from error
 

@@ -63,7 +63,7 @@ def request(
     model: str, data: Sequence[bytes], loss: str, options: Mapping[str, float] | None = None, forward_only: bool = False
 ) -> LossRequest:
     """A request, as the server reads it."""
-    return LossRequest.read(body(model, data, loss, options, forward_only=forward_only))
+    return LossRequest(body(model, data, loss, options, forward_only=forward_only))
 
 
 def answer(reply: bytes) -> tuple[list[npt.NDArray[np.float32]], dict[str, float]]:

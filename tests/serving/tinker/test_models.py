@@ -253,6 +253,16 @@ def test_adapters_share_a_base_and_nothing_else(models: Models) -> None:
     assert trained and all("self_attn" in name for name in trained)
 
 
+def test_an_adapter_narrows_no_weights_of_others(model_folder: Path, tmp_path: Path) -> None:
+    """In bfloat16 the layers below an adapter are narrow, for all from the start, and those of a full model never."""
+    models = Models(Base(str(model_folder)), "nano", "bfloat16", Store(tmp_path), 512, HOST)
+    before = {name: each.dtype for name, each in models.base.named_parameters()}
+    models.create("a", LORA)
+    models.create("b", FULL)
+    assert {name: each.dtype for name, each in models.base.named_parameters()} == before
+    assert {each.dtype for each in engine_of(models, "b").model.parameters()} == {torch.float32}
+
+
 def test_targets_that_are_not_the_next_tokens(models: Models) -> None:
     """Two targets a place: a weighted sum of their log-probs, which are those of the model's vocabulary."""
     models.create("m", LORA)

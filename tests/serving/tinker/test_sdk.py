@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -228,6 +229,32 @@ def test_keys_sizes_and_what_cannot_be_read(server: Server) -> None:
         reply = client.post("forward_backward", content=packed, headers={**proto, "content-encoding": "zstd"})
         [log_probs], _ = own.answer(client.post("retrieve_future", json=reply.json()).content)
         assert log_probs.shape == (2,) and np.isfinite(log_probs).all()
+        js = {"content-type": "application/json"}
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "nano"}
+        sampler = client.post("create_sampling_session", json=asked).json()["sampling_session_id"]
+        wrong = [
+            {"sampling_params": {name: value}}
+            for name, value in (
+                ("temperature", math.nan), ("temperature", -1.0), ("temperature", 1e-30), ("top_p", 0.0),
+                ("top_p", math.nan), ("top_k", 2**40), ("stop", [""]), ("stop", ["x"] * 100), ("stop", [10**9]),
+                ("seed", "x"), ("max_tokens", [1]),
+            )
+        ]  # fmt: skip
+        wrong += [{"prompt": {"chunks": [{"tokens": each}]}} for each in ([], [-1], [10**9], [1.5], [1] * 40_000)]
+        wrong += [{"topk_prompt_logprobs": 10**6}, {"prompt": {"chunks": [{"type": "image", "data": "x"}]}}]
+        fine = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1, 2]}]}, "num_samples": 1}
+        for number, each in enumerate([*wrong, {"sampling_params": {"max_tokens": 3}}]):
+            content = json.dumps({**fine, "seq_id": number, **each})
+            asked_for = client.post("asample", content=content, headers=js)
+            result = client.post("retrieve_future", json={"request_id": asked_for.json()["request_id"]})
+            assert (each not in wrong) or result.json()["category"] == "user", (each, result.text)
+        assert result.headers["content-type"] == "application/x-protobuf"  # nothing of it harmed the server
+        many = client.post("asample", json={**fine, "seq_id": 99, "num_samples": 10**6})
+        assert many.status_code == 400
+        assert (
+            client.post("create_model", content=json.dumps({**model, "model_seq_id": math.inf}), headers=js).status_code
+            == 400
+        )
         assert client.post(f"sessions/{session}/finish", json={}).status_code == 200
         assert client.post("retrieve_future", json=reply.json()).status_code == 410
         assert client.post("session_heartbeat", json={"session_id": session}).status_code == 410

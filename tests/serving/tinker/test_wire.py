@@ -37,7 +37,7 @@ def test_a_request() -> None:
         + part(7, part(1, b"how") + part(2, part(2, b"so")))
         + part(7, part(1, b"beta") + part(2, double(1, 0.25)))
     )
-    found = LossRequest.read(body("s:train:0", rows, "ppo", {"beta": 0.5}, seq=70000, forward_only=True) + v2)
+    found = LossRequest(body("s:train:0", rows, "ppo", {"beta": 0.5}, seq=70000, forward_only=True) + v2)
     assert (found.model_id, found.seq_id, found.loss, found.forward_only) == ("s:train:0", 70000, "ppo", True)
     assert found.options == {"beta": 0.25, "how": "so"}
     first, second = found.data
@@ -86,7 +86,7 @@ def test_bfloat16() -> None:
 
 
 def test_an_image_is_refused_when_its_row_is_read() -> None:
-    found = LossRequest.read(body("m", [part(1, part(2, b"png"))], "cross_entropy"))
+    found = LossRequest(body("m", [part(1, part(2, b"png"))], "cross_entropy"))
     with raises(DataError, "datum 0", found="an image or audio"):
         _ = found.data
 
@@ -117,9 +117,9 @@ def test_samples() -> None:
 def test_few_bytes_do_not_make_much_work() -> None:
     """More rows than the SDK sends, and sparse tensors that are large together, are refused unread."""
     with raises(DataError, "data"):
-        LossRequest.read(body("m", [b""] * (MOST_ROWS + 1), "ppo"))
+        LossRequest(body("m", [b""] * (MOST_ROWS + 1), "ppo"))
     entry = part(1, b"weights") + part(2, sparse([], [0, 0], [], [1, 2**23]))
-    found = LossRequest.read(body("m", [part(2, entry)] * 3, "ppo"))
+    found = LossRequest(body("m", [part(2, entry)] * 3, "ppo"))
     with raises(DataError, "sparse tensors"):
         _ = found.data
 
@@ -133,7 +133,7 @@ def test_any_bytes_are_read_or_refused() -> None:
         for _ in range(draw.randint(1, 4)):
             broken[draw.randrange(len(broken))] = draw.randrange(256)
         try:
-            _ = LossRequest.read(bytes(broken[: draw.randint(0, len(broken))])).data
+            _ = LossRequest(bytes(broken[: draw.randint(0, len(broken))])).data
         except ValueError:
             continue
 

@@ -214,7 +214,7 @@ class TinkerApp:
         return {"type": "get_info", "model_id": model, **told}
 
     async def _loss(self, owner: str, raw: Raw) -> Raw:
-        request = await asyncio.to_thread(LossRequest.read, raw["body"])
+        request = await asyncio.to_thread(LossRequest, raw["body"])
         work = partial(next, self._models.loss(request))
         return self._enter(owner, request.model_id, request.seq_id, raw["body"], work)
 

@@ -155,18 +155,6 @@ class Rows:
         ends = torch.tensor([len(each.tokens) + start for each, start in zip(self.data, self.starts, strict=True)])
         return self.batch.with_columns(response_mask=(torch.arange(width) < ends[:, None]).long())
 
-    def narrow(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """Some rows of a batch; where the whole vocabulary is read, no wider than the longest of them."""
-        part = batch[[*rows]]
-        if not (self.is_picked and rows):
-            return part
-        prompt = self.batch["input_ids"].shape[1] - self.batch["response_mask"].shape[1]
-        width = max(len(self.data[row].tokens) + self.starts[row] for row in rows)
-        wide = ("input_ids", "attention_mask", "position_ids")
-        columns = {name: each[:, : width + prompt * (name in wide)] for name, each in part.tensors().items()
-                   if each.dim() > 1}  # fmt: skip
-        return part.with_columns(**columns)
-
     def outputs(self, seen: Mapping[int, torch.Tensor]) -> list[Floats]:
         """Log-probs of each datum in the shape of its targets, 0 at places that are not known."""
         found = list[Floats]()

@@ -95,9 +95,10 @@ class Sampling:
             words, reader = [stop] if isinstance(stop, str) else list(stop), replace(reader, stop_ids=())
             given["stop"] = [each for each in words if isinstance(each, str)]
             given["stop_token_ids"] = [each for each in words if not isinstance(each, str)]
-        room = self._models.context - len(prompt)
-        given["max_tokens"] = max(1, room if given.get("max_tokens") is None else min(room, int(given["max_tokens"])))
-        given["top_k"] = max(0, int(given.get("top_k") or 0))
+        room, most = max(1, self._models.context - len(prompt)), given.get("max_tokens")
+        given["max_tokens"] = room if most is None else min(room, most) if isinstance(most, int) else most
+        if given.get("top_k") == -1:
+            del given["top_k"]
         asked = reader.text({**given, "model": reader.name, "prompt": prompt})
         return asked.prompts[0], asked.params[0]
 

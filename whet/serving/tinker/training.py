@@ -98,12 +98,12 @@ class Training:
         counts = objective.counts(batch.columns())
         if not request.forward_only:
             for part in self._parts(engine, batch, rows.is_picked):
-                engine.forward_backward(rows.narrow(batch, part), objective, counts)
+                engine.forward_backward(batch[part], objective, counts)
                 yield None
         seen, is_whole = dict(objective.seen), torch.equal(batch["response_mask"], everything["response_mask"])
         if request.forward_only or (request.loss == CROSS_ENTROPY and not is_whole and SHORT not in request.options):
             for part in self._parts(engine, everything, rows.is_picked):
-                whole, own = (rows.narrow(each, part) for each in (everything, batch))
+                whole, own = everything[part], batch[part]
                 outputs = engine.forward(whole, objective.needs)
                 found, trained = targets_of(outputs, whole.columns()), own["response_mask"].bool()
                 for row, all_places, mask in zip(part, found, trained, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -79,23 +79,10 @@ class Datum:
     inputs: Mapping[str, Array]  # [n] or [n, K], by name
 
 
-@dataclass(frozen=True)
 class LossRequest:
     """A request for a forward or a forward and backward pass; its rows are read when they are asked for."""
 
-    model_id: str
-    seq_id: int
-    loss: str
-    options: Mapping[str, float | str]
-    forward_only: bool
-    body: bytes = field(repr=False)
-    rows: Sequence[Any] = field(repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LossRequest.read, (self.body,)
-
-    @classmethod
-    def read(cls, body: bytes) -> LossRequest:
+    def __init__(self, body: bytes) -> None:
         """Reads a ForwardBackwardRequest.  Raises: DataError."""
         try:
             found = CLASSES["ForwardBackwardRequest"].FromString(body)
@@ -103,10 +90,14 @@ class LossRequest:
             raise DataError("body", str(error), "protobuf") from error
         if len(found.data) > MOST_ROWS:
             raise DataError("data", f"{len(found.data)} rows", f"at most {MOST_ROWS} in a request", "send several")
-        options: dict[str, float | str] = {each.key: each.value for each in found.loss_fn_config}
+        self.body, self.rows, self.loss, self.forward_only = body, found.data, found.loss_fn, found.forward_only
+        self.model_id, self.seq_id = found.model_id, found.seq_id
+        self.options: dict[str, float | str] = {each.key: each.value for each in found.loss_fn_config}
         for each in found.loss_fn_config_v2:
-            options[each.key] = each.value.text if each.value.HasField("text") else each.value.number
-        return cls(found.model_id, found.seq_id, found.loss_fn, options, found.forward_only, body, found.data)
+            self.options[each.key] = each.value.text if each.value.HasField("text") else each.value.number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LossRequest, (self.body,)
 
     @cached_property
     def data(self) -> tuple[Datum, ...]:
@@ -133,7 +124,9 @@ def read_tensor(tensor: Any, where: str) -> Array:
         raise DataError(where, f"has the dtype {tensor.dtype}", "float32, int64, int32 or bfloat16")
     if tensor.HasField("sparse_csr"):
         csr = tensor.sparse_csr
-        crow, col = (torch.from_numpy(_array(each, INT64, where).copy()) for each in (csr.crow_indices, csr.col_indices))
+        crow, col = (
+            torch.from_numpy(_array(each, INT64, where).copy()) for each in (csr.crow_indices, csr.col_indices)
+        )
         values = torch.from_numpy(_array(csr.values, tensor.dtype, where).copy())
         try:
             places = torch.stack([torch.arange(len(crow) - 1).repeat_interleave(crow.diff()), col])
