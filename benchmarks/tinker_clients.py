@@ -29,7 +29,8 @@ one sends what cannot be read, one asks for long work and never reads a result, 
 `python -m benchmarks tinker_clients` measures it; by tests/serving/tinker/test_clients.py no number changes.
 """
 CLIENTS, STEPS, ROWS, LENGTH = 8, 6, 16, 64
-PROTO = {"content-type": "application/x-protobuf"}
+PROTO, KEY = {"content-type": "application/x-protobuf"}, {"x-api-key": "tml-any"}
+ALONE = httpx.Limits(max_keepalive_connections=0)  # on a busy machine the server may close one as it is used
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Client:
     """A session with a model."""
 
     def __init__(self, address: str) -> None:
-        self.http = httpx.Client(base_url=f"{address}/api/v1/", headers={"x-api-key": "tml-any"}, timeout=600)
+        self.http = httpx.Client(base_url=f"{address}/api/v1/", headers=KEY, timeout=600, limits=ALONE)
         self.session = self.call("create_session")["session_id"]
         lora = {"rank": 16, "seed": 1, "train_unembed": False}
         model = {"session_id": self.session, "model_seq_id": 0, "base_model": "served", "lora_config": lora}
