@@ -240,7 +240,7 @@ def test_keys_sizes_and_what_cannot_be_read(server: Server) -> None:
                 ("seed", "x"), ("max_tokens", [1]),
             )
         ]  # fmt: skip
-        wrong += [{"prompt": {"chunks": [{"tokens": each}]}} for each in ([], [-1], [10**9], [1.5], [1] * 40_000)]
+        wrong += [{"prompt": {"chunks": [{"tokens": each}]}} for each in ([], [-1], [10**9], [1.5], [1] * 33_000)]
         wrong += [{"topk_prompt_logprobs": 10**6}, {"prompt": {"chunks": [{"type": "image", "data": "x"}]}}]
         fine = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1, 2]}]}, "num_samples": 1}
         for number, each in enumerate([*wrong, {"sampling_params": {"max_tokens": 3}}]):
